@@ -6,8 +6,8 @@
 
 namespace epiloq {
 
-// With batch invariance a row of tokens gets the same bits whatever rows are beside it: products keep to kernels that
-// sum K in one order for every M, and what has none throws Unsupported. Off by default.
+// With batch invariance a row of tokens has the same bits whatever other rows the call has: products use only kernels
+// that sum K in the same order for every M, and throw Unsupported if there is none. Off by default.
 EPILOQ_API void set_batch_invariant(bool on);  // for every thread without a setting of its own
 // This thread's own setting; nullopt: none.
 EPILOQ_API void set_batch_invariant_here(std::optional<bool> on);

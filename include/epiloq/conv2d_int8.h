@@ -10,14 +10,14 @@
 
 namespace epiloq {
 
-// A kernel by name, for tests and for finding out which is best: a row of the table in
-// src/dispatch/conv2d_int8/tables.h, and into how many slices K is split (one CTA of a cluster each).
+// A kernel by name, for tests and tuning: a row of the table in
+// src/dispatch/conv2d_int8/tables.h, and the number of slices that K is split into (one CTA of a cluster each).
 struct Conv2dInt8Kernel {
   int row = 0;
   int split = 1;
 };
 
-// A convolution of int8 by int8 that re-quantises, or restores:
+// An int8 convolution with int8 or dequantised output:
 //
 //   acc = sum x_q weight                                int32, exact; padding holds input_zero
 //   r = min(max(scale (acc - correction) + bias, lo), hi)
@@ -43,10 +43,10 @@ struct Conv2dInt8 {
   int output_zero = 0;                     // -128 to 127; of int8 output alone
   float lo = -__builtin_inff(), hi = __builtin_inff();
   Conv2dGeometry geometry{};
-  std::optional<Conv2dInt8Kernel> kernel{};  // none: the one that the table names
+  std::optional<Conv2dInt8Kernel> kernel{};  // none: dispatch chooses
 };
 
-// Throws InvalidArgument where an argument does not fit. Works without CUDA.
+// Throws InvalidArgument for an argument that does not fit. Works without CUDA.
 EPILOQ_API void check(Conv2dInt8 const& call);
 
 // Launches on `stream` of the operands' device. Never allocates, never synchronises.
@@ -58,11 +58,11 @@ EPILOQ_API void conv2d_int8_on_host(Conv2dInt8 const& call, int threads);
 // Depthwise convolutions, and ones of up to 4 input channels.
 EPILOQ_API bool has_host_kernel(Conv2dInt8 const& call);
 
-// Name of the kernel that a call would run, for `explain`.
+// Name of the kernel that a call would use.
 EPILOQ_API std::string explain(Conv2dInt8 const& call);
 
-// What comes after the sums, on the CPU: out [.., Co] from acc int32 of the same shape, contiguous both. Of `call`,
-// geometry, x and weight are not looked at.
+// The epilogue alone, on the CPU: out [.., Co] from acc int32 of the same shape, both contiguous. The geometry, x and
+// weight of `call` are not used.
 EPILOQ_API void finish_conv2d_int8(TensorView const& acc, Conv2dInt8 const& call);
 
 }  // namespace epiloq

@@ -11,7 +11,7 @@
 
 namespace epiloq {
 
-// A weight [Co, Kh, Kw, Ci / groups] of few bits.
+// A low-bit weight [Co, Kh, Kw, Ci / groups].
 //
 // Dense (depthwise false): `rows` is the matrix [Co, Kh Kw Cp], column (kh Kw + kw) Cp + c, in weight_only_mm's order.
 //   Cp is Ci / groups where Kh = Kw = 1: the convolution is then a product of `rows` with the pixels. Otherwise it is a
@@ -29,12 +29,11 @@ struct PackedConv2dWeight {
   std::int64_t padded_channels = 0;  // Cp; depthwise: 1
 };
 
-// kDense: de-quantise the weight, then convolve densely. kPatches and kWgmma: an implicit product, by mma.sync or by
-// wgmma.
+// kDense: dequantise the weight, then convolve densely. kPatches and kWgmma: an implicit GEMM with mma.sync or wgmma.
 enum class Conv2dWeightOnlyFamily { kDense, kPatches, kWgmma, kDepthwise };
 
-// A kernel by name, for tests and for finding out which is best: a row of the table of kPatches or kWgmma in
-// src/dispatch/conv2d_weight_only/tables.h, and into how many slices K is split (one CTA of a cluster each).
+// A kernel by name, for tests and tuning: a row of the table of kPatches or kWgmma in
+// src/dispatch/conv2d_weight_only/tables.h, and the number of slices that K is split into (one CTA of a cluster each).
 struct Conv2dWeightOnlyKernel {
   Conv2dWeightOnlyFamily family = Conv2dWeightOnlyFamily::kPatches;
   int row = 0;
@@ -50,19 +49,19 @@ struct Conv2dWeightOnly {
   float lo = -__builtin_inff(), hi = __builtin_inff();
   Conv2dGeometry geometry{};
   int threads = 1;                                 // of a product on the CPU, at most
-  std::optional<Conv2dWeightOnlyKernel> kernel{};  // none: the one that the tables name; on CUDA
+  std::optional<Conv2dWeightOnlyKernel> kernel{};  // none: dispatch chooses; CUDA only
 };
 
-// Throws InvalidArgument where an argument does not fit. Works without CUDA.
+// Throws InvalidArgument for an argument that does not fit. Works without CUDA.
 EPILOQ_API void check(Conv2dWeightOnly const& call);
 
 // A 1 x 1 kernel with unit strides and no padding is weight_only_mm of the pixels, which must then collapse into rows.
-// Launches (a product of few pixels on the CPU: computes) and returns true; or does nothing and returns false where it
-// is better, or the only way, to de-quantise the weight for a dense convolution (on the CPU; with many pixels; what no
-// kernel is made for). The packed weight is read early, as weight_only_mm's.
+// Launches (on the CPU: computes) and returns true; or does nothing and returns false if the weight has to be
+// dequantised for a dense convolution (on the CPU beyond a few pixels; with many pixels; without a kernel for the
+// problem). The packed weight is read early, as in weight_only_mm.
 EPILOQ_API bool conv2d_weight_only(Conv2dWeightOnly const& call, Stream stream);
 
-// Name of the kernel that a call would run, for `explain`.
+// Name of the kernel that a call would use.
 EPILOQ_API std::string explain(Conv2dWeightOnly const& call);
 
 }  // namespace epiloq

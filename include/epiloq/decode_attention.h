@@ -9,8 +9,8 @@ namespace epiloq {
 
 // Attention of one new token per sequence over a key-value cache whose heads several query heads share:
 // out[b, h] = softmax over t of (scale q[b, h] . k[b, h / G, t]) applied to v[b, h / G, t], with G = H / H_kv, in fp32.
-// Keys and values are of the query's type, or integers of 8 bits with a scale per token and head: int8, or float8
-// (E4M3) as uint8. They are read as they are, once for all query heads that share them.
+// Keys and values have the query's type, or 8 bits with a scale per token and head: int8, or float8 (E4M3) as uint8.
+// They are read as stored, once for all query heads that share them.
 struct DecodeAttention {
   TensorView out;                         // [B, H, D] of the query's type, contiguous
   TensorView query;                       // [B, H, D] float16 or bfloat16, dense along D, like key and value
@@ -28,10 +28,10 @@ EPILOQ_API void check(DecodeAttention const& call);
 // 128 or 256, float32, rows that do not start on 16 bytes, a device before SM80, the CPU.
 EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 
-// Rotary embedding in Llama's manner (the second half of a head is the first half's other coordinate), and a cache's
+// Rotary embedding as in Llama (coordinates i and i + D / 2 of a head are rotated together), and a cache's
 // update, in one launch: query = heads[.., :H] rotated; keys, rotated, and values are written to their caches from
-// `position` (0 unless given) on. Each product and each sum is rounded to the type, as torch does. A token behind a
-// cache's end is a CUDA error. On a CUDA device.
+// `position` (0 if not given) on. Each product and each sum is rounded to the type, as torch does. A token past the end
+// of a cache is a CUDA error. On a CUDA device.
 struct RotateAndStore {
   TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
   TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D

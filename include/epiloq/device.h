@@ -16,20 +16,20 @@ EPILOQ_API Arch parse_arch(std::string const& name);
 struct DeviceProperties {
   int compute_capability = 0;  // 75, 80, 90, ...
   int sm_count = 0;
-  int shared_memory_per_block = 0;  // bytes that a block may ask for, opt-in included
+  int shared_memory_per_block = 0;  // bytes that a CTA may request, opt-in included
   int l2_bytes = 0;
-  int memory_gb_s = 0;  // what memory's clock and width amount to; 0 where the driver does not report it
+  int memory_gb_s = 0;  // from the memory clock and bus width; 0 if the driver does not report them
 };
 
-// Read once per device and kept. Throws Unsupported when this build has no CUDA, CudaError when the device is not
-// there, and InvalidArgument for an index that no machine has.
+// Read once per device and cached. Throws Unsupported if this build has no CUDA, CudaError if there is no such device,
+// and InvalidArgument for an index outside 0 to 63.
 EPILOQ_API DeviceProperties const& device_properties(int device_index);
 
 // The architectures whose kernels this build contains, oldest first. Empty in a CPU build.
 EPILOQ_API std::vector<Arch> built_archs();
 EPILOQ_API bool is_built(Arch arch);
 
-// Calls made by this thread use kernels of `arch` (for testing older paths on a newer device); kAuto ends it.
+// Calls of this thread use kernels of `arch` (to test older paths on a newer device); kAuto ends it.
 EPILOQ_API void force_arch(Arch arch);
 EPILOQ_API Arch forced_arch();
 

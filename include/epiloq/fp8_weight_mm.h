@@ -16,7 +16,8 @@ struct Fp8Weight {
   std::int64_t block_rows = 1, block_columns = -1;  // -1: all
 };
 
-// out = x W^T + bias: q meets x as it is, sums are fp32, a block's scale multiplies its sum, and one rounding follows.
+// out = x W^T + bias: q is multiplied by x without rounding, sums are fp32, a block's scale multiplies its sum, and one
+// rounding follows.
 struct Fp8WeightMm {
   TensorView out;  // [.., n] of x's dtype, rows dense
   TensorView x;    // [.., k] float16, bfloat16 or float32, rows dense
@@ -35,9 +36,9 @@ struct DequantizeFp8 {
 EPILOQ_API void check(Fp8WeightMm const& call);
 EPILOQ_API void check(DequantizeFp8 const& call);
 
-// On a CUDA device. Launches and returns true; or does nothing and returns false where it is better, or the only way,
-// to dequantise the weight and multiply with a dense product: more than 64 rows of x, float32, blocks of columns that
-// are not a multiple of 64, rows of x or of the weight that are not 16-byte aligned.
+// On a CUDA device. Launches and returns true; or does nothing and returns false if the weight should be dequantised
+// for a dense product: more than 64 rows of x, float32, blocks of columns that are not a multiple of 64, rows of x or
+// of the weight that are not 16-byte aligned.
 EPILOQ_API bool fp8_weight_mm(Fp8WeightMm const& call, Stream stream);
 // On any device.
 EPILOQ_API void dequantize_fp8(DequantizeFp8 const& call, Stream stream);

@@ -11,17 +11,17 @@
 namespace epiloq {
 
 // D[m, n] = sum over blocks i of 128 along K of scale_a[m, i] scale_b[i, n] (A_i B_i)[m, n], plus bias[n]: float8 with
-// scales by groups, in the manner of DeepSeek-V3. Each block's product is added up in fp32.
+// scales per group, as in DeepSeek-V3. Each block's product is accumulated in fp32.
 //
 // With experts (b of three dimensions), rows of A belong to one expert each: to e where offs[e - 1] <= row < offs[e],
-// or, with masked_m, the first masked_m[e] rows of a[e]. Of a GPU's tensors neither is looked at on the host. There the
-// scales may also be of whole rows, and the values int8 then: scale_a[m] (scale_b[n] (A B)[m, n]), K at most 131,071.
+// or, with masked_m, the first masked_m[e] rows of a[e]. On a GPU neither is read on the host. With experts the
+// scales may also be per row, and the values then also int8: scale_a[m] (scale_b[n] (A B)[m, n]), K at most 131,071.
 //
-// Of rows, columns and depth a scale there are (1, 128, 128), (128, 128, 128) and (1, 1, 128), with experts (1, 128,
-// 128), (1, 1, 128) and (1, 1, -1). Messages call the three `recipe`, as Python does.
+// Supported (rows, columns, depth) per scale: (1, 128, 128), (128, 128, 128) and (1, 1, 128), with experts (1, 128,
+// 128), (1, 1, 128) and (1, 1, -1). Messages call this the `recipe`, as Python does.
 struct GroupwiseMm {
   TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
-  TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales of whole rows; rows dense
+  TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales per row; rows dense
   TensorView b;        // [K, N] of a's kind, columns dense; with experts [E, K, N]
   TensorView scale_a;  // float32 [.., M, K/128 rounded up], or one a block of rows, any strides
   TensorView scale_b;  // float32 [K/128, N/128 rounded up] or [K/128, N], any strides; with experts [E, ..]
@@ -34,7 +34,7 @@ struct GroupwiseMm {
   // B is a model's weight, as in scaled_mm.h; without experts. Unsafe if a preceding kernel that triggers programmatic
   // dependent launch may still be writing B.
   bool constant_b = false;
-  int threads = 1;  // on the CPU, at most: of those that use_openmp (threads.h) lends
+  int threads = 1;  // on the CPU, at most (threads.h)
 };
 
 // What the choice of a kernel depends on.

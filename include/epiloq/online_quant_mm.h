@@ -14,7 +14,7 @@ namespace epiloq {
 
 enum class OnlineQuantFamily { kStaged, kSm75, kSm80, kSm90 };
 
-// A kernel by name, for tests and for finding out which is best: a row of a family's table in
+// A kernel by name, for tests and tuning: a row of a family's table in
 // src/dispatch/online_quant_mm/tables.h; on SM90 into how many slices K is split (one CTA of a cluster each), and
 // whether that is so in the last wave alone, with two slices.
 struct OnlineQuantKernel {
@@ -44,7 +44,7 @@ struct OnlineQuantMm {
   float lo = -std::numeric_limits<float>::infinity();
   float hi = std::numeric_limits<float>::infinity();
   bool staged = false;  // the reference on the GPU: quantise, an int32 product a block, accumulate, finish
-  int threads = 1;      // on the CPU, at most: of those that use_openmp (threads.h) lends
+  int threads = 1;      // on the CPU, at most (threads.h)
   std::optional<OnlineQuantKernel> kernel{};  // on CUDA; none: the one that is chosen
 };
 

@@ -32,7 +32,7 @@ struct QuantizeFp8 {
 };
 
 EPILOQ_API void check(QuantizeFp8 const& call);
-EPILOQ_API std::string explain(QuantizeFp8 const& call);  // the kernel, in words; throws what the call would
+EPILOQ_API std::string explain(QuantizeFp8 const& call);  // the kernel's name; throws what the call would
 // On the CPU too, whatever the stream.
 EPILOQ_API void quantize_fp8(QuantizeFp8 const& call, Stream stream);
 

@@ -18,7 +18,7 @@ struct RmsNormQuant {
   TensorView weight;  // [K] of x's dtype
   TensorView scale;   // float32: one a row, or [.., ceil(K / g)] in dense rows or dense columns
   std::optional<TensorView> residual{};      // x's shape and dtype
-  std::optional<TensorView> residual_out{};  // beside residual; it may be that very memory
+  std::optional<TensorView> residual_out{};  // with residual; may be the same memory
   float eps = 1e-6f;
   Granularity granularity = Granularity::kToken;  // or kGroup
   int group_size = 128;
@@ -26,7 +26,7 @@ struct RmsNormQuant {
 };
 
 EPILOQ_API void check(RmsNormQuant const& call);
-EPILOQ_API std::string explain(RmsNormQuant const& call);  // the kernel, in words; throws what the call would
+EPILOQ_API std::string explain(RmsNormQuant const& call);  // the kernel's name; throws what the call would
 EPILOQ_API void rms_norm_quant(RmsNormQuant const& call, Stream stream);
 
 }  // namespace epiloq

@@ -29,7 +29,7 @@ struct ScaledMm {
   std::optional<TensorView> azp_adj{};  // [N] int32
   std::optional<TensorView> azp{};      // int32, in scale_a's shapes
   bool fast_accum = false;              // float8: leave sums to the tensor core, whose accumulator has about 14 bits
-  int threads = 1;                      // on the CPU, at most: of those that use_openmp (threads.h) lends
+  int threads = 1;                      // on the CPU, at most (threads.h)
   // B is a model's weight: the kernel may load its first tiles before the preceding kernel on the stream has finished.
   // Unsafe if a preceding kernel that triggers programmatic dependent launch may still be writing B. epiloq's kernels
   // are such kernels; one of epiloq's quantisers, or a kernel without dependent launch, in between makes it safe.
@@ -49,7 +49,7 @@ struct ScaledMmProblem {
   bool operator==(ScaledMmProblem const&) const = default;
 };
 
-// Throws InvalidArgument where an argument does not fit. Works without CUDA.
+// Throws InvalidArgument for an argument that does not fit. Works without CUDA.
 EPILOQ_API void check(ScaledMm const& call);
 
 // Launches on `stream` of the operands' device. Never allocates, never synchronises.
@@ -60,12 +60,12 @@ EPILOQ_API void scaled_mm(ScaledMm const& call);
 // Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
 EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(ScaledMm const& call);
-// What may be tuned, on a device; or for kNoDevice, on the first card of the forced architecture.
+// The kernels to choose from on a device; for kNoDevice, on the reference card of the forced architecture.
 EPILOQ_API KernelCandidates candidates(ScaledMmProblem const& problem, int device);
 
 // The epilogue alone, on the host, in the same expression as the kernels: out float32 [M, N] from acc int32 [M, N], or
 // float32 as float8 products have it.
-// For tests and for reading; every operand on the CPU and a bias in float32. `call.a` and `call.b` are not looked at.
+// For tests; every operand on the CPU and a bias in float32. `call.a` and `call.b` are not used.
 EPILOQ_API void evaluate_epilogue(TensorView const& acc, ScaledMm const& call);
 
 }  // namespace epiloq

@@ -20,7 +20,7 @@ struct SiluAndMulQuant {
 };
 
 EPILOQ_API void check(SiluAndMulQuant const& call);
-EPILOQ_API std::string explain(SiluAndMulQuant const& call);  // the kernel, in words; throws what the call would
+EPILOQ_API std::string explain(SiluAndMulQuant const& call);  // the kernel's name; throws what the call would
 EPILOQ_API void silu_and_mul_quant(SiluAndMulQuant const& call, Stream stream);
 
 }  // namespace epiloq

@@ -8,7 +8,7 @@
 
 namespace epiloq {
 
-// A weight W [n, k] of 4-bit codes in the manner of bitsandbytes' NF4 and FP4: with i = row * k + column,
+// A weight W [n, k] of 4-bit codes as in the NF4 and FP4 of bitsandbytes: with i = row * k + column,
 // W[row, column] = table[code i] * scale[i / block_size]. On a CUDA device.
 struct TableWeight {
   TensorView codes;  // uint8 [ceil(n k / 2)], contiguous: code 2 i in the high half of byte i, code 2 i + 1 in the low
@@ -34,8 +34,8 @@ struct DequantizeTable {
 EPILOQ_API void check(TableMm const& call);
 EPILOQ_API void check(DequantizeTable const& call);
 
-// Launches and returns true; or does nothing and returns false where it is better, or the only way, to dequantise the
-// weight and multiply with a dense product: more than 64 rows of x, float32, blocks that are no multiple of 64 columns
+// Launches and returns true; or does nothing and returns false if the weight should be dequantised for a dense product:
+// more than 64 rows of x, float32, blocks that are no multiple of 64 columns
 // or end inside a row, rows of x that are not 16-byte aligned.
 EPILOQ_API bool table_mm(TableMm const& call, Stream stream);
 EPILOQ_API void dequantize_table(DequantizeTable const& call, Stream stream);

@@ -12,11 +12,11 @@ struct CUstream_st;
 
 namespace epiloq {
 
-// A CUDA stream, spelt without CUDA's headers: cudaStream_t and CUstream are this very type.
+// A CUDA stream, without CUDA's headers: the same type as cudaStream_t and CUstream.
 using Stream = CUstream_st*;
 
-// kUInt8 is packed weights'. kBool, and from kInt16 on, is what no operation takes yet: a view can hold it, so that the
-// check that refuses it can name it.
+// Packed weights are kUInt8. Some of these types no operation takes: a view can hold them so that an error can
+// name them.
 enum class DType : std::uint8_t {
   kInt8,
   kInt32,
@@ -47,9 +47,9 @@ struct Device {
   friend bool operator==(Device, Device) = default;
 };
 
-// A strided window on memory that somebody else owns. Sizes and strides count elements. The matrices of int8 and float8
-// that are multiplied, what becomes of them, packed weights and workspaces have to begin on 16 bytes, on a CPU too:
-// they are read and written so. A rank above kMaxRank can be stated, with the first kMaxRank sizes, to be refused.
+// A strided view of memory owned by the caller. Sizes and strides count elements. int8 and float8 operands, their
+// outputs, packed weights and workspaces must be 16-byte aligned, also on a CPU. A rank above kMaxRank can be given,
+// with the first kMaxRank sizes; every operation refuses it.
 struct TensorView {
   static constexpr int kMaxRank = 6;
 

@@ -8,9 +8,9 @@ namespace epiloq {
 // call body(data).
 using OpenMpParallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
-// The library starts no threads of its own: a second pool beside an application's would take cores from it. An
-// application lends its own here, once; until then, and in a child that it forks, whose copy of a pool has no threads,
-// calls run on the thread that makes them. Python lends torch's.
+// The library starts no threads of its own: a second pool would compete with the application's for cores. An
+// application passes its OpenMP runtime here once. Before that, and in a forked child (whose copy of the pool has no
+// threads), calls run on the calling thread. The Python package passes torch's runtime.
 EPILOQ_API void use_openmp(OpenMpParallel parallel);
 
 }  // namespace epiloq

@@ -31,8 +31,8 @@ struct W4a8Problem {
 
 EPILOQ_API void check(W4a8Mm const& call);
 
-// Launches and returns true; or does nothing and returns false for what there is no kernel for: another device, zero
-// points or offsets, scale groups other than 32, 64, powers of two times 128 and whole rows.
+// Launches and returns true; or does nothing and returns false if there is no kernel: another device, zero points
+// or offsets, scale groups other than 32, 64, powers of two times 128 and whole rows.
 //
 // The packed weight is read before the stream's previous kernels have finished; see weight_only_mm.h.
 EPILOQ_API bool w4a8_mm(W4a8Mm const& call, Stream stream);

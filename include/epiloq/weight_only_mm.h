@@ -13,11 +13,11 @@ namespace epiloq {
 // A weight [N, K] of 2, 3, 4 or 8 bits in the kernels' order: W[n, k] = scale (q - zero), or scale q + offset.
 //
 // Rows lie in panels of 16, K is padded to a multiple Kp of 128, and a group of columns shares its parameters: there
-// are ceil(Kp / group_size) groups. Bytes past N and K hold anything. A tile is 16 rows by `depth` columns, 32 of 8
-// bits and 64 of fewer, in 32 lanes of 16 bytes, or of 8 and 12 for 2 and 3 bits. Of a group's parameters those of row
-// r of a panel stand at r % 8 * 2 + r / 8. src/problems/packed_layout.h has the order within a lane; epiloq.pack_weight
-// (Python) writes it. Columns of a weight with an activation order are in the order of their groups: it is up to the
-// caller that those of X are.
+// are ceil(Kp / group_size) groups. Bytes past N and K may hold anything. A tile is 16 rows by `depth` columns, 32 of 8
+// bits and 64 of fewer, in 32 lanes of 16 bytes, or of 8 and 12 for 2 and 3 bits. Within a group, the parameters of
+// row r of a panel are at index r % 8 * 2 + r / 8. src/problems/packed_layout.h has the order within a lane;
+// epiloq.pack_weight (Python) writes it. Columns of a weight with an activation order are in the order of their groups;
+// the caller must permute X likewise.
 //
 // Or FP4: codes E2M1 (code c's value is +-{0, .5, 1, 1.5, 2, 3, 4, 6}, the sign in bit 3) of 4 bits, without zero
 // points and offsets, whose scales are bytes. MXFP4: 2^(byte - 127) for 32 columns, 255 is NaN. NVFP4: E4M3 for 16
@@ -35,11 +35,11 @@ struct PackedWeight {
   WeightFormat format = WeightFormat::kInteger;
 };
 
-// kDense: no kernel; the weight is de-quantised, then multiplied with a dense product.
+// kDense: no kernel; the weight is dequantised, then multiplied with a dense product.
 enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kRing, kWgmma };
 
-// A kernel by name, for tests and for finding out which is best: a row of a family's table in
-// src/dispatch/weight_only_mm/tables.h, and into how many slices K is split (one CTA of a cluster each).
+// A kernel by name, for tests and tuning: a row of a family's table in
+// src/dispatch/weight_only_mm/tables.h, and the number of slices that K is split into (one CTA of a cluster each).
 struct WeightOnlyMmKernel {
   WeightOnlyMmFamily family = WeightOnlyMmFamily::kStream;
   int row = 0;
@@ -53,8 +53,8 @@ struct WeightOnlyMm {
   PackedWeight weight;
   std::optional<TensorView> bias{};  // [N], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();
-  std::optional<WeightOnlyMmKernel> kernel{};  // none: the one that the tables name
-  int threads = 1;                             // on the CPU, at most: of those that use_openmp (threads.h) lends
+  std::optional<WeightOnlyMmKernel> kernel{};  // none: dispatch chooses
+  int threads = 1;                             // on the CPU, at most (threads.h)
 };
 
 // out = W: the products and the sums of the definition above each rounded to fp32, then to out's dtype. Of an 8-bit
@@ -80,23 +80,22 @@ struct WeightOnlyMmProblem {
   bool operator==(WeightOnlyMmProblem const&) const = default;
 };
 
-// Throw InvalidArgument where an argument does not fit. Work without CUDA.
+// Throw InvalidArgument for an argument that does not fit. Work without CUDA.
 EPILOQ_API void check(WeightOnlyMm const& call);
 EPILOQ_API void check(DequantizeWeight const& call);
 
-// On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false where it is
-// better, or the only way, to de-quantise the weight and multiply with a dense product (many tokens; what no kernel is
-// made for).
+// On CUDA launches, on the CPU computes, and returns true; or on CUDA does nothing and returns false if the
+// weight should be dequantised for a dense product (large M; no kernel for the problem).
 //
-// On SM90 the packed weight is read before the stream's previous kernels have finished: none of them that lets the next
-// one start early (programmatic dependent launch) may write it, as epiloq's do. Copies and element-wise kernels of
-// eager torch may.
+// On SM90 the packed weight is read before the stream's previous kernels have finished. Unsafe if
+// a preceding kernel that triggers programmatic dependent launch, as epiloq's do, may still be writing it. Copies and
+// element-wise kernels of eager torch are safe.
 EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 
 // On the CPU or on CUDA.
 EPILOQ_API void dequantize_weight(DequantizeWeight const& call, Stream stream);
 
-// Name of the kernel chosen for a problem, for `explain`.
+// Name of the kernel chosen for a problem.
 EPILOQ_API std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count,
                                               int memory_gb_s);
 EPILOQ_API std::string explain(WeightOnlyMm const& call);
