@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers")
 import transformers
@@ -85,6 +86,27 @@ def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.
     for mine, other in zip(dynamic[0].layers, dynamic[1].layers, strict=True):
         assert relative(mine.keys.float(), other.keys.float()) <= 1e-2
         assert relative(mine.values.float(), other.values.float()) <= 1e-2
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_generate_compiles_a_step_as_one_graph(seed: int, quantized: bool) -> None:
+    """As transformers does by itself on a GPU where the cache has a fixed size."""
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+    def cache() -> dict[str, Any]:
+        if not quantized:
+            return {"cache_implementation": "static"}
+        return {argument(model): epiloq.QuantizedCache(model.config, max_cache_len=20)}
+
+    expected = model.generate(x, **options, **cache())
+    compiled = transformers.CompileConfig(fullgraph=True, mode=None, backend="aot_eager")
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    assert torch.equal(model.generate(x, **options, **cache(), compile_config=compiled), expected)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
