@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_REMEDY = "install epiloq anew (`pip install --force-reinstall epiloq`, or `pip install .` in a checkout)"
+_REMEDY = "install epiloq anew, by `pip install .` in a checkout, or its wheel with `--force-reinstall`"
 
 
 def load() -> None:
