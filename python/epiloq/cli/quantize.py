@@ -30,7 +30,7 @@ from epiloq.files import write_text
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget.amount import Budget, parse_bytes
-from epiloq.quantize.budget.candidates import BASE, DEFAULT
+from epiloq.quantize.budget.candidates import AUTO, BASE, DEFAULT
 from epiloq.schemes import SCHEMES, available
 from epiloq.vocabulary import weight_only_schemes
 
@@ -48,6 +48,7 @@ def weight_only() -> list[str]:
     return weight_only_schemes(SCHEMES)
 
 
+_CHOSEN = f"{AUTO}: --bytes chooses"
 GO_ON = "; what was finished is kept, and the same command goes on from there"
 
 
@@ -137,11 +138,11 @@ def quantize(
     ] = None,
     head: Annotated[
         str | None,
-        choices("The output head, rounded to nearest", ready(), "--head", "SCHEME", "as it is"),
+        choices("The output head, rounded to nearest", [*ready(), AUTO], "--head", "SCHEME", f"as it is; {_CHOSEN}"),
     ] = None,
     embedding: Annotated[
         str | None,
-        choices("The input embedding, rounded to nearest", weight_only(), "--embedding", "SCHEME", "as it is"),
+        choices("The input embedding, rounded to nearest", [*weight_only(), AUTO], "--embedding", "SCHEME", "as it is"),
     ] = None,
     layout: Annotated[
         str | None,
@@ -249,7 +250,7 @@ def quantize(
         one_of(scheme, schemes(), "--scheme")
         for name, value, known in (("--head", head, ready()), ("--embedding", embedding, weight_only())):
             if value is not None:
-                one_of(value, dict.fromkeys(known), name)
+                one_of(value, dict.fromkeys([*known, AUTO]), name)
         if layout is not None:
             one_of(layout, FORMATS, "--format")
         algorithm = one_of(algorithm or TARGETS[scheme].algorithm, ALGORITHMS, "--algorithm")

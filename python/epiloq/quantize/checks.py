@@ -20,6 +20,7 @@ from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget.amount import Budget
+from epiloq.quantize.budget.candidates import AUTO as CHOSEN
 from epiloq.quantize.budget.candidates import LAYOUTS, grids
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
@@ -42,6 +43,9 @@ def check_request(settings: Settings) -> None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
         if ALGORITHMS[settings.algorithm].learn:
             raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
+    for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
+        if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
+            raise ValueError(f"{option} {CHOSEN}: expected --bytes beside it, which counts all weights")
     check_new(output)
     if not 0 <= settings.seed < SEEDS:
         raise ValueError(f"seed: expected 0 to {SEEDS - 1}, got {settings.seed} (--seed)")

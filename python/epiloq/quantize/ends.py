@@ -71,6 +71,11 @@ def _unlike(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> str | N
     return None
 
 
+def of_one_scheme(layout: str) -> str:
+    """Why a format whose reader describes layers cannot hold a quantised embedding beside those of a budget."""
+    return f"{layout}: its reader takes a quantised embedding of the layers' own scheme alone, and a budget has several"
+
+
 def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[Ends, tuple[str, ...]]:
     """What becomes of the embedding and the head in a format, and what a user should know of it, a sentence each."""
     if not ends.shared:

@@ -25,6 +25,7 @@ from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.algorithms.tuning import tuned
 from epiloq.quantize.budget import search
+from epiloq.quantize.budget.ends import settle
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.joining import check_alike
 from epiloq.quantize.calibration.ranks import Ranks
@@ -266,7 +267,9 @@ def _chosen(job: Job, tally: Tally) -> Job:
         if job.ranks.rank == 0:
             with tally.timed("choose schemes", search.steps(job)) as advance:
                 choice = search.find(job, advance)
-    return replace(job, choice=job.ranks.share(choice))
+    choice = job.ranks.share(choice)
+    ends = settle(job.plan.ends, choice.ends)
+    return replace(job, choice=choice, plan=replace(job.plan, ends=ends))
 
 
 def _quantise(job: Job, store: Store | None, tally: Tally) -> None:

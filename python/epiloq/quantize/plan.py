@@ -17,8 +17,9 @@ from epiloq.models.conv1d import TransposedConv1D
 from epiloq.models.mixtures import take_apart_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
+from epiloq.quantize.budget.ends import assumed
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
-from epiloq.quantize.ends import preferred, reasons_against, settled
+from epiloq.quantize.ends import of_one_scheme, preferred, reasons_against, settled
 from epiloq.quantize.outputs import refusals
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
@@ -65,10 +66,13 @@ def plan(settings: Settings, outline: Any) -> Plan:
     layout = settings.layout
     if layout is not None:
         take_experts_apart_(outline, layout)
-    ends = planned(outline, settings.head, settings.embedding, SCHEMES, str(settings.model))
+    head, embedding = assumed(settings.head), assumed(settings.embedding)
+    ends = planned(outline, head, embedding, SCHEMES, str(settings.model))
     lists = _lists(settings, outline)
     wanted, left = _layers(settings, outline, lists)
     against = reasons_against(ends, outline, settings.scheme, settings.symmetric)
+    if settings.budget is not None and ends.embedding is not None:
+        against |= {name: of_one_scheme(name) for name, found in FORMATS.items() if found.describe is not None}
     if layout is not None and against[layout] is not None:
         fitting = [name for name, reason in against.items() if reason is None]
         raise FormatError(f"{settings.model}: {against[layout]}; type {' or '.join(f'--format {n}' for n in fitting)}")

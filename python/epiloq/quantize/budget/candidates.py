@@ -20,6 +20,8 @@ LAYOUTS = ("compressed-tensors", "epiloq")
 """Formats that support layers of several schemes."""
 BASE = "w8a16"
 """The scheme that every layer can have, whose rules decide which layers are quantised."""
+AUTO = "auto"
+"""A scheme of the embedding or the head that a budget chooses."""
 HEADER = 112
 """At most so many bytes beside its name describe a tensor in a file's header."""
 _NAME = re.compile(r"w(\d+)a16(?:-g(\d+))?")

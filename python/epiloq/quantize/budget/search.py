@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,10 +14,12 @@ from epiloq.files import write_text
 from epiloq.formats.io.architecture import distinct
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.budget import ends as budget_ends
 from epiloq.quantize.budget import knapsack
 from epiloq.quantize.budget.amount import megabytes
 from epiloq.quantize.budget.candidates import HEADER, Sizes, grids
-from epiloq.quantize.budget.sensitivity import Losses, losses, squared_gradients
+from epiloq.quantize.budget.ends import End
+from epiloq.quantize.budget.sensitivity import Losses, losses
 from epiloq.quantize.ends import rounded_ends
 from epiloq.quantize.settings import Settings
 from epiloq.weights.grid import Grid
@@ -28,7 +30,11 @@ if TYPE_CHECKING:
 
 FILE = "schemes.json"
 WINDOWS = 8
-"""At most so many of the calibration's windows: the estimate is a mean over tokens, which soon is accurate enough."""
+"""At most so many of the calibration's windows, for the layers' inputs."""
+PROBED, PROBED_TOKENS = 4, 128
+"""So many others, if there are, to measure the divergence on, and so many tokens of each."""
+LARGE = 0.25
+"""The part of a budget from which on an embedding and a head in floating point are worth a warning."""
 POINTS = 24
 """Of the frontier."""
 
@@ -42,12 +48,18 @@ class Prices:
     sizes
         Of layers by each candidate.
     most
-        What the quantised layers may take together.
+        What the quantised layers may take together, and the ends.
+    ends
+        Embedding and head, where the budget chooses their schemes.
+    float_ends
+        Bytes of those that stay in floating point whatever the budget chooses.
     """
 
     kept: int
     sizes: Sizes
     most: int
+    ends: Sequence[End] = ()
+    float_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,9 @@ class Choice:
     frontier
         Bytes and estimated divergence of the best choice for other budgets, ascending.
     uniform
-        The same of one candidate for all layers that can have it.
+        The same of one candidate for all layers that can have it, the ends as they were chosen.
+    ends
+        Schemes of "head" and "embedding" where the budget chooses them, "float" for none.
     """
 
     schemes: Mapping[str, str]
@@ -71,6 +85,7 @@ class Choice:
     size: int
     frontier: Sequence[tuple[int, float]]
     uniform: Mapping[str, tuple[int, float]]
+    ends: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -88,14 +103,23 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
     in_bytes, dtype = budget.file_bytes is not None, next(model.parameters()).dtype
     sizes = Sizes(grids(budget.candidates, symmetric), layout.name, dtype, HEADER if in_bytes else 0)
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    kept = 0
+    kept, left, free = 0, 0, list[End]()
     if in_bytes:
-        ends = {name: (weight, how) for name, weight, how in rounded_ends(model, plan.ends, layout, symmetric)}
-        apart = {*layers, *ends, *plan.ends.names}
+        asked = {"head": settings.head, "embedding": settings.embedding}
+        free = budget_ends.free(model, plan.ends, asked, budget.candidates, layout, symmetric)
+        chosen_later = {layer for end in free for layer in end.layers}
+        ends = {
+            name: (weight, how)
+            for name, weight, how in rounded_ends(model, plan.ends, layout, symmetric)
+            if name not in chosen_later
+        }
+        apart = {*layers, *ends, *plan.ends.names, *chosen_later}
         rest = {name: tensor for name, tensor in distinct(model).items() if name.removesuffix(".weight") not in apart}
         for layer, (weight, how) in ends.items():
             rest |= {f"{layer}.{part}": tensor for part, tensor in layout.to_tensors(weight, how, dtype).items()}
         kept = sum(tensor.nbytes + HEADER + len(name) for name, tensor in rest.items())
+        vocabulary = {*plan.ends.found.embeddings, *plan.ends.found.heads}
+        left = sum(t.nbytes for name, t in rest.items() if name.removesuffix(".weight") in vocabulary)
     most = budget.file_bytes - kept if budget.file_bytes is not None else int((budget.bits or 0) * weights / 8)
     each = {name: sizes.options({name: layer}) for name, layer in layers.items()}
     without = [name for name, found in each.items() if not found]
@@ -104,7 +128,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
         raise ValueError(
             f"--candidates: {layout.name} can hold none of {names} for {without[0]}: add w8a16, which fits all"
         )
-    least = sum(min(found.values()) for found in each.values())
+    least = sum(min(found.values()) for found in each.values()) + sum(min(end.sizes.values()) for end in free)
     if most < least:
         possible = f"--bytes {megabytes(kept + least)}" if in_bytes else f"--bits {_up(8 * least / weights):g}"
         beside = f", {kept / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
@@ -112,7 +136,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
             f"{budget.said}: the smallest of {', '.join(budget.candidates)} need {possible}{beside}; or add smaller "
             "--candidates, such as w3a16-g64"
         )
-    return Prices(kept, sizes, most)
+    return Prices(kept, sizes, most, free, left)
 
 
 def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
@@ -120,12 +144,18 @@ def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
     budget, layers, said = settings.budget, plan.layers, []
     assert budget is not None
     largest = sum(max(found.sizes.options({name: layer}).values()) for name, layer in layers.items())
+    largest += sum(max(end.sizes.values()) for end in found.ends)
     if found.most > largest:
         weights = sum(layer.in_features * layer.out_features for layer in layers.values())
         enough = (
             f"--bits {_up(8 * largest / weights):g}" if budget.bits else f"--bytes {megabytes(found.kept + largest)}"
         )
         said.append(f"{budget.said} is more than the largest candidates take: {enough} gives the same")
+    if budget.file_bytes is not None and found.float_ends > LARGE * budget.file_bytes:
+        said.append(
+            f"{budget.said}: {found.float_ends / 1e6:.1f} MB of it are the embedding and the output head in floating "
+            "point; --head auto --embedding auto give them schemes, too"
+        )
     if plan.layout == "compressed-tensors" and not settings.symmetric:
         # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape; see its `config`.
         said.append(
@@ -146,42 +176,58 @@ def find(job: Job, advance: Callable[[], None] = lambda: None) -> Choice:
     if file.is_file():
         return Choice(**json.loads(file.read_text(encoding="utf-8")))
     assert job.prices is not None
-    settings, windows = job.settings, job.texts.calibration[:WINDOWS]
+    settings, windows = job.settings, job.texts.calibration
     layers = {name: m for name, m in job.model.named_modules() if isinstance(m, nn.Linear) and name in job.plan.layers}
+    probed = [window[:, :PROBED_TOKENS] for window in (windows[WINDOWS:] or windows)[:PROBED]]
     home = next(job.model.parameters()).device
     job.model.to(settings.device)
-    gradients = squared_gradients(job.model, layers, windows, settings.seed, advance)
-    job.model.to(home)
     lost = losses(
         job.model,
-        windows,
+        windows[:WINDOWS],
+        probed,
         job.prices.sizes.grids,
-        gradients,
+        _reference(layers, job.prices),
         compensate=ALGORITHMS[settings.algorithm].compensate,
         blocks=job.plan.lists,
         filter_fn=lambda module, name: name in layers,
-        device=settings.device,
         advance=advance,
     )
-    found = buy(lost, layers, job.prices)
+    ends = budget_ends.losses(job.model, job.prices.ends, probed, settings.symmetric, advance)
+    job.model.to(home)
+    found = buy(lost, layers, job.prices, ends)
     write_text(file, json.dumps(asdict(found), indent=1) + "\n")
     return found
 
 
 def steps(job: Job) -> int:
     """How often `find` advances."""
-    return min(WINDOWS, len(job.texts.calibration)) + job.plan.blocks
+    return job.plan.blocks + (0 if job.prices is None else len(job.prices.ends))
 
 
-def buy(lost: Losses, layers: Mapping[str, nn.Linear], found: Prices) -> Choice:
+def _reference(layers: Mapping[str, nn.Linear], found: Prices) -> str:
+    """The candidate whose layers together take about what they may."""
+    totals = dict.fromkeys(found.sizes.grids, 0)
+    for layer in layers.values():
+        smallest = min(found.sizes.options({"": layer}).values())
+        for name in totals:
+            totals[name] += found.sizes.of(name, (layer.out_features, layer.in_features)) or smallest
+    return min(totals, key=lambda name: abs(totals[name] - found.most))
+
+
+def buy(
+    lost: Losses, layers: Mapping[str, nn.Linear], found: Prices, of_ends: Sequence[Mapping[str, float]] = ()
+) -> Choice:
     """The choice of least loss, and the frontier. Raises ValueError where layers of one input leave none."""
-    items = _fused(lost)
+    items = lost
     options = [found.sizes.options({name: layers[name] for name in names}) for names in items]
     bad = next((names for names, each in zip(items, options, strict=True) if not each), None)
     if bad is not None:
         raise ValueError(f"--candidates: expected one that {', '.join(bad)} can have together, got none: add w8a16")
+    count = len(options)
+    options += [dict(end.sizes) for end in found.ends]
+    values = [*items.values(), *of_ends]
     sizes = [list(each.values()) for each in options]
-    costs = [[value[name] for name in each] for each, value in zip(options, items.values(), strict=True)]
+    costs = [[value[name] for name in each] for each, value in zip(options, values, strict=True)]
 
     def best(most: int) -> tuple[list[int], int, float]:
         chosen = knapsack.choose(sizes, costs, most)
@@ -192,27 +238,21 @@ def buy(lost: Losses, layers: Mapping[str, nn.Linear], found: Prices) -> Choice:
     if found.most < least:
         raise ValueError(f"the layers that read one input need {megabytes(found.kept + least)} together; give more")
     chosen, size, estimated = best(found.most)
-    names = {name: list(options[i])[option] for i, option in enumerate(chosen) for name in list(items)[i]}
+    picked = [list(each)[option] for each, option in zip(options, chosen, strict=True)]
+    names = {name: picked[i] for i, layers_of in enumerate(items) for name in layers_of}
+    roles = {role: scheme for end, scheme in zip(found.ends, picked[count:], strict=True) for role in end.roles}
+    fixed = sum(sizes[i][chosen[i]] for i in range(count, len(options)))
+    lost_by_ends = sum(costs[i][chosen[i]] for i in range(count, len(options)))
     curve = [best(least + (largest - least) * i // (POINTS - 1))[1:] for i in range(POINTS)]
     uniform = {
-        name: (found.kept + sum(each[name] for each in options), sum(value[name] for value in items.values()))
+        name: (
+            found.kept + fixed + sum(each[name] for each in options[:count]),
+            lost_by_ends + sum(value[name] for value in items.values()),
+        )
         for name in found.sizes.grids
-        if all(name in each for each in options)
+        if all(name in each for each in options[:count])
     }
-    return Choice(names, estimated, size, sorted(set(curve)), uniform)
-
-
-def _fused(lost: Losses) -> Losses:
-    """Losses of layers that must have one scheme: those of one input, and all experts of a mixture.
-
-    Engines multiply the former as one matrix and the latter as one stack.
-    """
-    found: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {}
-    for names, values in lost.items():
-        key = names[0].partition(".experts.")[0] if ".experts." in names[0] else names[0]
-        before, sums = found.get(key, ((), dict.fromkeys(values, 0.0)))
-        found[key] = (*before, *names), {name: sums[name] + value for name, value in values.items()}
-    return dict(found.values())
+    return Choice(names, estimated, size, sorted(set(curve)), uniform, roles)
 
 
 def grids_of(choice: Choice, found: Prices) -> dict[str, Grid]:
@@ -227,6 +267,7 @@ def report(job: Job, choice: Choice, divergence: tuple[float, str]) -> dict[str,
         "asked": job.settings.budget.said,
         "counts_all": job.settings.budget.file_bytes is not None,
         "counts": choice.counts,
+        "ends": dict(choice.ends),
         "bytes": choice.size,
         "estimated": choice.estimated,
         "measured": divergence[0],

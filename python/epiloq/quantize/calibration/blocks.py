@@ -113,6 +113,8 @@ class Recorded:
     """One for each window, on the CPU."""
     calls: list[list[Call]]
     """``calls[block][window]``; equal tensors are one tensor, on the CPU."""
+    forms: Sequence[Any] = ()
+    """Each block's output on a few tokens."""
 
 
 @torch.no_grad()
@@ -143,7 +145,7 @@ class _Recorder:
 
     def __init__(self, forms: Sequence[Any]) -> None:
         self.forms = forms
-        self.found = Recorded([], [[] for _ in forms])
+        self.found = Recorded([], [[] for _ in forms], forms)
         self.pool: list[Tensor] = []
         self.alive: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of this window, which keeps their numbers from being used again, and what is kept for them."""
@@ -166,8 +168,7 @@ class _Recorder:
         self.found.calls[index].append(kept)
         if index + 1 == len(self.forms):
             raise _Enough
-        form = self.forms[index]
-        return hidden if isinstance(form, Tensor) else (hidden, *form[1:])
+        return _like(self.forms[index], hidden)
 
 
 class _Enough(Exception):
@@ -187,6 +188,22 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for c, value in zip(configs, before, strict=True):
             c.use_cache = value
+
+
+@contextmanager
+def passing(blocks: Sequence[nn.Module], forms: Sequence[Any], hidden: Tensor) -> Iterator[None]:
+    """Let a model run without its blocks, whose last one gives `hidden`; `forms` are those of `Recorded`."""
+
+    def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
+        return _like(forms[index], hidden if index + 1 == len(forms) else _parted(args, kwargs)[0])
+
+    with _replaced(blocks, stand_in):
+        yield
+
+
+def _like(form: Any, hidden: Tensor) -> Any:
+    """Hidden states as a block gives them."""
+    return hidden if isinstance(form, Tensor) else (hidden, *form[1:])
 
 
 @contextmanager
