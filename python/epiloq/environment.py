@@ -53,6 +53,26 @@ def cpu_facts() -> dict[str, Any]:
     }
 
 
+def arithmetic(device: str = "cpu") -> dict[str, str]:
+    """What decides the bits of floating-point results on "cpu" or "cuda" (with a number or without), by name.
+
+    Processes that compute parts of one result must have the same: a CPU's kernels add in an order that depends on its
+    instruction sets and on the number of threads, a GPU's in one that depends on its model.
+    """
+    import torch
+
+    if device.startswith("cuda"):
+        gpu = torch.cuda.get_device_properties(device)
+        return {"device": f"{gpu.name} (compute capability {gpu.major}.{gpu.minor})"}
+    cpu, limit = cpu_facts(), os.environ.get("ONEDNN_MAX_CPU_ISA")
+    sets = [cpu["vector_level"], *cpu["features"], *([] if limit is None else [f"oneDNN up to {limit}"])]
+    return {
+        "device": f"CPU ({cpu['architecture']})",
+        "instruction sets": ", ".join(sets),
+        "threads": str(cpu["torch_threads"]),
+    }
+
+
 def gpu_facts() -> list[dict[str, Any]]:
     """Name, compute capability, multiprocessors and memory (bytes) of each visible CUDA device."""
     import torch

@@ -23,7 +23,9 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 from safetensors.torch import load_file
 
 import epiloq
+from epiloq._torch import threads
 from epiloq.cli import app
+from epiloq.quantize import identity
 from epiloq.quantize.calibration import store, work
 from tiny_mixtures import qwen3
 from tiny_teacher import save, tiny_model
@@ -141,7 +143,15 @@ def test_torchrun(models: Path, whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("differing", "named"),
-    [("text", "tokens"), ("options", "options"), ("model", "model"), ("versions", "torch")],
+    [
+        ("text", "tokens"),
+        ("options", "options"),
+        ("model", "model"),
+        ("versions", "torch (2.10.1 and "),
+        ("threads", "threads (2 and 1)"),
+        ("sets", "oneDNN up to AVX2"),
+        ("device", "device (NVIDIA L4 and NVIDIA H100)"),
+    ],
 )
 def test_ranks_must_be_alike(models: Path, tmp_path: Path, differing: str, named: str) -> None:
     commands = [arguments(models, tmp_path / "out") for _ in range(2)]
@@ -157,10 +167,19 @@ def test_ranks_must_be_alike(models: Path, tmp_path: Path, differing: str, named
     def change(rank: int) -> None:
         if differing == "versions" and rank:
             torch.__version__ = "2.10.1"
+        elif differing == "threads":
+            threads.forked = False  # or its first operation brings a forked process back to one thread
+            torch.set_num_threads(1 + rank)
+        elif differing == "sets" and rank:
+            os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+        elif differing == "device":
+            name = "NVIDIA L4" if rank else "NVIDIA H100"
+            identity.arithmetic = lambda device: {"device": name}  # type: ignore[attr-defined]
 
     run = Launched(tmp_path, commands, change)
     assert run.codes == [2, 2]
-    assert "rank 1 and rank 0 have different" in run.said[0] and named in run.said[0], run.said
+    said = " ".join(run.said[0].split())
+    assert "rank 1 and rank 0 have different" in said and named in said, run.said
     assert run.said[1] == ""
     assert [path.name for path in tmp_path.iterdir() if path.name != "other"] == []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,8 @@ def ended() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = (str(error).strip().splitlines() or [""])[-1]
+        # Of gloo's last line, the sentence that says what happened, without the place in its sources.
+        said = re.sub(r"^\[[^]]*\]\s*", "", (str(error).strip().splitlines() or [""])[-1]).partition(". ")[0]
         raise ConnectionError(f"{_NAME}: expected an answer of every rank, but one has ended: {said}") from error
 
 
@@ -28,6 +30,18 @@ def everyone_says(value: Any, group: Any = None) -> list[Any]:
     with ended():
         dist.all_gather_object(found, value, group=group)
     return found
+
+
+def check_same(own: Mapping[str, Any], name: str, group: Any = None) -> None:
+    """Raise ValueError on every rank unless all give the same small values. `name` begins its message."""
+    everyone = everyone_says(dict(own), group)
+    for rank, given in enumerate(everyone):
+        for key in sorted(everyone[0].keys() | given.keys()):
+            first, other = everyone[0].get(key), given.get(key)
+            if first != other:
+                text = isinstance(first, str) and isinstance(other, str)
+                which = f"has {other} where rank 0 has {first}" if text else "has another than rank 0"
+                raise ValueError(f"{name}: expected the same {key} on every rank, but rank {rank} {which}")
 
 
 @contextmanager

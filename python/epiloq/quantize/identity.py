@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.environment import arithmetic
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.quantize.calibration.joining import fingerprint
 from epiloq.quantize.plan import Plan
@@ -45,4 +46,4 @@ def facts(settings: Settings, identity: dict[str, Any], source: Checkpoint, grid
     same = {key: value for key, value in identity.items() if key != "model"}
     asked = {key: value for key, value in asdict(settings).items() if key not in ("model", "device", "command")}
     model = fingerprint(settings.model, {"config.json", *source.files.values()})
-    return {**same, "model": model, "options": repr(asked), "grid": repr(grid)}
+    return {**same, "model": model, "options": repr(asked), "grid": repr(grid), **arithmetic(settings.device)}

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from epiloq.environment import arithmetic
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
@@ -20,7 +21,7 @@ from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
 from epiloq.models.mixtures import put_, settle_
 from epiloq.nn import ExpertLinears
 from epiloq.parallel.experts import as_linears, join_experts
-from epiloq.parallel.ranks import everyone_says, to_first, together
+from epiloq.parallel.ranks import check_same, ended, to_first, together
 from epiloq.parallel.shards import bare, join, part_of
 from epiloq.parallel.styles import ColwiseParallel, RowwiseParallel, sum_experts
 
@@ -57,15 +58,13 @@ class Split:
         """Take the quantised layers of a model out of what transformers loads and cuts.
 
         Raises ValueError on every rank: other kinds of parallelism, heads that the ranks do not divide, ranks whose
-        directories differ, layers with a style that quantised layers have not.
+        directories or machines differ, layers with a style that quantised layers have not.
         """
         asked = model.config.distributed_config
         with together():
             _check(model, asked)
-        said = everyone_says((_outline(model), _fingerprint(checkpoint)))
-        for what, values in zip(("model", "directory"), zip(*said, strict=True), strict=True):
-            if (other := next((r for r, value in enumerate(values) if value != values[0]), None)) is not None:
-                raise ValueError(f"{_NAME}: expected the same {what} on every rank, but rank {other}'s is another")
+            own = {"model": _outline(model), "directory": _fingerprint(checkpoint), **_arithmetic()}
+        check_same(own, _NAME)
         self.checkpoint, self.names = checkpoint, list[str]()
         """Names of layers of which each rank has a part."""
         stored = {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
@@ -147,6 +146,20 @@ class Split:
             for name, part in parts.items():
                 put_(model, name, part)
 
+    def gathered(self, model: Any) -> dict[str, Tensor]:
+        """The whole of the floating-point tensors that ranks share, by name; on the first rank alone."""
+        found, first = (
+            dict[str, Tensor](),
+            torch.distributed.get_rank(model._mesh_manager.get_mesh("tp").get_group()) == 0,
+        )
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, DTensor):
+                with ended():
+                    whole = tensor.full_tensor()
+                if first:
+                    found[name] = whole.detach().cpu()
+        return found
+
 
 def _opened_experts(module: Any, own: range) -> ExpertLinears:
     module.__dict__.pop("forward", None)  # What transformers would do around experts that it cuts.
@@ -182,6 +195,11 @@ def _check(model: Any, asked: Any) -> None:
             and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1
         ):
             raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as there are experts, {module.experts}")
+
+
+def _arithmetic() -> dict[str, str]:
+    """What decides the bits of what every rank computes by itself, such as norms and the next token."""
+    return arithmetic("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _outline(model: Any) -> Any:

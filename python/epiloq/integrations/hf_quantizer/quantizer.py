@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
@@ -87,16 +87,23 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
-            checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
-            if self._is_mxfp4:
-                if parallel:
-                    raise ValueError(f"{_NAME}: tp_plan: expected none for experts of {mxfp4.METHOD}, got one")
-                mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
-                return model
-            self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
-            self.apart, self.sharing = apart(model), shared(checkpoint)
+            if self._is_mxfp4 and parallel:
+                raise ValueError(f"{_NAME}: tp_plan: expected none for experts of {mxfp4.METHOD}, got one")
+            # What one rank finds wrong with its files ends the others, too.
+            with together() if parallel else nullcontext():
+                checkpoint = self._store(model, Path(checkpoint_files[0]).parent)
             self.split = Split(model, checkpoint) if parallel else None
         return model
+
+    def _store(self, model: Any, folder: Path) -> Checkpoint:
+        """Let transformers load a directory's quantised layers as its files hold them."""
+        checkpoint = Checkpoint(folder)
+        if self._is_mxfp4:
+            mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
+            return checkpoint
+        self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
+        self.apart, self.sharing = apart(model), shared(checkpoint)
+        return checkpoint
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.split is not None:
@@ -121,14 +128,18 @@ class EpiloqQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or else in epiloq's own.
 
-        Where ranks share the model, all call this, and the first gets the whole layers.
+        Where ranks share the model, all call this, and the first gets the whole layers. Nothing is exchanged after it,
+        so that a rank that dies leaves no file.
         """
         if self.split is None:
             return self._whole_state(model), {}
-        with self.split.whole(model) as first, together():
-            if first:
-                return self._whole_state(model), {}
-        return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)}, {}
+        state = dict[str, Tensor]()
+        with self.split.whole(model) as first:
+            with together():
+                if first:
+                    state = self._whole_state(model)
+            whole = self.split.gathered(model)
+        return {name: whole.get(name, tensor) for name, tensor in state.items()}, {}
 
     def _whole_state(self, model: Any) -> dict[str, Tensor]:
         said, state = self.quantization_config.to_dict(), file_state(model)

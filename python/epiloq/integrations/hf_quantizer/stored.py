@@ -29,6 +29,8 @@ class SharedLayer(nn.Module):
     def __init__(self, layer: nn.Embedding | nn.Linear) -> None:
         super().__init__()
         self.__dict__["layer"] = layer
+        # As a linear layer has them: transformers installs its tensor parallelism here before the layer is back.
+        self.out_features, self.in_features = layer.weight.shape
         self.register_parameter(BIAS, getattr(layer, BIAS, None))
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,8 @@ from epiloq.quantize.calibration.ranks import Group, Ranks
 MEETING = timedelta(minutes=5)
 """How long ranks wait for each other to start."""
 _FOREVER = timedelta(days=30)
+_READABLE = frozenset({"device", "instruction sets", "threads", "torch", "epiloq"})
+"""Facts whose values a message gives."""
 _ENDS = 1 << 20
 """Bytes at either end of a file that tell it from another."""
 
@@ -95,12 +97,18 @@ def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     everyone = ranks.gather(dict(facts))
     with ranks.together():
         for rank, others in enumerate(everyone):
-            differing = sorted(key for key in everyone[0] if everyone[0][key] != others.get(key))
+            first = everyone[0]
+            differing = sorted(key for key in first.keys() | others.keys() if first.get(key) != others.get(key))
             if differing:
+                named = ", ".join(_contrast(key, others.get(key), first.get(key)) for key in differing)
                 raise ValueError(
-                    f"rank {rank} and rank 0 have different {', '.join(differing)}: expected the same versions, files "
-                    "and options on every rank"
+                    f"rank {rank} and rank 0 have different {named}: expected the same versions, files, options and "
+                    "kind of machine on every rank"
                 )
+
+
+def _contrast(key: str, one: Any, other: Any) -> str:
+    return f"{key} ({one} and {other})" if key in _READABLE else key
 
 
 def fingerprint(folder: Path, files: Iterable[str]) -> str:
