@@ -88,7 +88,7 @@ def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
         ("w8a8", "awq", "activations cannot be said"),
         ("int4 asymmetric", "deepseek-fp8", "cannot represent integers of 4 bits, only FP8 in blocks of 128 x 128"),
         ("int4 asymmetric", "compressed-tensors", "is in the format compressed-tensors already"),
-        ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, epiloq"),
+        ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, modelopt, epiloq"),
     ],
 )
 def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, said: str) -> None:

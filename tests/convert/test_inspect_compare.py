@@ -74,7 +74,7 @@ def test_what_inspect_tells(quantised: Path, tmp_path: Path) -> None:
     )
     assert found["not_quantised"]["linear"] == ["lm_head"]
     assert found["not_quantised"]["largest"][0] == "model.embed_tokens.weight"
-    assert [name for name, reason in found["formats"].items() if reason] == ["deepseek-fp8"]
+    assert [name for name, reason in found["formats"].items() if reason] == ["deepseek-fp8", "modelopt"]
     assert found["wrong"] == {} and "down_proj" in result.output and "deepseek-fp8: no" in result.output
 
 

@@ -42,7 +42,7 @@ FORMATS_OF = {
     "w4a8-block": ["epiloq"],
     "w4a8-block-g32": ["epiloq"],
     "fp8": ["compressed-tensors", "epiloq"],
-    "fp8-token": ["compressed-tensors", "epiloq"],
+    "fp8-token": ["compressed-tensors", "modelopt", "epiloq"],
     "fp8-block": ["deepseek-fp8", "compressed-tensors", "epiloq"],
     "w8a16-fp8": ["compressed-tensors", "epiloq"],
     "w8a16-fp8-block": ["compressed-tensors", "epiloq"],
@@ -53,7 +53,7 @@ FORMATS_OF = {
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g32": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-mxfp4": ["compressed-tensors", "epiloq"],
-    "w4a16-nvfp4": ["compressed-tensors", "epiloq"],
+    "w4a16-nvfp4": ["compressed-tensors", "modelopt", "epiloq"],
 }
 
 
@@ -191,7 +191,10 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--scheme", "fp8-token", "--format", "gptq"), "fp8-token can be written as compressed-tensors, epiloq"),
+        (
+            ("--scheme", "fp8-token", "--format", "gptq"),
+            "fp8-token can be written as compressed-tensors, modelopt, epiloq",
+        ),
         (("--scheme", "w8a16", "--format", "awq"), "can be written as compressed-tensors, gptq, epiloq"),
         (("--scheme", "fp8-block", "--format", "gptq"), "can be written as deepseek-fp8, compressed-tensors, epiloq"),
         (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),

@@ -95,3 +95,24 @@ def test_stock_transformers_opens_mxfp4(family: str, seed: int, tmp_path: Path) 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert type(theirs.get_submodule(EXPERTS)).__module__.startswith("transformers.")
     assert typical_error(logits(theirs), logits(models.load(Checkpoint(tmp_path / "out"))[0])) < 0.05
+
+
+def test_experts_as_modelopt_has_them(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    """With factors rather than their reciprocals, and the same numbers."""
+    mixtral(torch.bfloat16).save_pretrained(tmp_path / "model")
+    found = []
+    for layout in ("modelopt", "compressed-tensors"):
+        options = ("--scheme", "w4a16-nvfp4", "--algorithm", "rtn", "--format", layout, "--output", tmp_path / layout)
+        result = run("quantize", tmp_path / "model", *options)
+        assert result.exit_code == 0, result.output
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout, dtype="auto")
+        experts = model.get_submodule(EXPERTS)
+        assert isinstance(experts, GatedExperts) and isinstance(experts.down, PackedFp4Experts)
+        assert experts.down.reciprocal == (layout != "modelopt")
+        found.append(logits(model))
+        model.save_pretrained(tmp_path / f"{layout} again")
+        before, after = (load_file(tmp_path / name / "model.safetensors") for name in (layout, f"{layout} again"))
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(*found)
+    expert = "model.layers.1.block_sparse_moe.experts.3.w1"
+    assert f"{expert}.weight_scale_2" in Checkpoint(tmp_path / "modelopt").files

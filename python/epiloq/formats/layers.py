@@ -13,7 +13,7 @@ from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, un
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.unused import buffers_of, check_unused
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
+from epiloq.formats.readers import BIAS, Reader, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 from epiloq.models.conv1d import TransposedConv1D, as_linear
@@ -43,7 +43,7 @@ class Layers:
         self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
         named = self.readers.keys() | self.shared.keys()
         self.tables = {name: TableOutline.of(table) for name, table in self._embeddings() if name in named}
-        self.unused = frozenset(cache_scales(checkpoint))
+        self.unused = frozenset(unused_scales(checkpoint, self.readers.get))
         """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
         """Names of a quantised layer's tensors by their last parts, the bias left out."""
@@ -162,10 +162,10 @@ class Layers:
         seen, unused, buffers = set(), set(), buffers_of(self.model)
         for name, entry in checkpoint.entries.items():
             layer, part = split_name(name)
+            if name in self.unused:
+                continue
             if layer in self.readers and part != BIAS:
                 self._part(layer, part, name)
-                continue
-            if name in self.unused:
                 continue
             if name not in targets or (layer in self.shared and part != BIAS):
                 if has_no_use_for(self.model, name) or part in buffers or self._empty_bias(layer, part):

@@ -165,7 +165,12 @@ _TABLE = (
     ),
     Kind(modules.Fp8BlockLinear, _attributes("rows"), _blocks, usual={"rows": FP8_BLOCK}),
     Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
-    Kind(modules.Fp4Linear, _attributes("format"), _as_it_is(modules.Fp4Linear.dequantized_weight)),
+    Kind(
+        modules.Fp4Linear,
+        _attributes("format", "reciprocal"),
+        _as_it_is(modules.Fp4Linear.dequantized_weight),
+        usual={"reciprocal": True},
+    ),
     Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
     Kind(
         modules.OnlineQuantLinear,

@@ -17,6 +17,7 @@ from epiloq.formats.configs import awq as awq_config
 from epiloq.formats.configs import bitsandbytes as bitsandbytes_config
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.configs import gptq as gptq_config
+from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.embeddings import TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
@@ -37,6 +38,7 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     bitsandbytes_config.METHOD: bitsandbytes_config.parse,
     fp8.METHOD: fp8.parse,
     fp8.FBGEMM: fp8.parse,
+    **dict.fromkeys(modelopt_config.METHODS, modelopt_config.parse),
     **dict.fromkeys(auto_round.METHODS, auto_round.parse),
 }
 """What parses the configuration of each method but epiloq's own."""
@@ -56,6 +58,8 @@ class Layout:
         The inverse, given the model's type. Raises FormatError for what the layout cannot represent.
     check
         Raises FormatError for tensors of other types or shapes than a layer's, whose values are not looked at.
+    aside
+        Tensors, likewise, that a layer may have besides and nothing uses.
     """
 
     marker: str
@@ -63,6 +67,7 @@ class Layout:
     from_tensors: Callable[[Tensors, Description, Shape], Weight]
     to_tensors: Callable[[Weight, Description, torch.dtype], dict[str, Tensor]]
     check: Callable[[Tensors, Description, Shape], object] = lambda tensors, described, shape: None
+    aside: Callable[[Description], frozenset[str]] = lambda described: frozenset()
 
 
 def _integers(marker: str) -> Layout:
@@ -102,6 +107,17 @@ def _float8(names: float8.Names) -> Layout:
     )
 
 
+def _float4(names: float4.Names) -> Layout:
+    return Layout(
+        names.scale,
+        names.parts,
+        lambda tensors, described, shape: float4.from_tensors(tensors, described, shape, names),
+        lambda weight, described, _: float4.to_tensors(weight, described, names),
+        lambda tensors, described, shape: float4.checked(tensors, described, shape, names),
+        names.aside,
+    )
+
+
 def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
     raise FormatError(f"{described.layout}: is read only")
 
@@ -119,15 +135,18 @@ LAYOUTS: dict[str, Layout] = {
     ),
     ct_config.PACKED: _integers("weight_packed"),
     ct_config.INTEGER: _integers("weight_scale"),
-    **{
-        layout: Layout("weight_packed", float4.parts, float4.from_tensors, float4.to_tensors, float4.checked)
-        for layout in (ct_config.NVFP4, ct_config.MXFP4)
-    },
+    **{layout: _float4(float4.Names()) for layout in (ct_config.NVFP4, ct_config.MXFP4)},
     ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
     fp8.BLOCKS: _float8(float8.Names("weight_scale_inv")),
     fp8.TENSORS: _float8(float8.Names()),
     fp8.SCALARS: _float8(float8.Names("weight_scale_inv", "activation_scale", scalar=True)),
     fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
+    modelopt_config.TENSORS: _float8(float8.Names(scalar=True)),
+    modelopt_config.ROWS: _float8(float8.Names(flat=True)),
+    **{
+        layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
+        for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)
+    },
     **{version: _gptq(version) for version in gptq.VERSIONS},
     **{version: _awq(version) for version in awq.VERSIONS},
 }
@@ -152,6 +171,8 @@ class Reader:
         Of tensors that are a module's state: that module, in the place of a linear layer.
     module
         Without a quantization, the class of the module that runs a layer, and its options, as in epiloq's own format.
+    aside
+        Tensors that a layer may have besides, by the last part of their names, and nothing uses.
     """
 
     described: Description | None
@@ -161,6 +182,7 @@ class Reader:
     check: Callable[[Tensors, Shape], object] = lambda tensors, shape: None
     build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
     module: tuple[str, Mapping[str, Any]] = ("", {})
+    aside: frozenset[str] = frozenset()
 
     def opened(self, linear: nn.Linear, tensors: Tensors) -> nn.Module:
         """The module that runs a layer's tensors, with a "bias" if there is one among them.
@@ -200,14 +222,33 @@ def reader(described: Description) -> Reader:
         layout.parts(described),
         lambda tensors, shape: layout.check(tensors, described, shape),
         module=module,
+        aside=layout.aside(described),
     )
 
 
-def cache_scales(checkpoint: Checkpoint) -> list[str]:
-    """Names of tensors that belong to a quantised key-value cache, which epiloq has none of."""
-    if (checkpoint.quantization or {}).get("kv_cache_scheme") is None:
-        return []
-    return [name for name in checkpoint.names() if name.rpartition(".")[2] in _OF_CACHES]
+def unused_scales(checkpoint: Checkpoint, known: Callable[[str], Reader | None]) -> list[str]:
+    """Names of tensors that nothing here uses, given the readers of layers by their names in the files.
+
+    Those of a quantised key-value cache, which epiloq has none of, and scales of activations that are not quantised.
+    """
+    of_caches = _OF_CACHES if cache_of(checkpoint.quantization or {}) is not None else ()
+
+    def unused(name: str) -> bool:
+        layer, part = split_name(name)
+        if part in of_caches:
+            return True
+        reader = known(layer)
+        return reader is not None and part in reader.aside
+
+    return [name for name in checkpoint.names() if unused(name)]
+
+
+def cache_of(found: Mapping[str, Any]) -> Any:
+    """What a configuration says of a quantised key-value cache; None where it has none."""
+    inner = found.get("quantization")
+    if isinstance(inner, dict) and inner.get("kv_cache_quant_algo") is not None:
+        return inner["kv_cache_quant_algo"]
+    return found.get("kv_cache_scheme")
 
 
 def shared(checkpoint: Checkpoint) -> dict[str, str]:
@@ -248,7 +289,7 @@ def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
     layers = _described(checkpoint, rules, site)
     if not layers:
         raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found none")
-    if found.get("kv_cache_scheme") is not None:
+    if cache_of(found) is not None:
         _warn(checkpoint, "the key-value cache stays in the model's type, and its scales are not used")
     for loss in dict.fromkeys(described.loss for described in layers.values()):
         if loss is not None:

@@ -14,6 +14,7 @@ from epiloq.formats.configs import awq as awq_config
 from epiloq.formats.configs import compressed_tensors as compressed_config
 from epiloq.formats.configs import fp8
 from epiloq.formats.configs import gptq as gptq_config
+from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.description import Description, Inputs, of_grid
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
@@ -194,6 +195,31 @@ def _blocks_config(written: Written) -> dict[str, Any]:
     return fp8.config(written.ignored)
 
 
+# By what shares a scale of weights, and of activations, and whether those are measured at run time.
+_MODELOPT_FP8 = {
+    ("tensor", "tensor", False): modelopt_config.TENSORS,
+    ("channel", "token", True): modelopt_config.ROWS,
+}
+
+
+def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Description:
+    if not isinstance(weight, ModuleWeight):
+        said = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
+        raise FormatError(f"modelopt: cannot represent {said}, only NVFP4, and FP8 per tensor or channel")
+    described = _describe_float8(weight)
+    if described.layout == compressed_config.NVFP4:
+        return replace(described, layout=modelopt_config.NVFP4)
+    inputs = described.inputs
+    if inputs is not None and (described.strategy, inputs.strategy, inputs.dynamic) in _MODELOPT_FP8:
+        return replace(described, layout=_MODELOPT_FP8[described.strategy, inputs.strategy, inputs.dynamic])
+    raise FormatError(f"modelopt: cannot represent {weight.described}")
+
+
+def _to_modelopt(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    described = _describe_modelopt(weight, quantization)
+    return LAYOUTS[described.layout].to_tensors(weight, described, dtype)
+
+
 def _to_epiloq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return epiloq_modules.state_of(weight, quantization)
 
@@ -231,6 +257,13 @@ _TABLE = (
         _describe_awq,
     ),
     Format(
+        modelopt_config.METHOD,
+        _as_model,
+        _to_modelopt,
+        lambda written: modelopt_config.config(written.described, written.ignored),
+        _describe_modelopt,
+    ),
+    Format(
         "epiloq",
         _as_model,
         _to_epiloq,
@@ -244,3 +277,4 @@ _TABLE = (
 FORMATS = {layout.name: layout for layout in _TABLE}
 # The names that config.json has for them.
 METHODS = {name: name for name in FORMATS} | {fp8.METHOD: "deepseek-fp8"}
+METHODS |= dict.fromkeys(modelopt_config.METHODS, modelopt_config.METHOD)

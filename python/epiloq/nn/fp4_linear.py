@@ -51,10 +51,13 @@ class Fp4Linear(PreparedLinear):
     format
         "mxfp4" (blocks of 32, scales of E8M0: powers of two) or "nvfp4" (blocks of 16, scales of E4M3, and one scale
         for the whole weight).
+    reciprocal
+        Whether the scale for the whole weight is stored as the *reciprocal* of the factor, as compressed-tensors does,
+        or as the factor itself, as ModelOpt does.
 
     Parameters without gradients, which are the state dict:
         weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them
-        weight_global_scale     float32 [1], of "nvfp4": the *reciprocal* of the factor, as compressed-tensors stores it
+        weight_global_scale     float32 [1], of "nvfp4": the factor or, by default, its reciprocal
         bias                    [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
     Files have, and loading takes too, rows one after the other (N = out_features, K = in_features): "weight", uint8
     ``[N, ceil(K / 2)]`` with an even column in the low half of a byte, and "weight_scale", uint8 or float8_e4m3fn
@@ -76,12 +79,13 @@ class Fp4Linear(PreparedLinear):
         bias: bool = True,
         *,
         format: str = "nvfp4",
+        reciprocal: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, dtype)
         check_choice(self._class(), "format", format, tuple(FORMATS))
-        self.format = format
+        self.format, self.reciprocal = format, reciprocal
         for name, shape in shapes_of_parts(format, out_features, in_features).items():
             self._hold(f"weight_{name}", shape, (1,) * len(shape), torch.uint8, device)
         chosen = FORMATS[format]
@@ -124,10 +128,10 @@ class Fp4Linear(PreparedLinear):
         return self._value(*self._made)
 
     def _make(self) -> Any:
-        codes, bias, scale, divisor = (self._padded(name) for name in self.PARTS)
+        codes, bias, scale, factor = (self._padded(name) for name in self.PARTS)
         assert codes is not None and scale is not None
         codes = without_codes_of_zeros(codes, scale, FORMATS[self.format])
-        return codes, bias, scale, None if divisor is None else divisor.reciprocal()
+        return codes, bias, scale, factor.reciprocal() if factor is not None and self.reciprocal else factor
 
     def _value(self, *tensors: Any) -> PackedFp4Weight:
         codes, _, scale, factor = tensors
@@ -163,5 +167,5 @@ class Fp4Linear(PreparedLinear):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.format}"
+            f"format={self.format}{'' if self.reciprocal else ', reciprocal=False'}"
         )

@@ -25,7 +25,7 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and what describes weights that are not there any more; all else is carried over.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
-_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 DESCRIPTIONS = {"config.json", *_BESIDE}
 
 
@@ -39,7 +39,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def described_beside(folder: Path) -> bool:
-    """Whether a file beside config.json may say how layers are quantised: what older AutoGPTQ and AutoAWQ wrote."""
+    """Whether a file beside config.json may say how layers are quantised: AutoGPTQ's, AutoAWQ's, or ModelOpt's."""
     return any(status(folder / file) is not None for file in _BESIDE)
 
 
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The ``quantization_config``, or what older AutoGPTQ and AutoAWQ wrote in a file of its own, if any."""
+        """The ``quantization_config``, or what older AutoGPTQ, AutoAWQ and ModelOpt wrote in a file of its own."""
         return self._quantization
 
     def _find_quantization(self) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class Checkpoint:
         # The format epiloq has no method for transformers to see; older files of it have.
         if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
             return {**found, "quant_method": "epiloq"}
-        if found is not None or not any(name.endswith(".qweight") for name in self.files):
+        if found is not None or not any(name.endswith((".qweight", ".weight_scale")) for name in self.files):
             return found
         for file, method in _BESIDE.items():
             if status(self.folder / file) is not None:

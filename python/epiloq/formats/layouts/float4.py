@@ -1,12 +1,15 @@
-"""The layouts of FP4 layers in compressed-tensors: ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``.
+"""The layouts of FP4 layers: compressed-tensors', ModelOpt's, those of DeepSeek's experts, and Quark's.
 
-Defined by its compressors (``compressed_tensors/compressors/{nvfp4,mxfp4}``): two codes to a byte along K, the even
-column in the low half; ``weight_global_scale`` is the reciprocal of the factor.
+All have two codes to a byte along K, the even column in the low half, and scales of blocks of a row. They differ in
+names, in types of the same bytes, and in whether the scale of the whole weight is the factor or its reciprocal.
+compressed-tensors' are defined by its compressors (``compressed_tensors/compressors/{nvfp4,mxfp4}``), ModelOpt's by its
+``NVFP4QTensor`` and ``MXFP4QTensor``, DeepSeek's by the ``inference/convert.py`` of its repositories.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,52 +20,81 @@ from epiloq.formats.layouts.base import Expected, FormatError, divides, require
 from epiloq.formats.weights import ModuleWeight, Weight
 from epiloq.weights.fp4 import FORMATS, Fp4Format
 
-_NAME = "compressed-tensors"
-_GLOBAL, _OF_INPUTS = "weight_global_scale", "input_global_scale"
+_GLOBAL = "weight_global_scale"
+_BYTES = (torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a layout calls a layer's tensors.
+
+    whole, reciprocal
+        The scale of the whole weight, of NVFP4, and whether it is the reciprocal of the factor.
+    inputs
+        The scale of activations, which stay in floating point; None where there is none.
+    codes_dtype, scale_dtype
+        The types of codes, and of MXFP4's scales, which are read in others of a byte too.
+    """
+
+    codes: str = "weight_packed"
+    scale: str = "weight_scale"
+    whole: str = _GLOBAL
+    reciprocal: bool = True
+    inputs: str | None = "input_global_scale"
+    codes_dtype: torch.dtype = torch.uint8
+    scale_dtype: torch.dtype = torch.uint8
+
+    def parts(self, described: Description) -> frozenset[str]:
+        """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+        return frozenset({self.codes, self.scale} | ({self.whole} if _format(described).has_global_scale else set()))
+
+    def aside(self, described: Description) -> frozenset[str]:
+        """Those that a layer may have but nothing here uses."""
+        return frozenset({self.inputs} if described.inputs is not None and self.inputs is not None else ())
 
 
 def _format(described: Description) -> Fp4Format:
     return FORMATS[FP4_OF_BLOCKS[described.group_size]]
 
 
-def parts(described: Description) -> frozenset[str]:
-    """Every tensor that a layer may have, by the last part of its name, beside its bias."""
-    whole = {_GLOBAL} if _format(described).has_global_scale else set()
-    # Of activations that the files would have in FP4, which stay as they are.
-    inputs = {_OF_INPUTS} if described.inputs is not None else set()
-    return frozenset({"weight_packed", "weight_scale", *whole, *inputs})
-
-
-def checked(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """A layer's tensors but for those of activations. Raises FormatError for other types and shapes."""
+def checked(
+    tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
+) -> dict[str, Tensor]:
+    """A layer's tensors, codes and the bytes of E8M0 as uint8. Raises FormatError for other types and shapes."""
     chosen, (rows, columns) = _format(described), shape
-    found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items() if name != _OF_INPUTS}
-    whole: Expected = {_GLOBAL: (torch.float32, (1,))} if chosen.has_global_scale else {}
+    found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
+    for name, kinds in ((names.codes, _BYTES), (names.scale, (torch.float8_e8m0fnu,))):
+        if name in found and found[name].dtype in kinds:
+            found[name] = found[name].view(torch.uint8)
+    whole: Expected = {names.whole: (torch.float32, (1,))} if chosen.has_global_scale else {}
     expected: Expected = {
-        "weight_packed": (torch.uint8, (rows, -(-columns // 2))),
-        "weight_scale": (chosen.scale_dtype, (rows, -(-columns // chosen.block_size))),
+        names.codes: (torch.uint8, (rows, -(-columns // 2))),
+        names.scale: (chosen.scale_dtype, (rows, -(-columns // chosen.block_size))),
         **whole,
     }
     require(found, expected)
     return found
 
 
-def from_tensors(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> ModuleWeight:
+def from_tensors(
+    tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
+) -> ModuleWeight:
     """What a layer's tensors stand for. Raises FormatError for tensors that disagree with it."""
-    found = checked(tensors, described, shape)
-    codes, scale, divisor = found["weight_packed"], found["weight_scale"], found.get(_GLOBAL)
-    if divisor is not None and not bool(0 < divisor < torch.inf):
-        raise FormatError(f"{_GLOBAL}: expected a positive number, got {divisor.item()}")
-    state = {"weight": codes, "weight_scale": scale} | ({} if divisor is None else {_GLOBAL: divisor})
+    found = checked(tensors, described, shape, names)
+    codes, scale, whole = found[names.codes], found[names.scale], found.get(names.whole)
+    if whole is not None and not bool(0 < whole < torch.inf):
+        raise FormatError(f"{names.whole}: expected a positive number, got {whole.item()}")
+    state = {"weight": codes, "weight_scale": scale} | ({} if whole is None else {_GLOBAL: whole})
 
     def values() -> Tensor:
-        factor = None if divisor is None else divisor.reciprocal()
+        factor = whole.reciprocal() if whole is not None and names.reciprocal else whole
         return epiloq.fp4_dequantize(codes.contiguous(), scale.contiguous(), in_features=shape[1], global_scale=factor)
 
-    return ModuleWeight("Fp4Linear", {"format": _format(described).name}, state, values, columns=shape[1])
+    options = {"format": _format(described).name} | ({} if whole is None or names.reciprocal else {"reciprocal": False})
+    return ModuleWeight("Fp4Linear", options, state, values, columns=shape[1])
 
 
-def to_tensors(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str, Tensor]:
     """The inverse of `from_tensors`. Raises FormatError for another kind of weight, and for a short last block."""
     chosen = _format(described)
     if not isinstance(weight, ModuleWeight) or (weight.module, weight.options.get("format")) != (
@@ -72,7 +104,27 @@ def to_tensors(weight: Weight, described: Description, dtype: torch.dtype) -> di
         said = weight.described if isinstance(weight, ModuleWeight) else "other numbers than FP4"
         raise FormatError(f"{described.layout}: cannot represent {said}")
     codes, scale = weight.state["weight"], weight.state["weight_scale"]
-    # The package's reader takes whole blocks alone.
-    divides("in_features", 2 * codes.shape[1] if weight.columns is None else weight.columns, chosen.block_size, _NAME)
-    found = {"weight_packed": codes, "weight_scale": scale}
-    return found | ({_GLOBAL: weight.state[_GLOBAL]} if chosen.has_global_scale else {})
+    # Readers take whole blocks alone.
+    columns = 2 * codes.shape[1] if weight.columns is None else weight.columns
+    divides("in_features", columns, chosen.block_size, described.layout)
+    found = {names.codes: codes.view(names.codes_dtype), names.scale: scale}
+    if not chosen.has_global_scale:
+        return found | {names.scale: scale.view(names.scale_dtype)}
+    whole = weight.state[_GLOBAL]
+    if weight.options.get("reciprocal", True) != names.reciprocal:
+        whole = _divisor_of(whole) if names.reciprocal else whole.reciprocal()
+    return found | {names.whole: whole if names.reciprocal else whole.reshape(())}
+
+
+def _divisor_of(factor: Tensor) -> Tensor:
+    """The number whose reciprocal, rounded, is a factor. Raises FormatError where float32 has none."""
+    if factor.is_meta:
+        return factor
+    nearest = factor.reciprocal()
+    for divisor in (nearest, *(torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0, torch.inf))):
+        if torch.equal(divisor.reciprocal(), factor):
+            return divisor
+    raise FormatError(
+        f"cannot represent the global scale {factor.item()!r}: the format stores its reciprocal, and float32 has no "
+        "number whose reciprocal it is"
+    )

@@ -1,4 +1,4 @@
-"""The layouts of FP8 layers: ``float-quantized`` of compressed-tensors, DeepSeek's, AutoFP8's, fbgemm's.
+"""The layouts of FP8 layers: ``float-quantized`` of compressed-tensors, DeepSeek's, AutoFP8's, fbgemm's, ModelOpt's.
 
 They differ in the names and the shapes of their scales. The class and the options of the module that runs a layer are
 those of its `Description`.
@@ -28,6 +28,8 @@ class Names:
         Whether one scale of a tensor has no dimension rather than one.
     limit
         The tensor that repeats the limit of activations.
+    flat
+        Whether scales of channels have one dimension rather than two.
     """
 
     scale: str = "weight_scale"
@@ -35,6 +37,7 @@ class Names:
     zeros: tuple[str, ...] = ()
     scalar: bool = False
     limit: str | None = None
+    flat: bool = False
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have, by the last part of its name, beside its bias."""
@@ -91,6 +94,8 @@ def checked(
 ) -> dict[str, Tensor]:
     """A layer's tensors, one scale of a tensor with a dimension. Raises FormatError for other types and shapes."""
     found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
+    if names.flat and names.scale in found and found[names.scale].ndim == 1:
+        found[names.scale] = found[names.scale].unsqueeze(1)
     require(found, names.expected(described, shape))
     return found
 
@@ -123,7 +128,8 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
     state = weight.state
     shape = _scales(described, (weight.state["weight"].shape[0], weight.state["weight"].shape[1]))
     one = () if names.scalar else (1,)
-    tensors = {"weight": state["weight"], names.scale: state["weight_scale"].reshape(one if shape == (1,) else shape)}
+    stored = one if shape == (1,) else shape[:1] if names.flat else shape
+    tensors = {"weight": state["weight"], names.scale: state["weight_scale"].reshape(stored)}
     if "input_scale" in state:
         tensors[names.input_scale] = state["input_scale"].reshape(one)
     return tensors

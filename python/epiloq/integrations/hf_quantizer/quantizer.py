@@ -42,7 +42,7 @@ class EpiloqQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.readers: dict[str, Reader] = {}
         self.scales: dict[str, Tensor] = {}
-        """Of a quantised key-value cache, which is not run."""
+        """Of a quantised key-value cache, or of activations, which are not used."""
         self.sharing: dict[str, str] = {}
         """Layers without a weight of their own, and the embeddings whose weights they share."""
         self.apart: list[str] = []
@@ -101,7 +101,8 @@ class EpiloqQuantizer(HfQuantizer):
         if self._is_mxfp4:
             mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
             return checkpoint
-        self.readers, self.scales = store_layers(model, checkpoint), stored_scales(model, checkpoint)
+        self.readers = store_layers(model, checkpoint)
+        self.scales = stored_scales(model, checkpoint, self.readers)
         self.apart, self.sharing = apart(model), shared(checkpoint)
         return checkpoint
 

@@ -16,7 +16,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader, cache_scales, readers, shared
+from epiloq.formats.readers import BIAS, Reader, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
 from epiloq.models.mixtures import settle_, together_, why_stacked
@@ -129,9 +129,11 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
     forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    unused = set(unused_scales(checkpoint, known.get))
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
-        layers[layer][part] = entry
+        if name not in unused:
+            layers[layer][part] = entry
     for layer, parts in layers.items():
         own = names.of(f"{layer}.weight").removesuffix(".weight")
         # epiloq's own format names the model's layers, the others those of the files.
@@ -159,12 +161,14 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     return found
 
 
-def stored_scales(model: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Tensors of a quantised key-value cache by their names in `model`: it has no use for them, but may be saved."""
-    names, found = Names(model), cache_scales(checkpoint)
+def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader]) -> dict[str, Tensor]:
+    """Scales of a key-value cache, or of activations, by their names in `model`: it has no use for them, but may be
+    saved. Given the readers of layers by their names in the model."""
+    names = Names(model)
+    found = unused_scales(checkpoint, lambda layer: known.get(names.of(f"{layer}.weight").removesuffix(".weight")))
     kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
-    known = model._keys_to_ignore_on_load_unexpected or ()
-    model._keys_to_ignore_on_load_unexpected = {*known, *(re.escape(name) for name in kept)}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*ignored, *(re.escape(name) for name in kept)}
     return kept
 
 

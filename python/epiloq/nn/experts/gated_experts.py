@@ -50,7 +50,7 @@ class Kind:
         if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
             return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
         if isinstance(layer, Fp4Linear):
-            return cls(Fp4Linear, PackedFp4Experts, {"format": layer.format})
+            return cls(Fp4Linear, PackedFp4Experts, {"format": layer.format, "reciprocal": layer.reciprocal})
         if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:
             options: dict[str, Any] = {"group_size": layer.group_size, "zeros": layer.zeros}
             options["dtype"] = layer.weight_scale.dtype

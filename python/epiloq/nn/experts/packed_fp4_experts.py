@@ -32,15 +32,15 @@ class PackedFp4Experts(Experts):
     Weights are of E2M1 numbers in blocks that share a scale, activations floating-point, as `Fp4Linear` has them.
     Products are those of `epiloq.packed_fp4_mm`, which says where one kernel multiplies all experts.
 
-    format
-        "mxfp4" or "nvfp4", as `Fp4Linear` has them.
+    format, reciprocal
+        As `Fp4Linear` has them.
     matrices
         How many matrices of as many rows are behind each other in an expert's: of "nvfp4" each has a global scale of
         its own. Where those differ, each row is multiplied by each of the matrices as if it were an expert's own.
 
     Parameters without gradients, which are the state dict (E = experts):
         weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels behind each other
-        weight_global_scale     float32 [E matrices], of "nvfp4": the reciprocals of the factors
+        weight_global_scale     float32 [E matrices], of "nvfp4": the factors or, by default, their reciprocals
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -58,6 +58,7 @@ class PackedFp4Experts(Experts):
         out_features: int,
         *,
         format: str = "nvfp4",
+        reciprocal: bool = True,
         matrices: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class PackedFp4Experts(Experts):
                 f"{type(self).__name__}: matrices: expected 1, or as many of a multiple of {PANEL_ROWS} rows as make "
                 f"{out_features}, got {matrices}"
             )
-        self.format, self.matrices = format, matrices
+        self.format, self.reciprocal, self.matrices = format, reciprocal, matrices
         super().__init__(experts, in_features, out_features, device=device)
 
     def _hold_weight(self, device: torch.device | str | None) -> None:
@@ -103,11 +104,10 @@ class PackedFp4Experts(Experts):
             factor = None if divisor is None else divisor.reciprocal()
             codes, scale, _ = epiloq.fp4_quantize(matrix, self.format, global_scale=factor)
             packed = epiloq.pack_fp4_weight(codes, scale, in_features=self.in_features)
-            found = {"weight_q": packed.q, "weight_scale": packed.scale, _GLOBAL: divisor}
+            found = {"weight_q": packed.q, "weight_scale": packed.scale}
+            found |= {} if divisor is None else {_GLOBAL: divisor if self.reciprocal else divisor.reciprocal()}
             for name, place in self.places(expert, begin, len(matrix)).items():
-                given = found[name]
-                assert given is not None
-                place.copy_(given)
+                place.copy_(found[name])
 
     def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
         first = expert * self._panels + begin // PANEL_ROWS
@@ -148,7 +148,7 @@ class PackedFp4Experts(Experts):
         q = without_codes_of_zeros(q, scale, FORMATS[self.format])
         if divisor is None:
             return q, scale, None
-        factor = divisor.reciprocal()
+        factor = divisor.reciprocal() if self.reciprocal else divisor
         each = factor.view(self.experts, self.matrices)
         # A graph cannot depend on values.
         if not is_compiling() and not factor.is_meta and bool((each == each[:, :1]).all()):

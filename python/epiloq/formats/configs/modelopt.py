@@ -1,0 +1,128 @@
+"""The configurations of NVIDIA's ModelOpt: one algorithm for all layers, or one for each, in config.json or beside it.
+
+``hf_quant_config.json`` has an object "quantization" whose "exclude_modules" config.json calls "ignore"; defined by
+``modelopt/torch/export/{quant_utils,convert_hf_config}.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import check_keys, mapping, names
+from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.layouts.base import FormatError
+
+METHOD = "modelopt"
+METHODS = (METHOD, "modelopt_fp4", "modelopt_mixed")
+NVFP4, MXFP4, TENSORS, ROWS = "modelopt nvfp4", "modelopt mxfp4", "modelopt fp8", "modelopt fp8 rows"
+
+# What a layer is called in configurations, and its description. Activations of FP4 layers stay in floating point.
+_ALGORITHMS = {
+    "NVFP4": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
+    "W4A16_NVFP4": Description(NVFP4, "fp4", 4, "group", 16),
+    "MXFP4": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp4", "group", group_size=32)),
+    "W4A8_MXFP4_FP8": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp8", "tensor", dynamic=False)),
+    "FP8": Description(TENSORS, "fp8", strategy="tensor", inputs=Inputs("fp8", "tensor", dynamic=False)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Description(ROWS, "fp8", strategy="channel", inputs=Inputs("fp8", "token")),
+}
+_MIXED = "MIXED_PRECISION"
+_BESIDE = {"quant_method", "quantization", "producer"}
+_INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
+_FLAT = {"quant_method", "quant_algo", "kv_cache_scheme", "group_size", "ignore", "quantized_layers", "config_groups"}
+_LAYER = {"quant_algo", "group_size"}
+# What config_groups repeat of the algorithms; other entries change the computation.
+_GROUP = {"input_activations", "weights", "targets", "quant_algo"}
+# Caches whose keys and values are what they would be otherwise, but for rounding.
+_CACHES = ("FP8", "NVFP4")
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    inner = found.get("quantization")
+    said = found if inner is None else mapping(found, "quantization", METHOD)
+    if inner is None:
+        check_keys(found, _FLAT, METHOD, {"producer"})
+    else:
+        check_keys(found, _BESIDE, METHOD)
+        check_keys(said, _INSIDE, f"{METHOD}: quantization")
+    for group in mapping(said, "config_groups", METHOD).values():
+        check_keys(group if isinstance(group, dict) else {"config_groups": group}, _GROUP, f"{METHOD}: config_groups")
+    _check_cache(said)
+    left = names(said, "ignore" if inner is None else "exclude_modules", METHOD)
+    described = _of_layers(said) if said.get("quant_algo") == _MIXED else {"": _described(said, METHOD)}
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        if any(_is_in(name, pattern) for name in layer for pattern in left):
+            return None
+        # Of the names that hold a layer the longest counts.
+        held = [known for known in described if any(_is_in(name, known) for name in layer)]
+        return described[max(held, key=len)] if held else None
+
+    return rules
+
+
+def _is_in(layer: str, pattern: str) -> bool:
+    """Whether a name or pattern means a layer or what holds it; an empty one means all."""
+    return not pattern or fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*")
+
+
+def _of_layers(said: Mapping[str, Any]) -> dict[str, Description]:
+    layers = mapping(said, "quantized_layers", METHOD)
+    if not layers:
+        raise FormatError(f"{METHOD}: quantized_layers: expected what each layer is quantised to, got none")
+    found = {}
+    for name, entry in layers.items():
+        where = f"{METHOD}: quantized_layers: {name}"
+        if not isinstance(entry, dict) or not name:
+            raise FormatError(f"{where}: expected an object, got {entry!r}")
+        check_keys(entry, _LAYER, where)
+        found[name] = _described(entry, where)
+    return found
+
+
+def _described(said: Mapping[str, Any], where: str) -> Description:
+    algorithm = said.get("quant_algo")
+    found = _ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
+    if found is None:
+        raise FormatError(
+            f"{where}: quant_algo: expected one of {', '.join((*_ALGORITHMS, _MIXED))}, got {algorithm!r}"
+        )
+    size = said.get("group_size")
+    if size not in ((None, found.group_size) if found.kind == "fp4" else (None, 0)) or isinstance(size, bool):
+        wanted = found.group_size if found.kind == "fp4" else "none"
+        raise FormatError(f"{where}: group_size: expected {wanted} of {algorithm}, got {size!r}")
+    return found
+
+
+def _check_cache(said: Mapping[str, Any]) -> None:
+    """Raise FormatError for a key-value cache of other numbers than those whose rounding can be left out."""
+    cache = said.get("kv_cache_quant_algo", said.get("kv_cache_scheme"))
+    if isinstance(cache, dict):
+        check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
+        cache = "FP8" if (cache.get("num_bits"), cache.get("type")) == (8, "float") else dict(cache)
+    if cache is not None and cache not in _CACHES:
+        raise FormatError(f"{METHOD}: kv_cache_quant_algo: expected {' or '.join(_CACHES)} or none, got {cache!r}")
+
+
+def config(layers: Mapping[str, Description], ignore: Collection[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of layers by name (all names that a reader may match), others being in `ignore`.
+
+    Raises FormatError for layers that no algorithm describes.
+    """
+    known = {described: name for name, described in _ALGORITHMS.items()}
+    found = {name: known[described] for name, described in layers.items()}
+    said: dict[str, Any] = {"quant_method": METHOD, "producer": {"name": "epiloq"}, "ignore": sorted(ignore)}
+    if len(set(found.values())) == 1:
+        algorithm = next(iter(found.values()))
+        return said | {"quant_algo": algorithm} | _size_of(algorithm)
+    each = {name: {"quant_algo": algorithm, **_size_of(algorithm)} for name, algorithm in sorted(found.items())}
+    return said | {"quant_algo": _MIXED, "quantized_layers": each}
+
+
+def _size_of(algorithm: str) -> dict[str, int]:
+    described = _ALGORITHMS[algorithm]
+    return {"group_size": described.group_size} if described.kind == "fp4" else {}
