@@ -23,8 +23,12 @@ def write_text(path: Path, content: str) -> None:
         path.write_text(content, encoding="utf-8")
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(content, encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_text(content, encoding="utf-8")
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def why_not_made(folder: Path) -> str | None:

@@ -58,9 +58,16 @@ def load_tokenizer(folder: Path) -> Any:
 
     check_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself for a file that it cannot read
         raise ValueError(f"{folder}: no tokenizer: {reason(error)}") from error
+    # Where files are missing, transformers makes one up that knows special tokens alone (T5's has one more).
+    if len(found) - len(found.all_special_ids) < 2:
+        raise ValueError(
+            f"{folder}: no tokenizer: expected its files (tokenizer.json or the like) beside config.json, found none "
+            "with a vocabulary"
+        )
+    return found
 
 
 def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carried, carry_over, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
@@ -43,8 +43,9 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
     cannot be said.
     """
     check_new(output)
-    layers = Layers(Checkpoint(source))
-    carried(source)
+    checkpoint = Checkpoint(source)
+    layers = Layers(checkpoint)
+    _ = checkpoint.beside  # checked and remembered before the work
     if layers.format is None:
         raise FormatError(f"{source}: expected a quantised model, got one in floating point; use epiloq quantize")
     if layers.format == name:
@@ -142,7 +143,7 @@ def perform(
                 stacklevel=2,
             )
         target.close(layers.linears.keys() | left_beside(layers.model, target.quantised) | beside)
-        carry_over(checkpoint.folder, aside)
+        carry_over(checkpoint, aside)
     return {
         "input": str(checkpoint.folder),
         "output": str(conversion.output),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
-from epiloq.formats.io.checkpoint import Checkpoint, carried
+from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layouts.base import FormatError
 from epiloq.models.conv1d import TransposedConv1D, transpose_
@@ -90,7 +90,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
     """
     if source.quantization is not None:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
-    carried(source.folder)
+    _ = source.beside  # checked and remembered before the work
     outline = transpose_(skeleton(source, "meta"))
     if settings.evaluation is not None or settings.budget is not None or settings.tune:
         check_generates(outline, settings.model)

@@ -37,7 +37,7 @@ def written(
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
     target.close(linears)
-    carry_over(teacher, folder)
+    carry_over(checkpoint, folder)
     return folder
 
 

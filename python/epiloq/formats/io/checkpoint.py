@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,6 +67,11 @@ class Checkpoint:
         self._quantization = self._find_quantization()
         self._opened: dict[str, Any] = {}
         self.limits.check_config(self.config)
+
+    @cached_property
+    def beside(self) -> list[Path]:
+        """Names of the files that a new directory of this model gets, too. Raises FormatError as `carried` does."""
+        return carried(self.folder)
 
     @property
     def limits(self) -> Limits:
@@ -302,11 +308,15 @@ def _raise(error: OSError) -> None:
     raise FormatError(f"{error.filename}: cannot be read any more: {error.strerror}") from error
 
 
-def carry_over(source: Path, target: Path) -> None:
-    """Copy `carried` files. Raises FormatError, naming the file, for one that vanished or changed its kind."""
-    for name in carried(source):
+def carry_over(source: Checkpoint, target: Path) -> None:
+    """Copy the files beside a checkpoint's weights, all that were there when it was first asked for them.
+
+    Raises FormatError, naming the file, for one that vanished since or changed its kind.
+    """
+    for name in source.beside:
+        file = source.folder / name
+        if status(file) is None:
+            raise FormatError(f"{file}: was there when the run began, and is missing now: put it back, or begin anew")
+        check_regular(file)
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.copyfile(source / name, target / name)
-        except FileNotFoundError:
-            raise FormatError(f"{source / name}: vanished while it was being copied") from None
+        shutil.copyfile(file, target / name)

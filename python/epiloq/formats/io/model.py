@@ -124,7 +124,7 @@ def save(
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     target.close(linears | left_beside(model, target.quantised))
-    carry_over(source.folder, folder)
+    carry_over(source, folder)
 
 
 class Target:

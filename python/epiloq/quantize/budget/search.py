@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -173,8 +174,8 @@ def _up(bits: float) -> float:
 def find(job: Job, advance: Callable[[], None] = lambda: None) -> Choice:
     """The schemes for a job that has a budget; of an interrupted run, those that it found."""
     file = job.aside / FILE
-    if file.is_file():
-        return Choice(**json.loads(file.read_text(encoding="utf-8")))
+    if (kept := _kept(file)) is not None:
+        return kept
     assert job.prices is not None
     settings, windows = job.settings, job.texts.calibration
     layers = {name: m for name, m in job.model.named_modules() if isinstance(m, nn.Linear) and name in job.plan.layers}
@@ -197,6 +198,14 @@ def find(job: Job, advance: Callable[[], None] = lambda: None) -> Choice:
     found = buy(lost, layers, job.prices, ends)
     write_text(file, json.dumps(asdict(found), indent=1) + "\n")
     return found
+
+
+def _kept(file: Path) -> Choice | None:
+    """What an interrupted run found, if its file is there and whole."""
+    try:
+        return Choice(**json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, TypeError, ValueError):
+        return None
 
 
 def steps(job: Job) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from epiloq.files import write_text
+from epiloq.formats.io.safe_files import read_json
+from epiloq.formats.layouts.base import FormatError
 from epiloq.quantize.calibration.static import InputErrors
 from epiloq.quantize.calibration.work import Block
 from epiloq.weights.codebooks import Calibrated, Fp4Grid
@@ -39,6 +41,18 @@ class Store:
         if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(settings, indent=2) + "\n")
+        self._remove_damaged()
+
+    def _remove_damaged(self) -> None:
+        """Remove blocks that are not whole, as a power failure leaves them: they are made anew."""
+        from safetensors import SafetensorError, safe_open
+
+        for file in self.folder.glob("*.safetensors"):
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError:
+                file.unlink()
 
     def write(self, block: Block) -> None:
         """Keep a finished block."""
@@ -96,11 +110,14 @@ class Store:
 
 
 def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where a directory was made with others than some of the settings."""
+    """Raise ValueError where a directory was made with others than some of the settings, or does not say which."""
     file = folder / SETTINGS
     if not file.is_file():
         return
-    wanted, found = json.loads(json.dumps(settings)), json.loads(file.read_text(encoding="utf-8"))
+    try:
+        wanted, found = json.loads(json.dumps(settings)), read_json(file)
+    except FormatError as error:
+        raise ValueError(f"{error}; {folder} holds a run that was interrupted: delete it to begin anew") from None
     differing = sorted(key for key in wanted if wanted[key] != found.get(key))
     if differing:
         raise ValueError(
