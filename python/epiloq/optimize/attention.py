@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.attention.decode_attention import decode_attention
+from epiloq.optimize.guards import wants_gradient
 from epiloq.optimize.structure import attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
@@ -74,7 +75,7 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
     """Whether this is a step of decode that `decode_attention` takes."""
     if query.is_cuda and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
         return False
-    if query.shape[2] != 1 or (torch.is_grad_enabled() and query.requires_grad):
+    if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
         return False
     by_heads = mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1))
     if by_heads or (mask is not None and mask.shape[-1] != keys.shape[2]):

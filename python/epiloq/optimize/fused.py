@@ -1,7 +1,8 @@
 """Decoder layers, gated MLPs and norms whose passes over memory are joined with the quantiser of the next product.
 
 Each function is the ``forward`` of a module that `structure` recognised. Where something does not fit at run time (a
-gradient is wanted, an adapter took the place of a layer, a call of another form), the module's own ``forward`` runs.
+gradient is wanted, a module that it passes over was replaced or has hooks, a call of another form), the module's own
+``forward`` runs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 
 import epiloq
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
+from epiloq.optimize.guards import untouched, wants_gradient
 from epiloq.optimize.rotary import ATTENTION, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
 from epiloq.optimize.tokens import Quantized, multiply, quantises, quantizer_of
@@ -33,7 +35,7 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
         siblings = group_of(module, GATED)
         if siblings is None or type(module.act_fn).__name__ not in _SILU or siblings.sizes[0] != siblings.sizes[1]:
             return None
-        return partial(gated_mlp, module, siblings)
+        return partial(gated_mlp, module, siblings, module.act_fn)
     if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
         siblings = group_of(module, ATTENTION)
         return (
@@ -48,8 +50,9 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
             return f"norms of another form ({other[0]})"
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        readers = (_reader(module.self_attn, ATTENTION), _reader(module.mlp, GATED))
-        return partial(pre_norm_decoder, module, defaults, *readers)
+        attention = ((module.self_attn, norms[0]), _reader(module.self_attn, ATTENTION))
+        mlp = ((module.mlp, norms[1]), _reader(module.mlp, GATED))
+        return partial(pre_norm_decoder, module, defaults, attention, mlp)
     return None
 
 
@@ -69,59 +72,54 @@ def _reader(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
     return siblings if structure.only_projects(type(module), argument, names) else None
 
 
-def _stand(module: Any, siblings: Siblings, names: tuple[str, ...]) -> bool:
-    """Whether nothing, such as an adapter, took the place of a merged layer."""
-    children = module._modules
-    return all(children[name] is layer for name, layer in zip(names, siblings.layers, strict=True))
-
-
-def _wants_gradient(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
-def gated_mlp(mlp: Any, siblings: Siblings, x: Tensor) -> Tensor:
+def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor:
     """``down(silu(gate(x)) * up(x))``: one product for gate and up, the activation with the quantiser of down."""
-    if _wants_gradient(x) or not _stand(mlp, siblings, GATED):
+    stands = mlp.act_fn is act and untouched(act) and siblings.unchanged_in(mlp, GATED)
+    if not stands or wants_gradient(x) or is_exporting():
         return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
     gate_up, down = siblings.whole(x), mlp.down_proj
     quantizer = quantizer_of(down)
-    own = quantizer is None or down._forward_pre_hooks or down._forward_hooks
-    if own or not quantises(down, gate_up[..., : siblings.sizes[0]]):
+    if quantizer is None or not untouched(down) or not quantises(down, gate_up[..., : siblings.sizes[0]]):
         gate, up = gate_up.chunk(2, -1)
         return down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
-    assert quantizer is not None
     q, scale = epiloq.silu_and_mul_quant(gate_up.view(-1, gate_up.shape[-1]), **quantizer)
     return multiply(down, Quantized(q, scale, gate_up.shape[:-1], gate_up.dtype))
 
 
-def pre_norm_decoder(
-    block: Any,
-    defaults: dict[str, Any],
-    attention: Siblings | None,
-    mlp: Siblings | None,
-    hidden_states: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """``h = x + attention(norm(x)); h + mlp(norm(h))``: a norm, the addition before it and the quantiser behind as one.
+_Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
+"""A module of a decoder layer with the norm before it, and the layers that take the norm's integers, or None."""
 
-    `attention` and `mlp` are the layers that take the norms' integers, or None.
-    """
-    if args or _wants_gradient(hidden_states):
+
+def pre_norm_decoder(
+    block: Any, defaults: dict[str, Any], first: _Half, second: _Half, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``h = x + attention(norm(x)); h + mlp(norm(h))``: the addition, the norm and the next quantiser as one."""
+    if args or wants_gradient(hidden_states):
         return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-    if attention is not None and not _stand(block.self_attn, attention, ATTENTION):
-        attention = None
-    if mlp is not None and not _stand(block.mlp, mlp, GATED):
-        mlp = None
-    x, _ = _normed(block.input_layernorm, hidden_states, None, attention)
-    attended, _ = block.self_attn(hidden_states=x, **{**defaults, **kwargs})
-    x, residual = _normed(block.post_attention_layernorm, attended, hidden_states, mlp)
-    return residual + block.mlp(x)  # type: ignore[no-any-return]
+    attention, norm = block.self_attn, block.input_layernorm
+    x, _ = _normed(norm, hidden_states, None, _takes_integers(attention, norm, first, ATTENTION))
+    attended, _ = attention(hidden_states=x, **{**defaults, **kwargs})
+    mlp, norm = block.mlp, block.post_attention_layernorm
+    x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second, GATED))
+    return residual + mlp(x)  # type: ignore[no-any-return]
+
+
+def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half, names: tuple[str, ...]) -> Siblings | None:
+    """The layers that take a norm's integers, if nobody looks at what is handed between the norm and them."""
+    parts, reader = half
+    if reader is None or is_exporting() or parts[0] is not module or parts[1] is not norm:
+        return None
+    seen = untouched(module, gated_mlp, rotary_attention) and untouched(norm, rms_norm)
+    return reader if seen and reader.unchanged_in(module, names) else None
+
+
+def _apart(weight: Tensor, x: Tensor) -> bool:
+    return weight.dtype != x.dtype or wants_gradient(x, weight)
 
 
 def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | None) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, the norm as the reader's integers where there is one."""
-    if reader is None or norm.weight.dtype != x.dtype or not quantises(reader.layers[0], x):
+    if reader is None or _apart(norm.weight, x) or not quantises(reader.layers[0], x):
         total = x if residual is None else residual + x
         return norm(total), total
     quantizer = quantizer_of(reader.layers[0])

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from epiloq._torch.library import direct
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa
+from epiloq.optimize.guards import wants_gradient
 from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -97,9 +98,6 @@ def _is(found: Any, which: int) -> bool:
 
 
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:
-    children = attention._modules
-    for name, layer in zip(ATTENTION, siblings.layers, strict=True):
-        if children[name] is not layer or layer._forward_hooks or layer._forward_pre_hooks:
-            return False
-    wants_gradient = torch.is_grad_enabled() and x.requires_grad
-    return not wants_gradient and not attention.training and attention.config._attn_implementation in NAMES
+    if attention.training or attention.config._attn_implementation not in NAMES or is_exporting():
+        return False
+    return siblings.unchanged_in(attention, ATTENTION) and not wants_gradient(x)

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
+from epiloq.optimize.guards import untouched
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
 
@@ -158,24 +160,33 @@ class Siblings:
         self._product: _Product | None = None
         self._sources = _Sources()
         self._merged: Any = None
+        self._lock = Lock()
         self.merged()
         for index, layer in enumerate(layers):
             layer.forward = partial(member, self, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handed": None, "_product": None, "_sources": _Sources(), "_merged": None}
+        state = vars(self) | {"_handed": None, "_product": None, "_sources": _Sources(), "_merged": None}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
 
     def merged(self) -> Any:
         """The merged layer of the layers' tensors as they now are."""
         if is_compiling():
             return self._merged
-        if self._merged is not None and self._sources.are(self._held()):
+        held = self._merged
+        if held is not None and self._sources.are(self._held()):
+            return held
+        with self._lock, torch.inference_mode(False):
+            if self._merged is None or not self._sources.are(self._held()):  # another thread may have been here first
+                self._merged = None  # before another copy of the weights is made
+                made = concatenated(self.layers)
+                self._sources = _Sources(self._held())
+                self._merged = made
             return self._merged
-        with torch.inference_mode(False):
-            self._merged = None  # before another copy of the weights is made
-            self._merged = concatenated(self.layers)
-        self._sources = _Sources(self._held())
-        return self._merged
 
     def _held(self) -> list[Tensor | None]:
         return [*chain.from_iterable(layer._parameters.values() for layer in self.layers)]
@@ -203,6 +214,14 @@ class Siblings:
             merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]
         return merged.forward(x)  # type: ignore[no-any-return]
 
+    def unchanged_in(self, module: nn.Module, names: Sequence[str]) -> bool:
+        """Whether the layers are still these children of `module`, and nothing but a merged product runs in them."""
+        children = module._modules
+        for name, layer in zip(names, self.layers, strict=True):
+            if children.get(name) is not layer or not untouched(layer, member):
+                return False
+        return True
+
     def take(self, index: int, x: Tensor) -> Tensor:
         """The product of one layer, with the others' kept for when they are called with the same input."""
         product = self._product
@@ -217,7 +236,10 @@ class Siblings:
 
 
 def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
-    """``forward`` of a layer that shares a product."""
+    """``forward`` of a layer that shares a product; an exported graph has a product for each, of its own parameters."""
+    if is_exporting():
+        layer: Any = siblings.layers[index]
+        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
     return siblings.take(index, x)
 
 

@@ -1,0 +1,190 @@
+"""What is done to a model after `optimize_`: hooks, other modules in the place of its own, adapters, export, copies."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from epiloq.optimize import optimize_, siblings
+from epiloq.optimize.siblings import concatenated
+from small_models import logits, quantised, relative, tokens
+
+# Modules of a decoder layer that a fused forward passes over, or hands integers to.
+PARTS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    "self_attn",
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")),
+    "mlp",
+)
+ROUNDED = 2e-2  # more than a changed rounding of activations, and far less than what the changes below do
+
+
+def pair(family: str = "llama", scheme: str = "w8a8-int8") -> tuple[Any, Any]:
+    """The same quantised model, optimised and not."""
+    model = quantised(family, scheme)
+    for parameter in model.parameters():  # so that attention and MLP count beside the residual
+        if parameter.ndim == 2 and parameter.is_floating_point():
+            parameter.data.mul_(3)
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    return model, plain
+
+
+def _scaled(result: Any) -> Any:
+    return (
+        result * 1.5 if isinstance(result, Tensor) else tuple(_scaled(t) if i == 0 else t for i, t in enumerate(result))
+    )
+
+
+class Scaled(nn.Module):
+    """A module in the place of another, with a result of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        if hasattr(inner, "weight"):  # as a wrapper that looks like what it wraps
+            self.weight, self.variance_epsilon = inner.weight, getattr(inner, "variance_epsilon", 0.0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _scaled(self.inner(*args, **kwargs))
+
+
+def _hook(model: Any, name: str) -> None:
+    model.get_submodule(name).register_forward_hook(lambda _, __, result: _scaled(result))
+
+
+def _pre_hook(model: Any, name: str) -> None:
+    def change(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": kwargs["hidden_states"] * 1.5}
+        return _scaled(args), kwargs
+
+    model.get_submodule(name).register_forward_pre_hook(change, with_kwargs=True)
+
+
+def _replaced(model: Any, name: str) -> None:
+    model.set_submodule(name, Scaled(model.get_submodule(name)))
+
+
+def _other_forward(model: Any, name: str) -> None:
+    """As accelerate puts its own forward around a module's."""
+    module = model.get_submodule(name)
+    before = module.forward
+    module.forward = lambda *args, **kwargs: _scaled(before(*args, **kwargs))
+
+
+CHANGES: tuple[Callable[[Any, str], None], ...] = (_hook, _pre_hook, _replaced, _other_forward)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_changes_of_parts_count(seed: int, change: Callable[[Any, str], None], part: str) -> None:
+    (model, plain), x = pair(), tokens()
+    for which in (model, plain):
+        change(which, f"model.layers.0.{part}")
+    assert relative(logits(model, x), logits(plain, x)) <= ROUNDED
+
+
+def test_every_hook_sees_what_it_did(seed: int) -> None:
+    """Recorded inputs and results, of the model's type and not of quantised tokens."""
+    x, seen = tokens(), []
+    for model in pair():
+        record: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        for name, module in model.named_modules():
+            module.register_forward_hook(
+                lambda _, args, result, name=name, record=record: record.update(
+                    {name: (args[0].dtype if args else None, getattr(result, "shape", None))}
+                )
+            )
+        logits(model, x)
+        seen.append(record)
+    assert seen[0] == seen[1]
+
+
+def test_another_activation_and_norm(seed: int) -> None:
+    (model, plain), x = pair(), tokens()
+    for which in (model, plain):
+        torch.manual_seed(1)
+        which.model.layers[0].mlp.act_fn = nn.GELU()
+        which.model.layers[1].input_layernorm = nn.LayerNorm(128)
+    assert relative(logits(model, x), logits(plain, x)) <= ROUNDED
+
+
+class Adapter(nn.Module):
+    """A trained matrix of low rank beside a layer."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 2, False), nn.Linear(2, base.out_features, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),  # a query has no gradient where there is one key
+    [
+        ("self_attn.q_proj", 7),
+        *((p, n) for p in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj", None) for n in (1, 7)),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8", "w4a8-fp8"])
+def test_gradients_that_begin_inside(seed: int, scheme: str, part: str | None, count: int) -> None:
+    """Of adapters in the second layer, or of the norms, below which nothing is trained."""
+    (model, plain), x, found = pair(scheme=scheme), tokens()[:, :count], []
+    for which in (model, plain):
+        torch.manual_seed(1)
+        for name, parameter in which.named_parameters():
+            if parameter.is_floating_point() and parameter.requires_grad:
+                parameter.requires_grad_(part is None and "norm" in name)
+        if part is not None:
+            name = f"model.layers.1.{part}"
+            which.set_submodule(name, Adapter(which.get_submodule(name)))
+        which(x).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in which.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and found[0]
+    for name, gradient in found[0].items():
+        assert relative(gradient, found[1][name]) <= 5 * ROUNDED, name
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
+def test_exports(seed: int, scheme: str) -> None:
+    (model, plain), x = pair(scheme=scheme), tokens()
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,), {"use_cache": False}, strict=False).module()
+        assert relative(exported(x, use_cache=False).logits, logits(plain, x)) <= ROUNDED
+
+
+def test_threads_share_a_copy_that_is_not_merged_yet(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(layers: Any) -> Any:
+        made = concatenated(layers)
+        time.sleep(0.005)
+        return made
+
+    monkeypatch.setattr(siblings, "concatenated", slowly)
+    model, plain = pair(scheme="w4a16-g32")
+    inputs = [tokens() for _ in range(6)]
+    expected = [logits(plain, x) for x in inputs]
+    for _ in range(3):
+        copied, start = copy.deepcopy(model), Barrier(len(inputs))
+
+        def run(x: Tensor, copied: Any = copied, start: Barrier = start) -> Tensor:
+            start.wait()
+            return logits(copied, x)
+
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            found = list(pool.map(run, inputs))
+        assert max(map(relative, found, expected)) <= 1e-5
