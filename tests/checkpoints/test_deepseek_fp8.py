@@ -232,7 +232,7 @@ def test_a_missing_tensor_of_the_rest_is_named(saved: Path, tmp_path: Path) -> N
         ({"quant_method": "gptq"}, "quant_method: expected fp8, got 'gptq'"),
         ({"weight_block_size": [64, 0]}, r"weight_block_size: expected rows and columns, or null, got \[64, 0\]"),
         ({"activation_scheme": "static"}, "activation_scheme: expected dynamic"),
-        ({"expert_dtype": "fp4"}, "expert_dtype: expected fp8 or None, got 'fp4'"),
+        ({"expert_dtype": "int4"}, "expert_dtype: expected fp8 or fp4 or None, got 'int4'"),
         ({"modules_to_convert": ["embed"]}, r"modules_to_convert: epiloq does not know .*, got \['embed'\]"),
         ({"fmt": "e5m2"}, "fmt: expected e4m3"),
         ({"scale_fmt": "other"}, "scale_fmt: expected float or ue8m0"),

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats.configs import fp8
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
@@ -67,7 +68,13 @@ class Layers:
     def format(self) -> str | None:
         """The name of the format, or of the method where it is one that is only read; None in floating point."""
         found = self.checkpoint.quantization
+        if found is not None and found.get("quant_method") == fp8.METHOD and self._has_fp4():
+            return "deepseek-fp4"
         return None if found is None else METHODS.get(found["quant_method"], found["quant_method"])
+
+    def _has_fp4(self) -> bool:
+        described = (reader.described for reader in self.readers.values())
+        return any(one is not None and one.kind == "fp4" for one in described)
 
     @property
     def quantization(self) -> Quantization | None:

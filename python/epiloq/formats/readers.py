@@ -118,6 +118,9 @@ def _float4(names: float4.Names) -> Layout:
     )
 
 
+_DEEPSEEK_FP4 = float4.Names("weight", fp8.SCALE, inputs=None, codes_dtype=torch.int8, scale_dtype=torch.float8_e8m0fnu)
+
+
 def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
     raise FormatError(f"{described.layout}: is read only")
 
@@ -138,6 +141,9 @@ LAYOUTS: dict[str, Layout] = {
     **{layout: _float4(float4.Names()) for layout in (ct_config.NVFP4, ct_config.MXFP4)},
     ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
     fp8.BLOCKS: _float8(float8.Names("weight_scale_inv")),
+    fp8.BY_SCALE[fp8.BLOCKS]: _float8(float8.Names(fp8.SCALE)),
+    fp8.EXPERTS: _float4(replace(_DEEPSEEK_FP4, scale="weight_scale_inv")),
+    fp8.BY_SCALE[fp8.EXPERTS]: _float4(_DEEPSEEK_FP4),
     fp8.TENSORS: _float8(float8.Names()),
     fp8.SCALARS: _float8(float8.Names("weight_scale_inv", "activation_scale", scalar=True)),
     fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
@@ -150,7 +156,8 @@ LAYOUTS: dict[str, Layout] = {
     **{version: _gptq(version) for version in gptq.VERSIONS},
     **{version: _awq(version) for version in awq.VERSIONS},
 }
-_MARKERS = frozenset(layout.marker for layout in LAYOUTS.values())
+# Not what other layers call scales too: norms, for instance.
+_MARKERS = frozenset(layout.marker for layout in LAYOUTS.values()) - {fp8.SCALE}
 
 
 @dataclass(frozen=True)
@@ -317,21 +324,33 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, Description]:
     layers: dict[str, Description] = {}
-    marked = dict.fromkeys(layer for layer, part in map(split_name, checkpoint.files) if part in _MARKERS)
+    marked = dict.fromkeys(
+        layer
+        for layer, part in map(split_name, checkpoint.files)
+        if part in _MARKERS or (part == fp8.SCALE and _is_scaled(checkpoint, layer))
+    )
     for layer in marked:
         described = rules(*site(layer))
         if described is None:
-            part = next(part for part in sorted(_MARKERS) if f"{layer}.{part}" in checkpoint.files)
+            part = next(part for part in (*sorted(_MARKERS), fp8.SCALE) if f"{layer}.{part}" in checkpoint.files)
             raise FormatError(
                 f"{checkpoint.where(f'{layer}.{part}')}: belongs to a quantised layer, "
                 f"but {checkpoint.described_by} leaves {layer} in floating point"
             )
         if described.layout == fp8.TENSORS and f"{layer}.weight_scale_inv" in checkpoint.files:
             described = replace(described, layout=fp8.SCALARS)  # transformers' names
+        if described.layout in fp8.BY_SCALE and f"{layer}.{fp8.SCALE}" in checkpoint.files:
+            described = replace(described, layout=fp8.BY_SCALE[described.layout])
         if described.layout == TABLE_OF_BITSANDBYTES:
             described = _sized(checkpoint, layer, described)
         layers[layer] = described
     return layers
+
+
+def _is_scaled(checkpoint: Checkpoint, layer: str) -> bool:
+    """Whether a layer's weight is of FP8 or packed FP4."""
+    weight = checkpoint.entries.get(f"{layer}.weight")
+    return weight is not None and weight.dtype in ("F8_E4M3", "I8", "U8")
 
 
 def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Description:

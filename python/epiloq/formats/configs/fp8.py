@@ -1,7 +1,8 @@
-"""The configurations of FP8 directories: DeepSeek's blocks, AutoFP8's tensors, and those of fbgemm."""
+"""The configurations of FP8 directories: DeepSeek's blocks and FP4 experts, AutoFP8's tensors, and those of fbgemm."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,17 @@ from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"
+EXPERTS = "fp4 experts"
+SCALE = "scale"
+"""What DeepSeek-V4's own files call scales."""
+BY_SCALE = {BLOCKS: "fp8 blocks by scale", EXPERTS: "fp4 experts by scale"}
+"""Layouts of the same tensors, whose scales are called so."""
 _KNOWN = {"quant_method", "activation_scheme", "weight_block_size", "fmt", "scale_fmt", "modules_to_not_convert"}
 _KNOWN |= {"ignored_layers", "expert_dtype", "kv_cache_scheme"}
 _NOTES = {"dequantize", "kv_cache_quant_targets"}
 _WHERE = "quantization_config"
+# The matrices of routed experts, whatever transformers calls them.
+_EXPERT = re.compile(r"(.*\.)?experts\.\d+\.")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
@@ -29,20 +37,21 @@ def parse(found: Mapping[str, Any]) -> Rules:
     check_keys(found, _KNOWN, _WHERE, _NOTES)
     one_of(found, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"), _WHERE)
     one_of(found, "scale_fmt", "float", ("float", "ue8m0"), _WHERE)
-    one_of(found, "expert_dtype", "fp8", ("fp8", None), _WHERE)
+    in_fp4 = one_of(found, "expert_dtype", "fp8", ("fp8", "fp4", None), _WHERE) == "fp4"
     scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)
     # AutoFP8 leaves it out of directories that have none, and DeepSeek never does.
     block = found.get("weight_block_size", None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2)
     if block is None:
         inputs = Inputs("fp8", "tensor", dynamic=scheme == "dynamic")
-        return _all_but(found, Description(TENSORS, "fp8", strategy="tensor", inputs=inputs))
+        return _all_but(found, Description(TENSORS, "fp8", strategy="tensor", inputs=inputs), in_fp4)
     sizes = block if isinstance(block, list) and len(block) == 2 else [0]
     if not all(type(size) is int and size > 0 for size in sizes):
         raise FormatError(f"{_WHERE}: weight_block_size: expected rows and columns, or null, got {block!r}")
     if scheme != "dynamic":
         raise FormatError(f"{_WHERE}: activation_scheme: expected dynamic beside blocks, got {scheme!r}")
     inputs = Inputs("fp8", "group", group_size=sizes[1])
-    return _all_but(found, Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs))
+    described = Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs)
+    return _all_but(found, described, in_fp4)
 
 
 def _fbgemm(found: Mapping[str, Any]) -> Rules:
@@ -54,11 +63,17 @@ def _fbgemm(found: Mapping[str, Any]) -> Rules:
     return _all_but(found, Description(ROWS, "fp8", strategy="channel", inputs=inputs))
 
 
-def _all_but(found: Mapping[str, Any], described: Description) -> Rules:
+def _all_but(found: Mapping[str, Any], described: Description, experts_in_fp4: bool = False) -> Rules:
+    experts = described
+    if experts_in_fp4:
+        # Beside MXFP4 activations are what they are beside FP8, as kernels have it that multiply both.
+        experts = Description(EXPERTS, "fp4", 4, "group", 32, inputs=described.inputs)
     left = [name for key in ("modules_to_not_convert", "ignored_layers") for name in names(found, key, _WHERE)]
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(excludes(left, name) for name in layer) else described
+        if any(excludes(left, name) for name in layer):
+            return None
+        return experts if any(_EXPERT.match(name) for name in layer) else described
 
     return rules
 

@@ -88,6 +88,9 @@ class Checkpoint:
         found = self.config.get("quantization_config")
         if found is not None and not isinstance(found, dict):
             raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
+        if found is not None and found.get("quant_method") == "fp8" and "expert_dtype" in self.config:
+            # DeepSeek-V4 has it there, V4.1 among the others.
+            found = {"expert_dtype": self.config["expert_dtype"]} | found
         # The format epiloq has no method for transformers to see; older files of it have.
         if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
             return {**found, "quant_method": "epiloq"}

@@ -178,4 +178,5 @@ class Target:
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
         written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared)
         said = {**self.source.config, "quantization_config": self.layout.config(written)}
+        said.pop("expert_dtype", None)  # DeepSeek-V4's, beside its quantization_config
         self.writer.close(untied(said) if self.untie else said)

@@ -1,0 +1,139 @@
+"""DeepSeek's checkpoints with experts in FP4 beside FP8 blocks: packed E2M1 in int8, scales of E8M0 for 32 numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import epiloq.integrations.transformers as integration
+from command_line import run
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn import Fp8BlockExperts, Fp8BlockLinear, GatedExperts, PackedFp4Experts
+from reference import typical_error
+from rounded_models import same, weights
+from tiny_mixtures import deepseek, logits, published
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+EXPERTS = "model.layers.1.mlp.experts"
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_fp4(folder: Path, scale: str, beside: bool) -> Path:
+    """A directory as DeepSeek publishes V4's: its experts' matrices random, scales called `scale` in all layers."""
+    published(deepseek(), folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer = name.removesuffix("_scale_inv").removesuffix(".weight")
+        if ".mlp.experts." not in name or name.startswith("model.layers.61."):
+            stored = name.replace("weight_scale_inv", scale)
+            tensors[stored] = tensor.to(torch.float8_e8m0fnu) if scale == "scale" and stored != name else tensor
+        elif name.endswith(".weight"):
+            n, k = tensor.shape
+            tensors[name] = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
+            exponents = torch.randint(119, 123, (n, k // 32), dtype=torch.uint8)
+            tensors[f"{layer}.{scale}"] = exponents.view(torch.float8_e8m0fnu)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (config if beside else config["quantization_config"])["expert_dtype"] = "fp4"
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def exact(tensors: dict[str, Tensor], layer: str, scale: str) -> Tensor:
+    """A matrix by the definition, low halves of bytes first."""
+    codes = tensors[f"{layer}.weight"].view(torch.uint8).long()
+    values = E2M1[torch.stack((codes & 15, codes >> 4), 2).flatten(1)]
+    factors = torch.exp2(tensors[f"{layer}.{scale}"].view(torch.uint8).float() - 127)
+    return values * factors.repeat_interleave(32, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+@pytest.mark.parametrize(("scale", "beside"), [("weight_scale_inv", False), ("scale", True)])
+def test_opened_and_converted(scale: str, beside: bool, seed: int, tmp_path: Path) -> None:
+    folder = in_fp4(tmp_path / "in", scale, beside)
+    tensors = load_file(folder / "model.safetensors")
+    model, _ = models.load(Checkpoint(folder))
+    experts = model.get_submodule(EXPERTS)
+    assert isinstance(experts, GatedExperts) and isinstance(experts.down, PackedFp4Experts)
+    assert isinstance(model.get_submodule("model.layers.1.mlp.shared_experts.up_proj"), Fp8BlockLinear)
+    held = weights(folder)
+    for expert in range(8):
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            layer = f"{EXPERTS}.{expert}.{projection}"
+            assert torch.equal(held[f"{layer}.weight"], exact(tensors, layer, scale))
+    result = run("inspect", folder, "--check", "--json", tmp_path / "facts.json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["format"] == "deepseek-fp4" and facts["formats"]["deepseek-fp8"] is None and facts["wrong"] == {}
+    with pytest.warns(UserWarning, match="weights are the same numbers, but activations"):
+        result = run("convert", folder, tmp_path / "fp8", "--format", "deepseek-fp8")
+    assert result.exit_code == 0, result.output
+    assert "expert_dtype" not in (tmp_path / "fp8" / "config.json").read_text()
+    assert same(weights(tmp_path / "fp8"), held)
+    eight, _ = models.load(Checkpoint(tmp_path / "fp8"))
+    assert isinstance(eight.get_submodule(EXPERTS).down, Fp8BlockExperts)
+    assert typical_error(logits(eight), logits(model)) < 0.5
+    result = run("convert", folder, tmp_path / "own", "--format", "epiloq")
+    assert result.exit_code == 0, result.output
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "own"))[0]), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_as_transformers_reads_it(seed: int, tmp_path: Path) -> None:
+    """It de-quantises int8 as two E2M1 numbers, too."""
+    folder = in_fp4(tmp_path / "in", "weight_scale_inv", beside=False)
+    config = transformers.FineGrainedFP8Config(dequantize=True, expert_dtype="fp4")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="auto")
+    stack, held = theirs.get_submodule(EXPERTS), weights(folder)
+    for expert in range(8):
+        gate, up, down = (
+            held[f"{EXPERTS}.{expert}.{projection}.weight"] for projection in ("gate_proj", "up_proj", "down_proj")
+        )
+        assert torch.equal(stack.gate_up_proj[expert].float(), torch.cat((gate, up)))
+        assert torch.equal(stack.down_proj[expert].float(), down)
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_through_transformers_and_saved(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    folder = in_fp4(tmp_path / "in", "weight_scale_inv", beside=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert isinstance(model.get_submodule(EXPERTS).down, PackedFp4Experts)
+    assert torch.equal(logits(model), logits(models.load(Checkpoint(folder))[0]))
+    model.save_pretrained(tmp_path / "again")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+    before = {name: tensor for name, tensor in before.items() if not name.startswith("model.layers.61.")}
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_numbers_that_the_configuration_denies(seed: int, tmp_path: Path) -> None:
+    """FP4 experts where it says FP8, and a layer that it leaves in floating point."""
+    folder = in_fp4(tmp_path / "in", "scale", beside=True)
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"expert_dtype": "fp8"}, rf"{EXPERTS}\.0\..*weight: expected torch.float8_e4m3fn"),
+        ({"modules_to_not_convert": [f"{EXPERTS}.3"]}, rf"leaves {EXPERTS}\.3\..* in floating point"),
+    ):
+        said = {**config, "quantization_config": config["quantization_config"] | change}
+        (folder / "config.json").write_text(json.dumps(said))
+        with pytest.raises(FormatError, match=message):
+            models.load(Checkpoint(folder))
