@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _built_module.load()  # sets _core, or says why it cannot be used
 
-# The build environment of a C++ project may lack torch, and asks for folders alone (`python -m epiloq --cmake-dir`).
+# The build environment of a C++ project may lack torch, and needs paths alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:
     from epiloq.introspect import config, explain, set_batch_invariant, supports
     from epiloq.ops import (

@@ -32,7 +32,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def why_not_made(folder: Path) -> str | None:
-    """Why nothing can be made in a folder (it is read-only, or of a kernel), told by trying; None if it can."""
+    """Why nothing can be created in a folder (read-only, or virtual), found by trying; None if it can."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".epiloq-", dir=folder))
     except OSError as error:

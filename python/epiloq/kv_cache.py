@@ -75,7 +75,7 @@ class _Scaled:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def _handed(self) -> tuple[Any, Any]:
-        """All keys and values for attention: de-quantised, unless it reads them as they are."""
+        """All keys and values for attention: dequantised, unless it reads them as they are."""
         keys, values = (
             Stored(self.keys, self.key_scale, self.kind),
             Stored(self.values, self.value_scale, self.kind),
@@ -172,7 +172,7 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
                 torch._dynamo.mark_static_address(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Write tokens behind those that are there; gives the keys and values of all places, as they are stored."""
+        """Append tokens; return the keys and values of all positions, as stored."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
@@ -200,7 +200,7 @@ class QuantizedCache(Cache):
     into calls. Layers with a sliding window keep the model's type, for they hold the window alone.
 
     After ``epiloq.optimize_(model)`` a step of decode reads the cache as it is stored. Otherwise, and for several new
-    tokens at a time, a layer's keys and values are de-quantised whole before attention reads them: a temporary of the
+    tokens at a time, a layer's keys and values are dequantised whole before attention reads them: a temporary of the
     layer's size in the model's type, and a pass over it more.
 
     Args:

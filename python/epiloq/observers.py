@@ -18,7 +18,7 @@ _SMALLEST_PART = 0.05
 
 
 class Observer(Protocol):
-    """What `epiloq.quantize_` calls with each input of a layer, and then asks for the range to quantise."""
+    """Called by `epiloq.quantize_` with each input of a layer; then gives the range to quantise."""
 
     def add(self, x: Tensor) -> None:
         """Count another batch of any shape in. NaN and infinities make the range not finite."""

@@ -65,7 +65,7 @@ conv::Problem checked(Conv2dInt8 const& call) {
   }
   check.apart("out", call.out, "x", call.x);
   check.apart("out", call.out, "weight", w);
-  if (call.input_zero != 0 && !call.correction) check.fail("correction", "expected one beside input_zero, got none");
+  if (call.input_zero != 0 && !call.correction) check.fail("correction", "expected one with input_zero, got none");
   return {shape,          call.x.as<std::int8_t>(), w.as<std::int8_t>(),        call.out.data,
           call.out.dtype, call.input_zero,          checked_finish(check, call)};
 }

@@ -37,7 +37,7 @@ wo::Weight checked_taps(Checker const& check, PackedConv2dWeight const& w) {
     check.fail("weight.channels", "expected 1 of a depthwise weight, got ", w.channels);
   }
   if (rows.bits < 2 || rows.bits > 8) check.fail("bits", "expected 2 to 8, got ", rows.bits);
-  if (rows.zero && rows.offset) check.fail("offset", "expected none beside zero, got ", describe(*rows.offset));
+  if (rows.zero && rows.offset) check.fail("offset", "expected none with zero, got ", describe(*rows.offset));
   check.tensor("weight.q", rows.q, {DType::kUInt8});
   check.shape("weight.q", rows.q, {w.kh, w.kw, rows.n});
   auto const parameter = [&](char const* name, TensorView const& view) { check.shape(name, view, {rows.n}); };
@@ -142,7 +142,7 @@ std::string explain(Conv2dWeightOnly const& call) {
   refuse_batch_invariance();
   if (auto const product = product_of(call)) return "the pixels as rows of a product: " + explain(*product);
   bool const on_cpu = call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto;
-  if (on_cpu) return "cpu, de-quantised, then a convolution (oneDNN) in fp32";
+  if (on_cpu) return "cpu, dequantised, then a convolution (oneDNN) in fp32";
   return conv::describe(choice_of(problem, call));
 }
 

@@ -32,8 +32,8 @@ Strides strides_of(TensorView const& view) {
 void check_scales(DecodeAttention const& call, Checker const& check, bool has_bytes) {
   for (auto const& [argument, scale] : {std::pair("key_scale", &call.key_scale), {"value_scale", &call.value_scale}}) {
     if (scale->has_value() != has_bytes) {
-      check.fail(argument, has_bytes ? "expected scales beside 8-bit keys and values, got none"
-                                     : "expected none beside 16-bit keys and values, got scales");
+      check.fail(argument, has_bytes ? "expected scales with 8-bit keys and values, got none"
+                                     : "expected none with 16-bit keys and values, got scales");
     }
     if (!has_bytes) continue;
     check.tensor(argument, **scale, {call.query.dtype});

@@ -32,7 +32,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
     check.vector("counts", *call.counts, experts);
     if (experts < 1) check.fail("counts", "expected at least one expert, got ", describe(*call.counts));
   } else if (call.masked) {
-    check.fail("counts", "expected int32 [E] beside masked, got none");
+    check.fail("counts", "expected int32 [E] with masked, got none");
   }
   if (weight.n % experts != 0 || (experts > 1 && weight.n / experts % wo::kPanelRows != 0)) {
     check.fail("weight", "expected ", experts, " matrices of a multiple of ", wo::kPanelRows, " rows, got ", weight.n,

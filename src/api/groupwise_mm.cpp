@@ -116,8 +116,8 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
                call.rows_per_scale, ", ", call.columns_per_scale, ", ", call.depth_per_scale, ")");
   }
   if (has_experts(call) && call.rows_per_scale != 1) {
-    check.fail("recipe", "expected one scale a row beside experts, whose rows begin anywhere, got ",
-               call.rows_per_scale, " rows a scale");
+    check.fail("recipe", "expected one scale a row with experts, whose rows begin anywhere, got ", call.rows_per_scale,
+               " rows a scale");
   }
   std::int64_t const blocks = has_whole_rows(call) ? 1 : blocks_of(sizes.k, kBlock);
   TensorView const scale_a = scale_rows(call, check);
@@ -152,14 +152,14 @@ void check_experts(GroupwiseMm const& call, Checker const& check, Sizes const& s
     check.tensor("offs", *call.offs, {DType::kInt32});
     check.vector("offs", *call.offs, sizes.experts);
     check.apart("out", call.out, "offs", *call.offs);
-    if (call.a.rank != 2) check.fail("a", "expected [M, K] beside offs, got ", describe(call.a));
+    if (call.a.rank != 2) check.fail("a", "expected [M, K] with offs, got ", describe(call.a));
   }
   if (call.masked_m) {
     check.tensor("masked_m", *call.masked_m, {DType::kInt32});
     check.vector("masked_m", *call.masked_m, sizes.experts);
     check.apart("out", call.out, "masked_m", *call.masked_m);
     if (call.a.rank != 3 || call.a.size(0) != sizes.experts) {
-      check.fail("a", "expected [", sizes.experts, ", M, K] beside masked_m, got ", describe(call.a));
+      check.fail("a", "expected [", sizes.experts, ", M, K] with masked_m, got ", describe(call.a));
     }
   }
 }

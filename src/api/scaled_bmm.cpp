@@ -58,7 +58,7 @@ Matrices matrices(Checker const& check, char const* argument, TensorView const& 
 
 void check_out(ScaledBmm const& call, Checker const& check, Sizes& sizes) {
   if (call.scale_out) {
-    if (is_float8(call)) check.fail("a", "expected int8 beside scale_out, got ", describe(call.a));
+    if (is_float8(call)) check.fail("a", "expected int8 with scale_out, got ", describe(call.a));
     check.tensor("out", call.out, {DType::kInt8});
     check.tensor("scale_out", *call.scale_out, {DType::kFloat32});
     check.scalar("scale_out", *call.scale_out);

@@ -68,12 +68,12 @@ void check_epilogue(ScaledMm const& call, Checker const& check, TensorView const
   check.scalar_or_columns("scale_b", call.scale_b, n);
   check.bias(call.bias, call.out, n);
   if (call.azp_adj) {
-    if (is_float8(call)) check.fail("a", "expected int8 beside a zero point, got ", describe(call.a));
+    if (is_float8(call)) check.fail("a", "expected int8 with a zero point, got ", describe(call.a));
     check.tensor("azp_adj", *call.azp_adj, {DType::kInt32});
     check.vector("azp_adj", *call.azp_adj, n);
   }
   if (call.azp) {
-    if (!call.azp_adj) check.fail("azp_adj", "expected the column sums of b beside azp, got none");
+    if (!call.azp_adj) check.fail("azp_adj", "expected the column sums of b with azp, got none");
     check.tensor("azp", *call.azp, {DType::kInt32});
     check.scalar_or_rows("azp", *call.azp, "a", rows);
   }
@@ -205,7 +205,7 @@ std::string explain_scaled_mm(ScaledMmProblem const& asked, Arch arch, int sm_co
   }
   if (problem.batches < 1) throw InvalidArgument("epiloq.explain: batches: expected at least 1, got fewer");
   if (problem.int8_out && problem.a != DType::kInt8) {
-    throw InvalidArgument("epiloq.explain: dtype: expected int8 beside an int8 output, got " +
+    throw InvalidArgument("epiloq.explain: dtype: expected int8 with an int8 output, got " +
                           std::string(name(problem.a)));
   }
   Target target = nominal(kernels_of(problem.a), arch);
@@ -239,7 +239,7 @@ void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
   }
   check_epilogue(call, check, acc, rows.cols);
   if (acc.dtype == DType::kFloat32) {
-    if (call.azp_adj) check.fail("acc", "expected int32 beside a zero point, got ", describe(acc));
+    if (call.azp_adj) check.fail("acc", "expected int32 with a zero point, got ", describe(acc));
     return evaluate<epilogue::Scaled, float>(acc, call);
   }
   call.azp_adj ? evaluate<epilogue::ScaledAzp, std::int32_t>(acc, call)

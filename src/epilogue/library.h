@@ -93,7 +93,7 @@ struct Requantized {
   }
 };
 
-// Of products that re-quantise: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
+// Of products that requantise: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
 struct Restored {
   template <class Real>
   EPILOQ_HD static auto make(float const* scale, bool scale_is_vector, float const* bias, float lo, float hi) {

@@ -4,7 +4,7 @@
 
 namespace epiloq::ops::grouped_weight_only_mm {
 
-// Products of experts that lie behind each other.
+// Products of experts whose weights are stacked.
 struct Problem {
   weight_only_mm::Problem product;  // of the first expert; m: rows of x, of one expert if they are masked
   int experts;

@@ -210,7 +210,7 @@ def test_turns_that_settle_longer_are_fewer(monkeypatch: pytest.MonkeyPatch) -> 
 def test_check_accepts_right_and_refuses_wrong(operation: str, variant: str, m: int, seed: int) -> None:
     row = OPERATIONS[operation]
     generator = torch.Generator(CPU).manual_seed(seed)
-    # Experts of few bits lie in panels of 16 rows.
+    # Low-bit experts lie in panels of 16 rows.
     n = 0 if not row.has_weight else 112 if operation == "grouped_packed_mm" else 100
     case = Case(operation, variant, "", m, n, 577)
     inputs = row.inputs(case, generator)

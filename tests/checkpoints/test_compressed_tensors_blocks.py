@@ -185,7 +185,7 @@ def test_written_by_another_tool(seed: int, tmp_path: Path, model: str) -> None:
 def test_sizes_that_groups_do_not_fill(tmp_path: Path) -> None:
     """Rows may end within a block; the package has no way to run inputs that end within a group."""
     odd = WIDE | {"intermediate_size": 200}
-    with pytest.warns(UserWarning, match="de-quantises"):
+    with pytest.warns(UserWarning, match="dequantises"):
         deepseek_fp8.save(epiloq.quantize_(tiny_model(**odd), "fp8-block"), tmp_path / "in")
     with pytest.raises(FormatError, match=r"down_proj: .*in_features: expected a multiple of 128, got 200"):
         convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors")

@@ -64,7 +64,7 @@ def dequantised(quantised: Any, original: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("largest_shard", [10**9, 100_000])
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
-@pytest.mark.filterwarnings("ignore:transformers de-quantises")
+@pytest.mark.filterwarnings("ignore:transformers dequantises")
 def test_a_model_comes_back_bit_for_bit(
     dtype: torch.dtype, largest_shard: int, sizes: dict[str, int], seed: int, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_a_model_of_ones_own(seed: int, tmp_path: Path) -> None:
 
 def test_sizes_that_transformers_misreads_are_warned_of(seed: int, tmp_path: Path) -> None:
     model = epiloq.quantize_(make(sizes=ODD), "fp8-block")
-    with pytest.warns(UserWarning, match=r"transformers de-quantises 14 layers wrongly.*q_proj"):
+    with pytest.warns(UserWarning, match=r"transformers dequantises 14 layers wrongly.*q_proj"):
         deepseek_fp8.save(model, tmp_path / "out")
 
 

@@ -37,10 +37,10 @@ RUNS: dict[str, type[nn.Module]] = {
     "layouts that differ": Int8Linear,
     "int8 per tensor": Int8Linear,
     "int8 per tensor, static": Int8Linear,
-    "int4 beside fp8, as vLLM reads it": W4A8Linear,
-    "int4 beside fp8, asymmetric": W4A8Linear,
-    "int4 per channel beside fp8": W4A8Linear,
-    "int4 beside int8, as vLLM reads it": W4A8Linear,
+    "int4 with fp8, as vLLM reads it": W4A8Linear,
+    "int4 with fp8, asymmetric": W4A8Linear,
+    "int4 per channel with fp8": W4A8Linear,
+    "int4 with int8, as vLLM reads it": W4A8Linear,
     "fp8 weights alone": Fp8WeightOnlyLinear,
     "fp8 weights alone, per tensor": Fp8WeightOnlyLinear,
     "fp8 blocks of 64 x 128": Fp8BlockLinear,
@@ -194,7 +194,7 @@ def test_tensors_of_layers_that_are_left_out(seed: int, tmp_path: Path, name: st
 def test_an_order_that_is_missing(seed: int, tmp_path: Path) -> None:
     pack, config = variants.VARIANTS["gptq without g_idx"]
     foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"desc_act": True})
-    with pytest.raises(ValueError, match=r"g_idx: expected a tensor beside desc_act, found none"):
+    with pytest.raises(ValueError, match=r"g_idx: expected a tensor with desc_act, found none"):
         models.from_directory(tmp_path / "in")
 
 

@@ -129,5 +129,5 @@ def test_smollm2_as_it_is_published(seed: int) -> None:
     ]
     assert kinds.count((4, 32, True)) == 210 and kinds.count((8, 32, False)) == 1 == len(kinds) - 210
     tokens = torch.tensor([[int(token) for token in WELL_KNOWN.split()]])
-    # The float model, de-quantised by transformers, has 2.97498.
+    # The float model, dequantised by transformers, has 2.97498.
     assert float(model(tokens, labels=tokens).loss) == pytest.approx(2.97498, abs=1e-3)

@@ -159,7 +159,7 @@ UNDESCRIBED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], s
         lambda held: held | {f"{UP}.weight": torch.zeros(192, 8, dtype=torch.uint32), f"{UP}.scales": ONE},
         f"{UP}.weight: expected numbers in floating point of 16 bits or more, got U32",
     ),
-    "scales beside ordinary weights": (
+    "scales with ordinary weights": (
         lambda held: held | {f"{UP}.weight_scale": ONE},
         f"{UP}.weight_scale: not a tensor of this model, whose {UP} is a plain Linear",
     ),

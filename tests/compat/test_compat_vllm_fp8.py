@@ -141,7 +141,7 @@ def test_vllm_fp8_quant_refuses(seed: int) -> None:
         vllm.scaled_fp8_quant(x, output=torch.empty(4, 32))
     with pytest.raises(ValueError, match=r"input: expected shape \[.., K\], got a scalar"):
         vllm.scaled_fp8_quant(x[0, 0])
-    with pytest.raises(ValueError, match="num_token_padding: expected None beside 3 dimensions"):
+    with pytest.raises(ValueError, match="num_token_padding: expected None with 3 dimensions"):
         vllm.scaled_fp8_quant(x[None], num_token_padding=9)
     with pytest.raises(ValueError, match=r"dtype: .*int8"):
         vllm.per_token_group_quant_fp8(x, 16, dtype=torch.int8)

@@ -112,7 +112,7 @@ def test_gptq_gemm(seed: int, device: str, bits: int, use_exllama: bool, use_v2_
         for dtype in HALF:
             x = torch.randn(5, k).to(dtype)
             arguments = (weight, there["qzeros"], there["scales"], order, use_exllama, use_v2_format, bits)
-            # The GPU has kernels for 4 and 8 bits, and de-quantises others.
+            # The GPU has kernels for 4 and 8 bits, and dequantises others.
             rounded = device == "cuda" and bits in (2, 3)
             assert_product(vllm.gptq_gemm(x.to(device), *arguments).cpu(), x, dense, rounded=rounded)
 

@@ -1,4 +1,4 @@
-"""int8 convolutions against float64: geometry, re-quantisation, borders, views, compilation."""
+"""int8 convolutions against float64: geometry, requantisation, borders, views, compilation."""
 
 from __future__ import annotations
 
@@ -189,10 +189,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_zero": 128}, ValueError, "input_zero: expected an integer from -128 to 127, got 128"),
     ({"output_zero": -129}, ValueError, "output_zero: expected an integer"),
     ({"input_scale": 0.0}, ValueError, "input_scale: expected a positive, finite number"),
-    ({"input_scale": None}, TypeError, "input_scale: expected one beside a plain weight"),
+    ({"input_scale": None}, TypeError, "input_scale: expected one with a plain weight"),
     ({"output_scale": math.inf}, ValueError, "output_scale: expected a positive"),
-    ({"output_scale": None}, ValueError, "output_scale: expected one beside int8 output"),
-    ({"out_dtype": torch.float32}, ValueError, "output_scale: expected None beside floating-point output"),
+    ({"output_scale": None}, ValueError, "output_scale: expected one with int8 output"),
+    ({"out_dtype": torch.float32}, ValueError, "output_scale: expected None with floating-point output"),
     ({"out_dtype": torch.int32}, ValueError, "out_dtype: expected torch.int8"),
     ({"groups": 3}, ValueError, "groups: expected a divisor of 8 output channels"),
     ({"groups": 2}, ValueError, "x: expected 8 channels"),

@@ -1,4 +1,4 @@
-"""Convolutions with weights of few bits against float64."""
+"""Convolutions with low-bit weights against float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_close(
     place: Place,
     clamp: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
-    """docs/numerics.md's bound; where the GPU de-quantises, weights are rounded to x's dtype."""
+    """docs/numerics.md's bound; where the GPU dequantises, weights are rounded to x's dtype."""
     pixels = x.permute(0, 2, 3, 1)
     offset = torch.zeros(1, dtype=torch.float64) if bias is None else bias.double().cpu()
     exact = (conv_reference.sums(pixels, w.exact, place) + offset).clamp(*clamp)
@@ -179,7 +179,7 @@ def test_errors_of_packing() -> None:
         ((q, scale), (4, -1), r"scale: expected \[8\]"),
         ((q, scale), (5, 8), "bits"),
         ((q + 8, scale), (4, 8), "q: expected values from -8 to 7"),
-        ((q, scale, scale.int(), scale), (4, 8), "offset: expected None beside zero"),
+        ((q, scale, scale.int(), scale), (4, 8), "offset: expected None with zero"),
         ((q[..., :1] + 8, scale[:, 0, 0, 0]), (4, -1), "q: expected values from -8 to 7"),
     ):
         with pytest.raises(ValueError, match=text):

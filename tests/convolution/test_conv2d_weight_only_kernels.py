@@ -1,4 +1,4 @@
-"""The kernels of convolutions with weights of few bits, against float64 of the de-quantised weights."""
+"""The kernels of convolutions with low-bit weights, against float64 of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from reference import ulp
 
 
 def check_weight_only(arguments: dict[str, Any], geometry: dict[str, Any], *, kernel: bool) -> None:
-    """docs/numerics.md's bound of `weight_only_mm`, against float64 of the de-quantised weight."""
+    """docs/numerics.md's bound of `weight_only_mm`, against float64 of the dequantised weight."""
     moved = {name: value.to("cuda") if hasattr(value, "to") else value for name, value in arguments.items()}
-    assert epiloq.explain("conv2d_weight_only", **moved, **geometry).startswith("de-quantise") is not kernel
+    assert epiloq.explain("conv2d_weight_only", **moved, **geometry).startswith("dequantise") is not kernel
     out = epiloq.conv2d_weight_only(**moved, **geometry, clamp=(-4.0, 5.0)).cpu()
     x, bias, dense = arguments["x"].double(), arguments["bias"].double(), arguments["weight"].dequantize().double()
     top = {**geometry, "groups": arguments["groups"]}

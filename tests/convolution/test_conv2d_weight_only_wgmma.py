@@ -180,7 +180,7 @@ def test_which_kernel_serves() -> None:
         for channels, image, n in ((64, 56, 64), (128, 28, 128), (256, 14, 256), (512, 7, 512)):
             assert "wgmma" in explained(channels, image, n)
         assert "wgmma" in explained(256, 28, kernel=(1, 1), stride=2)
-        assert explained(64, 224, 64, batch=4).startswith("de-quantise")
+        assert explained(64, 224, 64, batch=4).startswith("dequantise")
         # Offsets, two taps in half a step, strides and dilations beyond TMA's.
         for other in (
             explained(256, 14, kind="offset"),

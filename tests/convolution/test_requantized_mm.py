@@ -1,4 +1,4 @@
-"""Re-quantisation against float64, one product at a time: ties, cancellation, NaN, sums as long as they may be."""
+"""Requantisation against float64, one product at a time: ties, cancellation, NaN, sums as long as they may be."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_inspect_says_how_each_kind_runs(whole: bytes, tmp_path: Path) -> None:
         "Q6_K: 1 tensors",
         "held in 8 bits, groups of 16, symmetric, float32 scales: exact",
         "Q8_0: 1 tensors",
-        "de-quantised, then rounded to the model's type (exact in float32)",
+        "dequantised, then rounded to the model's type (exact in float32)",
         "F32: 3 tensors",
     ):
         assert part in said, said

@@ -69,7 +69,7 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (ROUND, {"act_bits": 8}, "auto-round: act_bits: expected None or 16 or 32, got 8"),
         (ROUND, {"packing_format": "auto_round:llm_compressor"}, "packing_format: .*'auto_round:llm_compressor'"),
         (ROUND, {"extra_config": {"a": {"data_type": "fp8"}}}, "extra_config: a: data_type: .*'fp8'"),
-        (FP8, {"activation_scheme": "static"}, "activation_scheme: expected dynamic beside blocks"),
+        (FP8, {"activation_scheme": "static"}, "activation_scheme: expected dynamic with blocks"),
         (FP8, {"weight_block_size": "128x128"}, "weight_block_size: .*'128x128'"),
         (FP8, {"modules_to_convert": ["embed"]}, "modules_to_convert"),
         (FBGEMM, {"activation_scale_ub": -1}, "activation_scale_ub: expected a number above 0, got -1"),

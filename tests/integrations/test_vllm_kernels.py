@@ -299,7 +299,7 @@ def mixed(**changed: Any) -> MPLinearLayerConfig:
         ({"act_type": torch.float8_e4m3fn}, "expects 16-bit activations, got torch.float8_e4m3fn"),
         ({"out_type": torch.float32}, "expects an output in the activations' torch.bfloat16, got torch.float32"),
         ({"group_size": 96}, "expects whole groups of 96"),
-        ({"zero_points": True}, "expects zero points beside uint4b8 never"),
+        ({"zero_points": True}, "expects zero points with uint4b8 never"),
         ({"partition_weight_shape": (128, 192), "has_g_idx": True}, "expects no activation order"),
         ({"partition_weight_shape": (252, 192), "group_size": -1}, "multiples of 8, got 192 x 252"),
     ],

@@ -22,8 +22,8 @@ WGMMA = re.compile(
 def name_in_sweep(explained: str) -> str | None:
     if explained.startswith("the pixels as rows of a product"):
         return None  # whose choice is weight_only_mm's
-    if explained.startswith("de-quantise"):
-        return "de-quantised, then cuDNN"
+    if explained.startswith("dequantise"):
+        return "dequantised, then cuDNN"
     found = WGMMA.fullmatch(explained)
     assert found, explained
     rows, pixels, ways, split = (int(number or 1) for number in found.groups())

@@ -27,7 +27,7 @@ def chosen_over_fastest(row: dict[str, Any], memory_gb_s: int) -> float | None:
     """Time of the chosen kernel over the fastest one's; None for a dense product, which is in no sweep."""
     problem = {key: row[key] for key in ("bits", "n", "k", "m")}
     explained = epiloq.explain("weight_only_mm", **problem, group_size=128, arch="sm90", memory_gb_s=memory_gb_s)
-    if explained.startswith("de-quantise"):
+    if explained.startswith("dequantise"):
         return None
     chosen = name_in_sweep(explained)
     # The file holds the kernels within 15 % of the fastest.

@@ -1,4 +1,4 @@
-"""online_quant_mm against float64 on the de-quantised operands: bits, group sizes, granularities, sizes, views."""
+"""online_quant_mm against float64 on the dequantised operands: bits, group sizes, granularities, sizes, views."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ RUN = """
 import torch
 torch.set_num_threads(1)
 from test_cpu_exactness import reference, wrong_products
-from epiloq.ops.convolutions.conv2d_host import int_mm_in_words
+from epiloq.ops.convolutions.conv2d_host import describe_int_mm
 a = torch.full((64, 64), 127, dtype=torch.int8)
 print("saturates" if not torch.equal(torch._int_mm(a, a), reference(a, a)) else "exact")
-print("epiloq" if "epiloq" in int_mm_in_words() else "torch")
+print("epiloq" if "epiloq" in describe_int_mm() else "torch")
 print(wrong_products())
 """
 

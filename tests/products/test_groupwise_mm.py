@@ -158,7 +158,7 @@ def test_bad_experts_are_named() -> None:
         epiloq.grouped_mm(p.a.view(2, 8, 256), p.b, p.scale_a.view(2, 8, 2), p.scale_b, masked_m=ends)
     with pytest.raises(ValueError, match="recipe: expected"):
         epiloq.grouped_mm(*good, offs=ends, recipe=(128, 128, 128))
-    with pytest.raises(ValueError, match=r"a: expected \[M, K\] beside offs"):
+    with pytest.raises(ValueError, match=r"a: expected \[M, K\] with offs"):
         epiloq.grouped_mm(p.a.view(4, 4, 256), p.b, p.scale_a.view(4, 4, 2), p.scale_b, offs=ends)
     out = torch.zeros(16, 32)
     with pytest.raises(ValueError, match="out: expected memory apart from offs"):

@@ -192,7 +192,7 @@ def test_overlaps_and_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="out: expected batches that do not overlap"):
         call(p, out=rows.as_strided((2, 8, 32), (8, 32, 1)))
     float8 = make(2, 8, 32, 32, kind=(E4M3, E4M3))
-    with pytest.raises(ValueError, match="a: expected int8 beside scale_out"):
+    with pytest.raises(ValueError, match="a: expected int8 with scale_out"):
         call(float8, out_dtype=INT8, scale_out=torch.ones(1))
 
 

@@ -108,7 +108,7 @@ def test_mixed_kinds_are_refused(change: dict[str, torch.dtype], message: str) -
 
 def test_zero_points_are_for_integers() -> None:
     p = make_float8_problem(16, 32, 64)
-    with pytest.raises(ValueError, match="a: expected int8 beside a zero point"):
+    with pytest.raises(ValueError, match="a: expected int8 with a zero point"):
         epiloq.scaled_mm_azp(p.a, p.b, p.scale_a, p.scale_b, torch.zeros(32, dtype=torch.int32))
 
 

@@ -124,7 +124,7 @@ def test_other_sizes_are_refused(said: str) -> None:
         (("--bytes", "1MB", "--bits", 5), "expected one of --scheme, --bytes, --bits, got --bytes and --bits"),
         (("--bytes", "1MB", "--scheme", "w8a16"), "got --scheme and --bytes"),
         ((), "expected one of --scheme, --bytes, --bits, got none"),
-        (("--scheme", "w8a16", "--candidates", "w8a16"), "--candidates: expected --bytes or --bits beside it"),
+        (("--scheme", "w8a16", "--candidates", "w8a16"), "--candidates: expected --bytes or --bits with it"),
         (("--bits", 5, "--candidates", "w5a16-g32"), r"--candidates: expected w<bits>a16 .* got 'w5a16-g32'"),
         (("--bits", 5, "--candidates", "fp8"), "got 'fp8'"),
         (("--bits", 5, "--candidates", "w4a16-g0"), "got 'w4a16-g0'"),

@@ -59,7 +59,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "none is like '*.wide_proj'"),
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
-    "an alpha that nothing asks for": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq is not told an alpha"),
+    "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq has no alpha"),
     "zero points that are not there": (("--scheme", "fp8", "--symmetric"), "no integers with zero points"),
     "a device that is not there": ((*W4, "--device", "quantum"), "expected auto, cpu"),
     "figures into a folder that is not there": ((*W4, "--json", "absent/figures.json"), "does not exist"),
@@ -191,7 +191,7 @@ def test_orders_that_a_format_has_no_word_for(seed: int, tmp_path: Path, monkeyp
 def test_gptq_of_groups_that_cannot_be_reordered(grid: Float8Grid | OffsetGrid) -> None:
     """Said before anything is looked at: neither weight nor Hessian has values."""
     weight, hessian = torch.empty(6, 256, device="meta"), torch.empty(256, 256, device="meta")
-    with pytest.raises(ValueError, match=r"gptq: static_groups: expected True beside act_order, or act_order=False"):
+    with pytest.raises(ValueError, match=r"gptq: static_groups: expected True with act_order, or act_order=False"):
         gptq(weight, hessian, grid, static_groups=False)
 
 

@@ -212,10 +212,10 @@ def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], sa
 
 def test_sizes_that_transformers_misreads_are_warned_of(tmp_path: Path) -> None:
     teacher = teacher_and_text(tmp_path, WIDE | {"intermediate_size": 192})
-    with pytest.warns(UserWarning, match=r"de-quantises 6 layers wrongly.*mlp"):
+    with pytest.warns(UserWarning, match=r"dequantises 6 layers wrongly.*mlp"):
         assert quantize(teacher, tmp_path / "out", "--scheme", "fp8-block").exit_code == 0
     assert run("convert", tmp_path / "out", tmp_path / "epiloq", "--format", "epiloq").exit_code == 0
-    with pytest.warns(UserWarning, match=r"de-quantises 6 layers wrongly"):
+    with pytest.warns(UserWarning, match=r"dequantises 6 layers wrongly"):
         assert run("convert", tmp_path / "epiloq", tmp_path / "back", "--format", "deepseek-fp8").exit_code == 0
 
 

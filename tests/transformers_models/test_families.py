@@ -49,7 +49,7 @@ LEFT = {
     "rwkv": {"attention.output", "feed_forward.value", "head"},
 }
 LARGEST_ERROR = {"rwkv": 0.15, "siglip": 0.15, "t5": 0.15, "gemma3n": 0.15}
-"""By which quantised activations may change logits, beside de-quantised weights: of random models of two layers."""
+"""By which quantised activations may change logits, beside dequantised weights: of random models of two layers."""
 
 
 def quantised(model: Any, scheme: str) -> Any:

@@ -185,7 +185,7 @@ def test_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 40])
 def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `optimize_` a step of decode de-quantises nothing, a padded one neither, and gives what it gave before."""
+    """After `optimize_` a step of decode dequantises nothing, a padded one neither, and gives what it gave before."""
     found, ids = epiloq.quantize_(model(), "w8a16"), torch.randint(1, 256, (2, 12))
     name, mask = argument(found), torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
@@ -203,7 +203,7 @@ def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, m
 
     def refuse(*_: Any) -> Any:
         if found.config._attn_implementation == kv_cache.READS_STORED:
-            raise AssertionError("the cache was de-quantised")
+            raise AssertionError("the cache was dequantised")
         return original(*_)
 
     original = kv_cache.dequantize_heads
@@ -213,7 +213,7 @@ def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, m
         assert found.config._attn_implementation == kv_cache.READS_STORED
         for after, before in zip(steps(), expected, strict=True):
             torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
-        # Back on another attention the same cache gives keys and values de-quantised.
+        # Back on another attention the same cache gives keys and values dequantised.
         found.set_attn_implementation("eager")
         for after, before in zip(steps(), expected, strict=True):
             torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)

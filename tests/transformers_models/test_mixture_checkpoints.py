@@ -37,7 +37,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 def opened(folder: Path) -> Any:
-    """By transformers, with epiloq where the fixture has registered it; else it de-quantises on a CPU."""
+    """By transformers, with epiloq where the fixture has registered it; else it dequantises on a CPU."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
@@ -68,7 +68,7 @@ def called_with(model: Any, names: list[str]) -> dict[str, tuple[tuple[Tensor, .
 
 
 def test_published_layers_agree(fp8: Path) -> None:
-    """With the weights that transformers de-quantises, up to the rounding of activations, layer by layer."""
+    """With the weights that transformers dequantises, up to the rounding of activations, layer by layer."""
     exact, model = theirs(fp8), models.load(Checkpoint(fp8))[0]
     experts = model.get_submodule(EXPERTS)
     assert isinstance(experts, GatedExperts)
@@ -181,7 +181,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_quantised_to_deepseek(family: Any, tmp_path: Path) -> None:
-    """transformers opens it, de-quantises it on a CPU, and has the weights that its blocks stand for."""
+    """transformers opens it, dequantises it on a CPU, and has the weights that its blocks stand for."""
     source, inside, stored, projections = family
     result = run("quantize", source, "--scheme", "fp8-block", "--output", tmp_path / "out", "--format", "deepseek-fp8")
     assert result.exit_code == 0, result.output

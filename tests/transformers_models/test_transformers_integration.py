@@ -86,7 +86,7 @@ def test_own_directories(seed: int, tmp_path: Path, scheme: str, layout: str, mo
 def test_fp8_blocks(seed: int, tmp_path: Path, dtype: torch.dtype) -> None:
     foreign.llama().to(dtype).save_pretrained(tmp_path / "float")
     model = epiloq.quantize_(opened(tmp_path / "float"), "fp8-block")
-    with pytest.warns(UserWarning, match="de-quantises"):
+    with pytest.warns(UserWarning, match="dequantises"):
         deepseek_fp8.save(model, tmp_path / "out")
     found = opened(tmp_path / "out")
     assert found.dtype == dtype and torch.equal(logits(found), logits(model))

@@ -23,7 +23,7 @@ SIZES += [(2, 0, 64), (2, 4, 0), (200, 48, 160)]
 
 
 def packed(n: int, k: int, form: str, device: str, matrices: int = 1) -> tuple[PackedFp4Weight, Tensor]:
-    """A weight, perhaps of several matrices behind each other, and W in float64."""
+    """A weight, perhaps of several stacked matrices, and W in float64."""
     codes, scale, _ = fp4_reference.weight(n, k, KINDS[form], device)
     factor = torch.rand(matrices, device=device) + 0.1 if form == "nvfp4" else None
     each = None if factor is None else factor.repeat_interleave(n // matrices)

@@ -141,7 +141,7 @@ def test_from_state_dict_refuses() -> None:
         (state | {"q": state["q"][:1]}, metadata, "q: expected"),
         (state, metadata | {"group_size": "0"}, "group_size: expected -1 or at least 1"),
         (state, metadata | {"n": "-3"}, "n: expected at least 0"),
-        (state | {"zero": codes, "offset": state["scale"]}, metadata, "offset: expected None beside zero"),
+        (state | {"zero": codes, "offset": state["scale"]}, metadata, "offset: expected None with zero"),
         (state | {"q": state["q"].mT.contiguous().mT}, metadata, "q: expected contiguous memory"),
     ):
         with pytest.raises(ValueError, match=f"epiloq.PackedWeight: {message}"):
@@ -177,7 +177,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"zero": torch.full((6, 3), -1)}, "zero: expected values from 0 to 16, got -1"),
         ({"zero": torch.zeros(6, 4, dtype=torch.int32)}, r"zero: expected \[6, 3\]"),
         ({"offset": torch.zeros(6, 3).half()}, "offset: expected the scale's torch.float32"),
-        ({"zero": torch.zeros(6, 3).int(), "offset": torch.zeros(6, 3)}, "offset: expected None beside zero"),
+        ({"zero": torch.zeros(6, 3).int(), "offset": torch.zeros(6, 3)}, "offset: expected None with zero"),
         ({"perm": torch.arange(79)}, r"perm: expected \[80\]"),
         ({"perm": torch.arange(80) // 2}, "perm: expected each of 0 to 79 once"),
         ({"perm": torch.arange(80) - 1}, "perm: expected values from 0 to 79"),

@@ -4,7 +4,7 @@
                                            [--families wgmma,patches] [--splits 1,2,4,8] [--json sweep.json]
 
 Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every
-result is compared with torch's convolution of the de-quantised weight, which the "dense" time de-quantises for each
+result is compared with torch's convolution of the dequantised weight, which the "dense" time dequantises for each
 time; cuDNN's convolution alone, of the same type, stands beside. The times in costs.h are to be fitted to what --json
 writes.
 """

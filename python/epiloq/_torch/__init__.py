@@ -1,1 +1,1 @@
-"""The torch layer under the operations: registration, the way around the dispatcher, threads, parameters, checks."""
+"""The torch layer under the operations: registration, direct calls, threads, parameters, checks."""

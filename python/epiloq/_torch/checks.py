@@ -1,4 +1,4 @@
-"""Checks of numbers that operations are told; tensors are checked in C++."""
+"""Checks of numeric arguments; tensors are checked in C++."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def expect_positive(operation: str, **numbers: int) -> None:
 
 
 def limits(operation: str, clamp: tuple[float, float] | None) -> tuple[float, float]:
-    """The ends that a result is clamped to; infinite without a ``clamp``."""
+    """The limits that a result is clamped to; infinite without a ``clamp``."""
     if clamp is None:
         return -math.inf, math.inf
     try:

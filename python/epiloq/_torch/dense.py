@@ -1,4 +1,4 @@
-"""Products by a weight that was dequantised into memory."""
+"""Products with a weight that was dequantised into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices multiply FP8 by FP8."""
+"""Which devices have FP8 x FP8 products."""
 
 from __future__ import annotations
 

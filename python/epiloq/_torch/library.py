@@ -1,4 +1,4 @@
-"""How operations reach torch: one library, and a way around its dispatcher where nothing needs it."""
+"""Registration with torch: one library, and direct calls where the dispatcher is not needed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ DENSE_PRODUCT = "torch's product of the dequantised weight sums K in an order th
 
 
 def refuse_batch_invariant(where: str, reason: str) -> None:
-    """Raise NotImplementedError where batch invariance is asked for and `where` cannot hold it."""
+    """Raise NotImplementedError if batch invariance is on and `where` does not support it."""
     if is_batch_invariant():
         raise NotImplementedError(f"{where}: batch_invariant: {reason}")
 
@@ -127,7 +127,7 @@ def is_traced() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func's transforms are at work, which do not say how a tensor's memory is ordered."""
+    """Whether torch.func's transforms are active: they do not expose a tensor's strides."""
     return not is_dynamo_compiling() and _transform() is not None
 
 
@@ -146,7 +146,7 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
                 raise TypeError(f"epiloq.{operation}: {name}: expected a tensor, got {type(value).__name__}")
         elif writes and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"epiloq.{operation}: {name}: expected no tensor that requires grad beside out, got one;"
+                f"epiloq.{operation}: {name}: expected no tensor that requires grad with out, got one;"
                 " call under torch.no_grad()"
             )
         elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
@@ -167,7 +167,7 @@ def refuse_backward(operation: str, output: Tensor) -> Tensor:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """For products in the dtype that an operation chose. Entering autocast costs microseconds: only where it is on."""
+    """Disable autocast for products in an operation's own dtype; only if it is on, as this costs microseconds."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

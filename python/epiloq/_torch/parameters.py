@@ -1,4 +1,4 @@
-"""FrozenParameter: how quantised layers hold their tensors."""
+"""FrozenParameter: a parameter without gradient, for the tensors of quantised layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class FrozenParameter(nn.Parameter):
     """A parameter that no optimiser changes: it has no gradient, and ``requires_grad_(True)`` leaves it without one.
 
-    So a whole model may be asked for gradients, as fine-tuning does, though torch has none for integers.
+    Fine-tuning can so call it on a whole model, although torch has no gradients of integers.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenParameter:

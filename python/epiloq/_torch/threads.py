@@ -1,4 +1,4 @@
-"""torch's threads, lent to the C++ side: a second pool in the process would take cores from the first."""
+"""torch's threads for the C++ side: a second pool in the process would compete for cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epiloq import _core
 
 
 def threads_for(x: Tensor) -> int:
-    """How many the C++ side may use for a product of `x`, on the CPU."""
+    """Number of threads that the C++ side may use for a product of `x` on the CPU."""
     return 1 if x.is_cuda else torch.get_num_threads()
 
 
@@ -31,8 +31,7 @@ if hasattr(os, "register_at_fork"):
 def use_own_threads() -> None:
     """Keep torch to one thread in a forked child, which has a copy of the parent's pool but none of its threads.
 
-    torch would wait for those for ever. It is done once, by the first operation of a child: who sets another number
-    afterwards knows that there is no pool.
+    torch would wait for those forever. Done once, by the first operation of a child; a number set afterwards stays.
     """
     global forked
     if forked:
@@ -41,8 +40,8 @@ def use_own_threads() -> None:
             torch.set_num_threads(1)
 
 
-def lend_threads() -> None:
-    """Give the C++ side the OpenMP runtime that torch is linked to; where there is none, it works on one thread."""
+def share_threads() -> None:
+    """Pass the OpenMP runtime that torch is linked to to the C++ side; without one, it uses one thread."""
     try:
         # By its soname, as it is loaded already; its dependencies are searched for the symbol.
         parallel = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_LAZY | os.RTLD_NOLOAD).GOMP_parallel

@@ -131,7 +131,7 @@ SUITES: dict[str, Suite] = {
     ),
     "h200-fp8": Suite(H200, TOKENS, FLOAT8),
     "epilogues": Suite((LLAMA3_8B[0], LLAMA3_8B[3], LLAMA3_70B[1]), (1, 64, 1024, 4096), EVERYTHING),
-    # A quantiser and the product behind it.
+    # A quantiser and the product after it.
     "layers": Suite(
         LLAMA3_8B,
         (1, 16, 64, 128, 256, 1024),

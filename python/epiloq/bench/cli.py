@@ -51,7 +51,7 @@ def bench(
     op: Annotated[list[str] | None, option(f"Only these operations: {', '.join(OPERATIONS)}.")] = None,
     variant: Annotated[list[str] | None, option(f"Instead of the suites' variants: {', '.join(VARIANTS)}.")] = None,
     m: Annotated[list[int] | None, option("Numbers of rows of A (M), instead of the suites'.")] = None,
-    arch: Annotated[list[str] | None, option("Force this architecture besides the default choice: sm75, ...")] = None,
+    arch: Annotated[list[str] | None, option("Also time this architecture's kernels: sm75, ...")] = None,
     peer: Annotated[
         list[str] | None,
         option(f"Instead of the suites' peers: {', '.join(PEERS)}; with --model: {', '.join(MODEL_PEERS)}."),
@@ -70,7 +70,7 @@ def bench(
     model: Annotated[
         str, option(f"A whole model instead of operations: a directory, or a shape: {', '.join(SHAPES)}.")
     ] = "",
-    scheme: Annotated[list[str] | None, option("With --model: schemes, beside the 16-bit model. [w4a16-g128]")] = None,
+    scheme: Annotated[list[str] | None, option("With --model: schemes, besides the 16-bit model. [w4a16-g128]")] = None,
     layers: Annotated[int, option("With --model and a shape: decoder layers, by default all.")] = 0,
     mode: Annotated[list[str] | None, option(f"With --model: {', '.join(MODES)}. [eager]")] = None,
     batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,

@@ -36,7 +36,7 @@ def compare(
 ) -> None:
     """Compare two directories of one model: weights by layer, sizes and, with --text, predictions.
 
-    Weights are compared as they are de-quantised, one layer at a time. Algorithms that fold scales (awq, smoothquant)
+    Weights are compared as they are dequantised, one layer at a time. Algorithms that fold scales (awq, smoothquant)
     change weights and norms together, so that only what the models predict compares them with the original.
 
     Examples:\n

@@ -43,7 +43,7 @@ def summary_console(json_file: Path | None = None) -> Console:
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:
-    """Write what ``--json`` asks for, if it was given: to a file, or to standard output for ``-``.
+    """Write the figures for ``--json``, if it was given: to a file, or to standard output for ``-``.
 
     NaN and infinities, which JSON cannot represent, become null.
     """

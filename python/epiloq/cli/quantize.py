@@ -88,7 +88,7 @@ def budget_of(scheme: str | None, file_bytes: str | None, bits: float | None, ca
         raise ValueError(f"expected one of {', '.join(given)}, got {' and '.join(named) or 'none'}")
     if scheme is not None:
         if candidates is not None:
-            raise ValueError("--candidates: expected --bytes or --bits beside it, got --scheme")
+            raise ValueError("--candidates: expected --bytes or --bits with it, got --scheme")
         return None
     names = DEFAULT if candidates is None else tuple(name.strip() for name in candidates.split(","))
     return Budget(None if file_bytes is None else parse_bytes(file_bytes), bits, names)

@@ -15,7 +15,7 @@ SHOWN = 3
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print what came of it."""
+    """Print the result."""
     before, after = report["bytes_before"], report["bytes_after"]
     lines = [
         f"{report['output']}: {after / 1e6:.1f} MB of weights, {before / 1e6:.1f} MB before ({before / after:.2f}x)",

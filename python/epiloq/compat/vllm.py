@@ -150,13 +150,13 @@ def scaled_fp8_quant(
     input = rows_apart(operation, "input", input)
     if input.dim() != 2:
         if num_token_padding is not None:
-            raise ValueError(f"{operation}: num_token_padding: expected None beside {input.dim()} dimensions of input")
+            raise ValueError(f"{operation}: num_token_padding: expected None with {input.dim()} dimensions of input")
         matrix = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
         flat = None if output is None else output.view(matrix.shape)
         q, scale = scaled_fp8_quant(matrix, scale, None, scale_ub, use_per_token_if_dynamic, flat, group_shape)
         return (q.view(input.shape) if output is None else output), scale
     if output is not None and num_token_padding is not None:
-        raise ValueError(f"{operation}: num_token_padding: expected None beside output, got {num_token_padding}")
+        raise ValueError(f"{operation}: num_token_padding: expected None with output, got {num_token_padding}")
     m, k = input.shape
     rows = max(m, num_token_padding or 0)
     q = input.new_empty((rows, k), dtype=torch.float8_e4m3fn) if output is None else output
@@ -187,7 +187,7 @@ def _granularity(x: Tensor, scale: Tensor, group_shape: tuple[int, int] | None) 
             group_shape = (m // scale.shape[0], k // scale.shape[1])
         else:  # of groups of which the last are short there may be several sizes
             raise ValueError(
-                f"scaled_fp8_quant: group_shape: expected one beside a scale of shape {list(scale.shape)} for an input "
+                f"scaled_fp8_quant: group_shape: expected one with a scale of shape {list(scale.shape)} for an input "
                 f"of {list(x.shape)}, got None"
             )
     high, wide = (m if group_shape[0] == -1 else group_shape[0]), (k if group_shape[1] == -1 else group_shape[1])

@@ -108,7 +108,7 @@ def describe_model(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 def measure(settings: Settings, environment: dict[str, Any], stage: Stage) -> Results:
-    """Measure everything that the settings ask for. Raises DemoError when the teacher or the text cannot be used."""
+    """Measure everything in the settings. Raises DemoError when the teacher or the text cannot be used."""
     start = time.perf_counter()
     with stage("load the teacher", 1) as advance:
         model, tokenizer = teacher.load(settings.teacher)

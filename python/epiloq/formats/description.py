@@ -1,4 +1,4 @@
-"""How one layer of a checkpoint is quantised, as data: what every reader and every writer derives from."""
+"""Description of how one layer of a checkpoint is quantised; readers and writers are derived from it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Description:
         if found.kind == "int" and found.strategy == "tensor" and not found.dynamic:
             return "int8-static"
         raise FormatError(
-            "input_activations: expected beside integers none, 8 bits per token at run time (FP8 beside 4 bits), or "
+            "input_activations: with integer weights expected none, 8 bits per token at run time (FP8 with 4 bits), or "
             f"8 bits with one scale, got {found}"
         )
 

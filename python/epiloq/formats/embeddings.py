@@ -1,4 +1,4 @@
-"""Quantised embeddings in files, and layers that share an embedding's weight, of which files hold no tensors."""
+"""Quantised embeddings in files, and tied layers, which have no tensors of their own in files."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
 
 
 def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """Write a model of transformers that `quantize_` has been at into a new `folder`; it appears by one rename.
+    """Write a model of transformers quantised by `quantize_` into a new `folder`; it appears by one rename.
 
     A tokenizer is saved beside by its own ``save_pretrained``. Raises FormatError where `folder` exists, or for a
     quantised layer that the format cannot represent, or none.

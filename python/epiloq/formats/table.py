@@ -27,7 +27,7 @@ from epiloq.weights.grid import QuantizedWeight
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a model's layers, for the configuration that describes them.
+    """What a model's layers became, for the configuration that describes them.
 
     quantised
         Every quantised layer by name, with its class and its options in epiloq's own format.

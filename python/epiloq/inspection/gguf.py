@@ -53,7 +53,7 @@ def how(kind: str, linear: bool) -> str:
     if kind == "F32":
         return "in floating point"
     if not linear or kind not in KINDS:
-        return "de-quantised, then rounded to the model's type (exact in float32)"
+        return "dequantised, then rounded to the model's type (exact in float32)"
     found = KINDS[kind]
     zeros = "with offsets" if found.offset else "symmetric"
     parameters = "float32" if kind.endswith("_K") else "float16"

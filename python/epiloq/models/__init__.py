@@ -1,1 +1,1 @@
-"""What a model consists of, for those who quantise it: linear layers and their look-alikes, and mixtures of experts."""
+"""The parts of a model that can be quantised: linear layers and similar ones, and mixtures of experts."""

@@ -1,4 +1,4 @@
-"""Which layers of a model `quantize_` replaces, and which stay in floating point for a reason worth a warning."""
+"""Which layers of a model `quantize_` replaces, and which stay in floating point with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that were quantised in memory, and how transformers saves them."""
+"""Saving of models that were quantised in memory by transformers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 transformers keeps the experts of a layer as two stacked parameters, checkpoints have a matrix an expert. `apart` puts
 ``nn.ExpertLinears`` in their place, so that whatever knows ``nn.Linear`` knows experts; `together_` puts what runs them
-in its place: ``nn.GatedExperts``, or the module that was there. Which modules those are is told by structure, for
+in its place: ``nn.GatedExperts``, or the module that was there. Those modules are found by structure, for
 transformers runs every class of the same structure by the same functions (its experts interface), whatever its name.
 """
 

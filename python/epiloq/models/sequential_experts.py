@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Put lists of modules in the place of the stacked experts that transformers replaces in files of a method.
+    """Replace by lists of modules the stacked experts that transformers replaces in files of a method.
 
     They have the same weights, ``[E, K, 2 N]`` and ``[E, N, K]`` before, a matrix a linear layer then. Gives the names
     of those that were replaced, of which ``takes(name)``. Without a method, those of any.

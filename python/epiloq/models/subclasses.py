@@ -1,4 +1,4 @@
-"""Whether subclasses of ``nn.Linear`` (told by running them) and ``nn.Conv2d`` compute what those classes do."""
+"""Whether subclasses of ``nn.Linear`` (found by running them) and ``nn.Conv2d`` compute the same as those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules on quantised weights."""
+"""Modules with quantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fp8BlockLinear: a linear layer in the manner of DeepSeek-V3, FP8 weights in blocks and activations in groups."""
+"""Fp8BlockLinear: a linear layer as in DeepSeek-V3, FP8 weights in blocks and activations in groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fp8Linear: a linear layer with FP8 weights and FP8 activations, a scale to a whole row or tensor of each."""
+"""Fp8Linear: a linear layer with FP8 weights and activations, scales per row or tensor."""
 
 from __future__ import annotations
 

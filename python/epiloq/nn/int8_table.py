@@ -1,4 +1,4 @@
-"""Steps between int8 layers: into a grid, and from one grid to another through any function of one value."""
+"""Steps between int8 layers: quantisation, and pointwise functions from one int8 grid to another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Int8Table(StoredTensors):
         output: Quantizer,
         device: torch.device | str | None = None,
     ) -> Int8Table:
-        """Of what quantising ``function`` of each de-quantised value gives, computed in float32.
+        """Of what quantising ``function`` of each dequantised value gives, computed in float32.
 
         `input` and `output` are (scale, zero point). The function is one of each element by itself.
         """

@@ -193,7 +193,7 @@ class OnlineQuantLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: values with padding, parameters of blocks."""
+        """Bytes of the quantised weight in memory: values with padding, parameters of blocks."""
         return self.weight_q.nbytes + self.weight_parameters.nbytes
 
     def extra_repr(self) -> str:

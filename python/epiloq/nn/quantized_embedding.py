@@ -1,4 +1,4 @@
-"""QuantizedEmbedding: an embedding whose rows are integers of few bits, looked up and then de-quantised."""
+"""QuantizedEmbedding: an embedding whose rows are low-bit integers, looked up and then dequantised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QuantizedEmbedding(QuantizedLayer):
     """``weight[ids]`` with a weight ``[num_embeddings, embedding_dim]`` of 2, 3, 4 or 8 bits.
 
     For inference. `ids` are int32 or int64 of any shape ``[..]``, and the result is ``[.., embedding_dim]`` in the
-    float dtype of the layer (`dtype`; ``.to(dtype)`` changes it): the rows are gathered as integers, de-quantised in
+    float dtype of the layer (`dtype`; ``.to(dtype)`` changes it): the rows are gathered as integers, dequantised in
     float32 and rounded once. The weight is packed as ``epiloq.PackedWeight`` has it, so that an output head that is
     tied to the embedding multiplies by the same tensors: `tied_linear`.
 
@@ -153,7 +153,7 @@ class QuantizedEmbedding(QuantizedLayer):
         return layer.train(self.training)
 
     def share_(self, other: QuantizedEmbedding) -> None:
-        """Hold the parameters of a layer of the same shape and grid instead of own ones."""
+        """Share the parameters of a layer of the same shape and grid."""
         for name in _STORED:
             self._parameters[name] = other._parameters[name]
 
@@ -200,7 +200,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points."""
+        """Bytes of the quantised weight in memory: integers with padding, scales, zero points."""
         return self.packed.nbytes
 
     @property
@@ -227,7 +227,7 @@ _ONLY_FOR_GRADIENTS = ("scale_grad_by_freq", "sparse")
 
 
 def factor_of(embedding: nn.Module) -> tuple[float, bool]:
-    """What an embedding multiplies its rows by, and whether it rounds that to their type first, told by running it.
+    """What an embedding multiplies its rows by, and whether it rounds that to their type first, found by running it.
 
     Raises ValueError, from the class ``QuantizedEmbedding``, for what `from_embedding` does not take.
     """

@@ -1,4 +1,4 @@
-"""TableLinear: a linear layer whose weight is 4-bit places in a table of 16 numbers, with a scale for each block."""
+"""TableLinear: a linear layer with 4-bit codes of a table of 16 numbers and a scale per block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W4A8Linear: a linear layer with a weight of 4 bits and 8-bit activations."""
+"""W4A8Linear: a linear layer with 4-bit weights and 8-bit activations."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class W4A8Linear(PackedLinear):
 
     @torch.no_grad()
     def _run_directly(self, x: Tensor, parts: Sequence[Any]) -> Tensor:
-        """`_run` without what `takes_directly` and the layer itself vouch for."""
+        """`_run` without the checks that `takes_directly` and the layer made."""
         rows = x.view(-1, self.in_features)
         x_q = x.new_empty((len(rows), round_up(self.in_features, K_MULTIPLE)), dtype=ACTIVATIONS[self.activation])
         scale = x.new_empty((len(rows), 1), dtype=torch.float32)

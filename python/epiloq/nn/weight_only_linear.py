@@ -1,4 +1,4 @@
-"""WeightOnlyLinear: a linear layer with a weight of few bits and floating-point activations."""
+"""WeightOnlyLinear: a linear layer with a low-bit weight and floating-point activations."""
 
 from __future__ import annotations
 

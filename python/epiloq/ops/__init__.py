@@ -1,6 +1,6 @@
 """The operations: matrix products one file each, `convolutions`, and `quantizers` of activations."""
 
-from epiloq._torch.threads import lend_threads
+from epiloq._torch.threads import share_threads
 from epiloq.ops.attention.scaled_bmm import scaled_bmm
 from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.convolutions.conv2d_weight_only import conv2d_weight_only
@@ -49,4 +49,4 @@ __all__ = [
     "weight_only_mm",
 ]
 
-lend_threads()
+share_threads()

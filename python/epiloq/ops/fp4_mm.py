@@ -19,7 +19,7 @@ from epiloq._torch.library import (
     register_product,
     without_autocast,
 )
-from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows, pieces
+from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows, row_chunks
 from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
 
 _NAME = "fp4_mm"
@@ -97,7 +97,7 @@ def run(
         if x.is_cuda:
             _dense_product(result, x, weight, bias)
         else:
-            _in_pieces(result, x, weight, bias)
+            _by_chunks(result, x, weight, bias)
     if out is not None:
         mark_written(out)
     return result
@@ -136,11 +136,11 @@ def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_giv
                 refuse(_NAME, "out", f"memory apart from {name}'s", "an overlap")
 
 
-def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
+def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
     """On the CPU: some rows of W at a time."""
     n, k = out.shape[-1], x.shape[-1]
     with without_autocast("cpu"):
-        for rows in pieces(n, k, _AT_ONCE["cpu"]):
+        for rows in row_chunks(n, k, _AT_ONCE["cpu"]):
             part = dequantized_rows(*weight, k, x.dtype, rows)
             of_bias = None if bias is None else bias[rows]
             out[..., rows] = torch.nn.functional.linear(x, part, of_bias)
@@ -150,7 +150,7 @@ def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None)
     """On CUDA: W in memory, in x's dtype."""
     n, k = out.shape[-1], x.shape[-1]
     dense = x.new_empty((n, k))
-    for rows in pieces(n, k, _AT_ONCE["cuda"]):
+    for rows in row_chunks(n, k, _AT_ONCE["cuda"]):
         dense[rows] = dequantized_rows(*weight, k, x.dtype, rows)
     multiply_dense(out, x, dense, bias)
 

@@ -96,7 +96,7 @@ def run(
     result = _empty(x, weight) if out is None else out
     if not x.is_cuda:
         _core.check_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)
-        _in_pieces(result, x, (weight, scale), bias, (rows, columns))
+        _by_chunks(result, x, (weight, scale), bias, (rows, columns))
     elif not _core.fp8_weight_mm(result, x, weight, scale, bias, rows, columns):
         _dense_product(result, x, (weight, scale), bias, (rows, columns))
     if out is not None:
@@ -112,14 +112,14 @@ def _empty(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _pieces(n: int, k: int) -> Iterator[range]:
+def _row_chunks(n: int, k: int) -> Iterator[range]:
     """The rows that a CPU dequantises together."""
     at_once = max(1, _AT_ONCE // max(k, 1))
     for first in range(0, n, at_once):
         yield range(first, min(first + at_once, n))
 
 
-def _in_pieces(
+def _by_chunks(
     out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
 ) -> None:
     if out.numel() == 0:
@@ -128,7 +128,7 @@ def _in_pieces(
     dtype = torch.float32 if out.numel() // n <= _MOST_EXACT else x.dtype
     tokens, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     with without_autocast(x.device.type):
-        for rows in _pieces(n, k):
+        for rows in _row_chunks(n, k):
             dense = x.new_empty((len(rows), k), dtype=dtype)
             _core.dequantize_fp8(dense, *weight, *block, rows.start, threads_for(x))
             of_bias = None if bias is None else bias[rows.start : rows.stop]

@@ -1,4 +1,4 @@
-"""Products of a mixture of experts with weights of few bits, as `weight_only_mm` and `w4a8_mm` have them."""
+"""`weight_only_mm` and `w4a8_mm` for a mixture of experts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def grouped_packed_mm(
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
             float32, rows dense; with ``scale_a`` int8 or float8_e4m3fn.
-        weight: ``[E N, K]``, the experts' matrices behind each other, N a multiple of 16; without activation order.
+        weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16; without activation order.
         scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. Where they are read on the
             device, those that do not ascend leave rows unwritten or wrong.
@@ -114,7 +114,7 @@ def run(
         _refuse("out", f"{list(shape)} on {x.device}", f"{list(result.shape)} on {result.device}")
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
-            _refuse("x", "int8 or float8_e4m3fn beside scale_a", x.dtype)
+            _refuse("x", "int8 or float8_e4m3fn with scale_a", x.dtype)
         if scale_a.shape != (*x.shape[:-1], 1) or scale_a.dtype != torch.float32:
             _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
         check_memory("scale_a", scale_a, x.device, _NAME)
@@ -142,7 +142,7 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
     check_memory(name, counts, x.device, _NAME)
     experts = len(counts)
     if n % experts or n // experts % PANEL_ROWS:
-        _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other", f"{n} rows")
+        _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")
     if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
         _refuse("x", f"{wanted} with {k} columns", list(x.shape))
     return experts
@@ -159,7 +159,7 @@ def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> 
 def _by_kernel(
     out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
 ) -> Any:
-    """Whether a kernel took the product; or, explained, what it would do."""
+    """Whether a kernel computed the product; or, for `explain`, which one would."""
     x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)

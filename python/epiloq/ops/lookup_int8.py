@@ -1,4 +1,4 @@
-"""Elementwise functions of int8, as tables."""
+"""Elementwise functions of int8, as lookup tables."""
 
 from __future__ import annotations
 

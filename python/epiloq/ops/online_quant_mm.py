@@ -86,9 +86,7 @@ def _weight_of(
     if isinstance(w_q, BlockQuantWeight):
         for name, value in (("w_scale", w_scale), ("w_offset", w_offset)):
             if value is not None:
-                raise ValueError(
-                    f"epiloq.online_quant_mm: {name}: expected None beside a prepared weight, got a tensor"
-                )
+                raise ValueError(f"epiloq.online_quant_mm: {name}: expected None with a prepared weight, got a tensor")
         if group_size not in (None, w_q.group_size):
             raise ValueError(
                 f"epiloq.online_quant_mm: group_size: expected the weight's, {w_q.group_size}, got {group_size}"
@@ -96,7 +94,7 @@ def _weight_of(
         return w_q
     expect_tensors(_NAME, {"x": x, "w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
     if group_size is None or w_scale is None:
-        raise ValueError("epiloq.online_quant_mm: group_size: expected a number beside a weight in tensors, got None")
+        raise ValueError("epiloq.online_quant_mm: group_size: expected a number with a weight in tensors, got None")
     if x.ndim < 1:
         raise ValueError("epiloq.online_quant_mm: x: expected at least one dimension, got a scalar")
     k = x.shape[-1]

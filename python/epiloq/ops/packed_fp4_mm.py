@@ -55,7 +55,7 @@ def packed_fp4_mm(
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense, leading dimensions collapsing into one; with ``offs``
             ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
-        weight: ``[N, K]``, or ``[E N, K]``, the experts' matrices behind each other, N a multiple of 16.
+        weight: ``[N, K]``, or ``[E N, K]``, the experts' matrices stacked, N a multiple of 16.
         bias: ``[N]`` of x's dtype; of experts ``[E, N]``.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
@@ -159,7 +159,7 @@ def _dequantised(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor |
 
 
 def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and where those are. Raises ValueError for counts that there cannot be."""
+    """Experts that have rows, and where those are. Raises ValueError for invalid counts."""
     begin, most = 0, x.shape[-2]
     for expert, count in enumerate(counts.tolist()):
         low = 0 if x.ndim == 3 else begin
@@ -173,7 +173,7 @@ def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
 
 def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
     """Rows ``[M, K]`` by one matrix, dequantised some rows at a time; on CUDA whole before it is multiplied."""
-    parts = weight.pieces(_AT_ONCE[x.device.type])
+    parts = weight.row_chunks(_AT_ONCE[x.device.type])
     with without_autocast(x.device.type):
         if not x.is_cuda:
             for rows in parts:

@@ -89,7 +89,7 @@ def run(
     weight = (codes, table, scale)
     if not x.is_cuda:
         _core.check_table_mm(result, x, *weight, bias, n, k, block_size)
-        _in_pieces(result, x, weight, bias, n, block_size)
+        _by_chunks(result, x, weight, bias, n, block_size)
     elif not _core.table_mm(result, x, *weight, bias, n, k, block_size):
         _dense_product(result, x, weight, bias, n, block_size)
     if out is not None:
@@ -137,17 +137,17 @@ def dequantized(
     return values.view(len(rows), k).to(dtype)
 
 
-def _pieces(n: int, k: int) -> Iterator[range]:
+def _row_chunks(n: int, k: int) -> Iterator[range]:
     """The rows that a CPU dequantises together."""
     at_once = max(1, _AT_ONCE // max(k, 1))
     for first in range(0, n, at_once):
         yield range(first, min(first + at_once, n))
 
 
-def _in_pieces(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
+def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
     k = x.shape[-1]
     with without_autocast(x.device.type):
-        for rows in _pieces(n, k):
+        for rows in _row_chunks(n, k):
             part = dequantized(*weight, k, block_size, rows, x.dtype)
             of_bias = None if bias is None else bias[rows.start : rows.stop]
             out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, of_bias)

@@ -21,7 +21,7 @@ _FLOAT8_ARCHS = ("sm89", "sm90")
 
 
 def fits(x_q: Tensor, weight: PackedWeight) -> bool:
-    """Whether a product of ``x_q`` ``[M, K]`` goes this way."""
+    """Whether this path computes the product of ``x_q`` ``[M, K]``."""
     if not x_q.is_cuda or len(x_q) < MANY_TOKENS or weight.k % _ALIGNED != 0:
         return False
     if weight.group_size != -1 and weight.group_size < weight.k:

@@ -1,4 +1,4 @@
-"""Products of floating-point activations with weights of few bits, dequantised in the kernel."""
+"""Products of floating-point activations with low-bit weights, dequantised in the kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weight_only_mm(
     """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedWeight`, accumulated in fp32.
 
     The integers are multiplied unrounded, and a group's scale multiplies its sum. On CUDA there are two exceptions, in
-    which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "de-quantise"; and
+    which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "dequantise"; and
     where there is no kernel (2 and 3 bits, see `PackedWeight.in_bits`; groups other than 32, 64, multiples of 128 and
     whole rows; float32), so that the weight is dequantised into memory. docs/numerics.md has the bounds. The CPU uses
     `torch.get_num_threads()` of torch's threads (one in a forked child) and releases the GIL.

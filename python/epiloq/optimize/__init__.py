@@ -84,7 +84,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     for name, module in modules:
         for names in _SIBLINGS:
             _merge(name, module, names, report)
-    # Children first: a decoder layer looks at what became of its attention and MLP.
+    # Children first: a decoder layer depends on its attention and MLP.
     for name, module in reversed(modules):
         _fuse(name, module, report)
     report.grouped_attention = use_grouped_sdpa_(model)

@@ -84,7 +84,7 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
 
 
 def use_grouped_sdpa_(model: Any) -> bool:
-    """Let a model of transformers attend by `grouped_sdpa`, if it uses ``sdpa`` now; whether it does.
+    """Switch a model of transformers from ``sdpa`` to `grouped_sdpa`; returns whether it did.
 
     Where every layer hands what its cache gives to attention and does nothing else with it, a `QuantizedCache` gives
     what it stores.

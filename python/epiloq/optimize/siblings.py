@@ -244,7 +244,7 @@ def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
 
 
 def siblings_of(*layers: nn.Module) -> Siblings | None:
-    """What these layers are, all of them and in this order, the members of; None where anything was put in between."""
+    """What these layers are, all of them and in this order, the members of; None if anything wraps them."""
     forward = vars(layers[0]).get("forward")
     if not isinstance(forward, partial) or forward.func is not member:
         return None

@@ -1,4 +1,4 @@
-"""Tokens that one kernel quantises behind a norm or a gated activation and the next layer multiplies as they are."""
+"""Tokens quantised by the kernel of a norm or a gated activation, for the next layer to multiply."""
 
 from __future__ import annotations
 

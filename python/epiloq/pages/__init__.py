@@ -1,4 +1,4 @@
-"""Pages that hold their pictures and style and ask nothing of the network: one HTML file each."""
+"""Self-contained HTML pages."""
 
 from __future__ import annotations
 

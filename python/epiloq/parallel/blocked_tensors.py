@@ -1,4 +1,4 @@
-"""A quantised linear layer as matrices that can be cut: integers, scales and zero points in the order of its weight."""
+"""A quantised linear layer as matrices that can be split: integers, scales and zero points in the weight's order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cut:
     take
         A layer's tensors by name, with the integers under "q".
     make
-        A layer ``[n, k]`` of tensors with these names, in the manner of another, which says the rest.
+        A layer ``[n, k]`` of tensors with these names and the options of another layer.
     tail
         Whether columns must end on a scale, too.
     """

@@ -1,4 +1,4 @@
-"""Some experts of a layer as a layer of their own, and all of them from such parts."""
+"""Splitting the experts of a layer, and joining them again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
 
 
 def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
-    """Experts as a layer for each matrix, on the CPU, without hooks: what is sent."""
+    """Experts as a layer for each matrix, on the CPU, without hooks, to be sent."""
     layers = dict(module.linears()) if isinstance(module, GatedExperts) else None
     experts = []
     for e in range(module.experts):

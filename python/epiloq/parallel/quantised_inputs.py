@@ -1,4 +1,4 @@
-"""Tokens that are quantised before they are gathered: bytes and scales travel in the place of 16-bit numbers."""
+"""Tokens quantised before they are gathered: bytes and scales are sent instead of 16-bit numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside tensors: that they open the same files, and what went wrong on one of them."""
+"""Messages between ranks besides tensors: whether they open the same files, and errors of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ended() -> Iterator[None]:
 
 
 def everyone_says(value: Any, group: Any = None) -> list[Any]:
-    """What every rank gives, a small value, in order. Raises ConnectionError where one has ended."""
+    """Gather a small value from every rank, in order. Raises ConnectionError if one has ended."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with ended():
         dist.all_gather_object(found, value, group=group)
@@ -46,7 +46,7 @@ def check_same(own: Mapping[str, Any], name: str, group: Any = None) -> None:
 
 @contextmanager
 def together(group: Any = None) -> Iterator[None]:
-    """Raise what one rank raises inside, as a ValueError, on every rank. Inside, nothing is exchanged."""
+    """Raise an error of one rank inside this context, as a ValueError, on every rank. Nothing is exchanged inside."""
     error: Exception | None = None
     try:
         yield
@@ -61,7 +61,7 @@ def together(group: Any = None) -> Iterator[None]:
 
 
 def to_first(value: Any, group: Any = None) -> list[Any] | None:
-    """What every rank gives, in order, on the group's first; None on the others."""
+    """Gather a value from every rank on the group's first, in order; None on the others."""
     first = dist.get_rank(group) == 0
     found: list[Any] | None = [None] * dist.get_world_size(group) if first else None
     with ended(), torch.inference_mode(False):

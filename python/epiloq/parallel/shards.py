@@ -1,4 +1,4 @@
-"""Rows or columns of a quantised linear layer as a layer of their own, and the whole layer from its shards."""
+"""Shards of a quantised linear layer by rows or columns, and the whole layer from its shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shard:
     rows, columns
         Of the whole weight, whose shape is ``[out_features, in_features]``.
     head, tail, above
-        Columns of zeros before and behind the input, so that scale groups begin and end where they did, and rows of
+        Columns of zeros before and after the input, so that scale groups begin and end where they did, and rows of
         the layer above the first of the shard, which share its scales.
     """
 
@@ -210,7 +210,7 @@ def _after(layer: Any, inputs: Any, y: Tensor) -> Tensor:
 
 
 def bare(layer: nn.Module) -> nn.Module:
-    """A shard without hooks, on the CPU: what is sent."""
+    """A shard without hooks, on the CPU, to be sent."""
     found = type(layer).__new__(type(layer))
     nn.Module.__init__(found)
     vars(found).update({name: value for name, value in vars(layer).items() if name not in _HOOKS and name != "forward"})

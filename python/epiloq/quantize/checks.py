@@ -1,4 +1,4 @@
-"""What ``epiloq quantize`` can be refused for before it reads a model's weights: most of what can be wrong."""
+"""Checks of ``epiloq quantize`` before a model's weights are read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_request(settings: Settings) -> None:
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
-        raise ValueError(f"{settings.algorithm} is not told an alpha: expected none beside it (--alpha)")
+        raise ValueError(f"{settings.algorithm} has no alpha: expected no --alpha")
     if needs_text(settings) and settings.calibration is None:
         raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
 
@@ -131,7 +131,7 @@ def check_generates(model: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def said_who_holds(settings: Settings) -> Iterator[None]:
-    """Say in a ValueError which process is at work on an output already."""
+    """Name in a ValueError the process that is already writing an output."""
     try:
         yield
     except Held as error:

@@ -1,4 +1,4 @@
-"""The embedding and the output head in ``epiloq quantize``: formats, rounding, and what they cost."""
+"""The embedding and the output head in ``epiloq quantize``: formats, rounding, and their errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def of_one_scheme(layout: str) -> str:
 
 
 def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[Ends, tuple[str, ...]]:
-    """What becomes of the embedding and the head in a format, and what a user should know of it, a sentence each."""
+    """How a format stores the embedding and the head, and warnings about it, a sentence each."""
     if not ends.shared:
         return ends, ()
     first, others = ends.found.embeddings[0], ", ".join(ends.shared)
@@ -118,7 +118,7 @@ def rounded_ends(
 def costs(
     model: nn.Module, quantised: nn.Module, ends: Ends, texts: Sequence[Tensor], layout: Format
 ) -> dict[str, Any]:
-    """What the embedding and the head lost, given the model in floating point and the one that was written.
+    """Errors of the embedding and the head, given the model in floating point and the one that was written.
 
     errors
         Relative errors of the weights by name.

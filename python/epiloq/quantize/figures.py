@@ -1,4 +1,4 @@
-"""The pictures of a quantisation's report, from its figures as ``epiloq quantize --json`` writes them."""
+"""The plots of a quantisation report, from the figures of ``epiloq quantize --json``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layer_errors(report: Mapping[str, Any]) -> str:
 
 
 def input_errors(report: Mapping[str, Any]) -> str:
-    """What one scale for all tokens costs each distinct input beside a scale for each; rings: kept dynamic."""
+    """Error of one scale for all tokens, against a scale per token, for each distinct input; circles: kept dynamic."""
     errors: Mapping[str, Mapping[str, Any]] = report["input_errors"]
     with canvas(3.4) as figure:
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What decides the result of a run: to go on with one that was interrupted, and to compare the ranks of one."""
+"""The settings and data that decide a run's result: to resume a run, and to compare its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epiloq.quantize.settings import Settings
 
 
 def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Sequence[Tensor]) -> dict[str, Any]:
-    """Whatever decides the values of a finished block, but for the grid."""
+    """Everything that decides the values of a finished block, except the grid."""
     digest = hashlib.sha256()
     for window in texts:
         digest.update(window.numpy().tobytes() + b"|")

@@ -1,4 +1,4 @@
-"""One run of ``epiloq quantize``: everything is checked first, finished blocks are kept, the result appears whole."""
+"""One run of ``epiloq quantize``: checks first, finished blocks are stored, the result is written atomically."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOCK = "lock"
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that were checked, and what they say of the model. Nothing was written yet.
+    """Checked settings, and what follows for the model. Nothing is written yet.
 
     residence
         Where the model's blocks are.
@@ -98,12 +98,12 @@ class Job:
 
     @property
     def aside(self) -> Path:
-        """Where the run keeps what is not finished."""
+        """Directory of the run's unfinished blocks."""
         return _aside(self.settings)
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know before the work, a sentence each."""
+        """Warnings before the work, a sentence each."""
         said = [] if self.prices is None else search.warnings(self.settings, self.prices, self.plan)
         return [*self.plan.notes, *self.texts.warnings, *_untied(self), *said]
 
@@ -131,7 +131,7 @@ class Job:
             return perplexity(model, windows, advance)
 
     def report(self, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
-        """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
+        """Result of the run, given the directory that it wrote; the HTML page goes there too."""
         return page.finished(self, whole, tally, before, start)
 
 
@@ -194,7 +194,7 @@ def _untied(job: Job) -> list[str]:
 
 
 def _aside(settings: Settings) -> Path:
-    """Where a run keeps what is not finished."""
+    """Directory of a run's unfinished blocks."""
     return settings.output.with_name(f".{settings.output.name}.partial")
 
 
@@ -219,7 +219,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
 
 
 def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
-    """What is left of a run, which nobody else is at work on."""
+    """Perform the rest of a run, which no other process works on."""
     settings = job.settings
     store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
     with job.residence.on_demand():

@@ -1,4 +1,4 @@
-"""What a run's report says of the machine and of sizes."""
+"""The machine and file sizes, for a run's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import epiloq
 
 
 def environment(device: str) -> dict[str, str]:
-    """Versions and the machine, for a reader."""
+    """Versions and the machine, as text."""
     processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
     return {

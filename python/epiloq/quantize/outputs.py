@@ -1,4 +1,4 @@
-"""Which formats can represent what a scheme makes of a model."""
+"""Which formats can represent a model quantised by a scheme."""
 
 from __future__ import annotations
 

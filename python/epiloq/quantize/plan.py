@@ -34,7 +34,7 @@ FEW, MOST = 0.05, 0.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a model's layers.
+    """The plan for a model's layers.
 
     layout
         The format, a key of FORMATS.
@@ -47,7 +47,7 @@ class Plan:
     left
         Linear layers of the blocks that stay in floating point, and why.
     notes
-        What a user should know before the work, a sentence each.
+        Warnings before the work, a sentence each.
     ends
         What becomes of the embedding and the output head, without values.
     """
@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan(settings: Settings, outline: Any) -> Plan:
-    """What to do with a model, given without values. Raises ValueError, which says what to ask for instead."""
+    """The plan for a model, given without values. Raises ValueError, which says what would work instead."""
     layout = settings.layout
     if layout is not None:
         take_experts_apart_(outline, layout)

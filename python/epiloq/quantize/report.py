@@ -72,7 +72,7 @@ def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
-    """What decided the result, as text."""
+    """The settings, as text."""
     found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
     if report["budget"]:
         found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"
@@ -119,7 +119,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def finished(job: Job, whole: Path, tally: Tally, before: float | None, start: float) -> dict[str, Any]:
-    """What came of the run, given the directory that it wrote; the page that shows it goes there too."""
+    """Result of the run, given the directory that it wrote; the HTML page goes there too."""
     settings = job.settings
     found = {
         **{key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()},

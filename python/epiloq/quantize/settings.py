@@ -1,4 +1,4 @@
-"""What a run of ``epiloq quantize`` is asked to do."""
+"""The settings of a run of ``epiloq quantize``."""
 
 from __future__ import annotations
 

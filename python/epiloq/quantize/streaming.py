@@ -1,4 +1,4 @@
-"""Models larger than memory: blocks that are read from their files when they are worked on."""
+"""Models larger than memory: blocks are read from their files when they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``epiloq quantize`` can make of a model, as data."""
+"""Table of the schemes of ``epiloq quantize``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Target:
         return self.said(CodedWeight(torch.empty(shape, dtype=grid.dtype, device="meta"), scale, offset, grid))
 
     def said(self, weight: Calibrated) -> Weight:
-        """A weight on its grid, as formats exchange it."""
+        """A weight on its grid, in the form that formats exchange."""
         if isinstance(weight, QuantizedWeight):
             return weight
         scheme = SCHEMES[self.name]

@@ -1,4 +1,4 @@
-"""The text that ``epiloq quantize`` calibrates and evaluates on: read, cut, and refused where it is too little."""
+"""The text that ``epiloq quantize`` calibrates and evaluates on: read, cut into windows, refused if too short."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Texts:
 
 
 def needs_text(settings: Settings) -> bool:
-    """Whether a run looks at what the model computes."""
+    """Whether a run needs text."""
     looks = settings.budget is not None or settings.tune > 0 or TARGETS[settings.scheme].static
     return looks or ALGORITHMS[settings.algorithm].needs_inputs
 
@@ -68,7 +68,7 @@ def read_windows(settings: Settings, source: Checkpoint) -> Texts:
 
 
 def too_little_to_calibrate(settings: Settings, found: Sequence[Tensor]) -> list[str]:
-    """What to warn of. Raises ValueError for fewer than `FEWEST` tokens, unless the settings force it."""
+    """A warning, if any. Raises ValueError for fewer than `FEWEST` tokens, unless the settings force it."""
     tokens = tokens_in(found)
     said = f"only {tokens} calibration tokens ({len(found)} of {settings.count} windows)"
     if tokens < FEWEST and not settings.force:
@@ -79,7 +79,7 @@ def too_little_to_calibrate(settings: Settings, found: Sequence[Tensor]) -> list
 
 
 def too_little_to_evaluate(found: Sequence[Tensor], force: bool) -> list[str]:
-    """What to warn of. Raises ValueError for fewer than `FEWEST` tokens, unless forced."""
+    """A warning, if any. Raises ValueError for fewer than `FEWEST` tokens, unless forced."""
     tokens = tokens_in(found)
     if tokens < FEWEST and not force:
         raise ValueError(
@@ -90,7 +90,7 @@ def too_little_to_evaluate(found: Sequence[Tensor], force: bool) -> list[str]:
 
 
 def tokens_in(found: Sequence[Tensor]) -> int:
-    """How many tokens some windows have together."""
+    """Total number of tokens of some windows."""
     return sum(window.numel() for window in found)
 
 

@@ -37,7 +37,7 @@ def forced(kernel: str) -> Iterator[None]:
 
 class CudaTimer:
     """A graph of several calls for each candidate, each call with a weight of its own, so that all are cold; the median
-    of replays in random order. Candidates far behind after a first round take no part in the second."""
+    of replays in random order. Candidates that are far slower in a first round are left out of the second."""
 
     CALLS, MOST_BYTES = 10, 600 << 20  # of a graph; of all operands
     FIRST, SECOND, BEHIND = 2, 9, 1.2

@@ -32,7 +32,7 @@ class BlockQuantWeight:
 
     ``values`` is int8 ``[N, K rounded up to 128]`` (at 4 bits half as wide: 32 values take 16 bytes, byte b holding
     value b in its low half and value b + 16 in its high half). ``parameters`` is float32
-    ``[blocks, 2 or 3, N rounded up to 4]``: a block's scale, the sum of its de-quantised values, and its offset where
+    ``[blocks, 2 or 3, N rounded up to 4]``: a block's scale, the sum of its dequantised values, and its offset where
     the weight has offsets. Zeros fill both.
     """
 
@@ -119,7 +119,7 @@ def prepare(q: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, bi
     n, k = q.shape
     blocks = scale.shape[1]
     by_block = torch.nn.functional.pad(q, (0, blocks * group_size - k)).view(n, blocks, group_size)
-    # In float64, rounded once: a block's sum of de-quantised values.
+    # In float64, rounded once: a block's sum of dequantised values.
     total = by_block.sum(2, dtype=torch.int64) * scale.double()
     if offset is not None:
         count = torch.full_like(offset, group_size, dtype=torch.float64)

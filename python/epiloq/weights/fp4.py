@@ -118,7 +118,7 @@ def dequantized_rows(
     return values.to(dtype)
 
 
-def pieces(n: int, k: int, at_once: int) -> Iterator[slice]:
+def row_chunks(n: int, k: int, at_once: int) -> Iterator[slice]:
     """The rows of a weight `at_once` numbers at a time, at least one row."""
     step = max(1, at_once // max(k, 1))
     return (slice(first, min(first + step, n)) for first in range(0, n, step))
@@ -171,7 +171,7 @@ def _dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: in
     if dtype not in FLOATS:
         refuse(_DEQUANTIZE, "dtype", "float32, float16 or bfloat16", dtype)
     out = codes.new_empty((codes.shape[0], k), dtype=dtype)
-    for rows in pieces(codes.shape[0], k, _AT_ONCE):
+    for rows in row_chunks(codes.shape[0], k, _AT_ONCE):
         out[rows] = dequantized_rows(codes, scale, global_scale, k, dtype, rows)
     return out
 
@@ -212,7 +212,7 @@ def fp4_quantize(
         global_scale = divisor_of(weight).reciprocal() if global_scale is None else global_scale.reshape(1)
     codes = weight.new_empty((n, -(-k // 2)), dtype=torch.uint8)
     scale = weight.new_empty((n, -(-k // chosen.block_size)), dtype=chosen.scale_dtype)
-    for rows in pieces(n, k, _AT_ONCE):
+    for rows in row_chunks(n, k, _AT_ONCE):
         codes[rows], found = _quantized(weight[rows].float(), chosen, global_scale)
         scale[rows].view(torch.uint8).copy_(found.view(torch.uint8))
     return codes, scale, global_scale
@@ -246,7 +246,7 @@ def divisor_of(weight: Tensor) -> Tensor:
     compressed-tensors stores it; its reciprocal is the global scale. At most 2^126, whose reciprocal is normal.
     """
     highest = weight.new_zeros(1, dtype=torch.float32)
-    for rows in pieces(weight.shape[0], weight.shape[1], _AT_ONCE) if weight.numel() else ():
+    for rows in row_chunks(weight.shape[0], weight.shape[1], _AT_ONCE) if weight.numel() else ():
         size = weight[rows].abs()
         highest = torch.maximum(highest, size.where(size.isfinite(), 0).amax().float())
     divisor = highest.new_tensor(LARGEST * _E4M3.max) / highest

@@ -1,4 +1,4 @@
-"""Integer grids for weights, and what a weight is on one.
+"""Integer grids for weights, and weights rounded to them.
 
 The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 .. 2^bits - 1 and integer zero
 points in the same range; symmetric grids hold signed q in -2^(bits-1) .. 2^(bits-1) - 1 and no zero point.

@@ -1,4 +1,4 @@
-"""PackedConv2dWeight: a convolution's weight of few bits, in blocks along the input channels."""
+"""PackedConv2dWeight: a convolution's low-bit weight, in blocks along the input channels."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import direct, expect_tensors, register
-from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, pieces
+from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, row_chunks
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
     codes_of,
@@ -38,7 +38,7 @@ class PackedFp4Weight:
       multiple of 128 and rows to one of 16 with codes of 0;
     - ``scale``: uint8 ``[panels, blocks, 16]``: "mxfp4" the bytes of E8M0; "nvfp4" the upper eight bits but the sign of
       ``128 * scale`` as float16, which hold any E4M3 number from 0 on;
-    - ``factor``: float32 ``[E]``, one for each of E matrices of as many rows behind each other, or None: 1.
+    - ``factor``: float32 ``[E]``, one for each of E matrices of as many rows, stacked, or None: 1.
     """
 
     q: Tensor
@@ -89,10 +89,10 @@ class PackedFp4Weight:
         result: Tensor = torch.ops.epiloq.dequantize_packed_fp4(*arguments)
         return result
 
-    def pieces(self, at_once: int) -> list[slice]:
+    def row_chunks(self, at_once: int) -> list[slice]:
         """Ranges of rows that begin with a panel, of about so many numbers."""
         panels = -(-self.n // PANEL_ROWS)
-        found = pieces(panels, PANEL_ROWS * self.k, at_once)
+        found = row_chunks(panels, PANEL_ROWS * self.k, at_once)
         return [slice(p.start * PANEL_ROWS, min(p.stop * PANEL_ROWS, self.n)) for p in found]
 
     def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ class PackedFp4Weight:
 
 
 def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: Tensor | None = None) -> PackedFp4Weight:
-    """Pack a weight ``[N, K]``, or E of as many rows behind each other, for `epiloq.packed_fp4_mm`.
+    """Pack a weight ``[N, K]``, or E of as many rows, stacked, for `epiloq.packed_fp4_mm`.
 
     Args:
         codes: uint8 ``[N, ceil(K / 2)]``, as `epiloq.fp4_dequantize` takes them.
@@ -203,7 +203,7 @@ def _dequantize(
     matrices = 1 if factor is None else factor.numel()
     for first in range(0, n, max(n // matrices, 1)):
         one = weight.row_slice(first, first + n // matrices)
-        for rows in one.pieces(_AT_ONCE):
+        for rows in one.row_chunks(_AT_ONCE):
             out[first + rows.start : first + rows.stop] = one.rows(rows, dtype)
     return out
 

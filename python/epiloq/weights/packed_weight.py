@@ -1,4 +1,4 @@
-"""PackedWeight: a weight of few bits in the order that the kernels read, with everything that gives it its meaning."""
+"""PackedWeight: a low-bit weight in the order that the kernels read, with its scales and zero points."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ class PackedWeight:
         return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise ValueError unless every tensor is as the sizes ask: its shape, dtype and device, and dense."""
+        """Raise ValueError unless every tensor has the shape, dtype and device that the sizes imply, and is dense."""
         check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
         if self.zero is not None and self.offset is not None:
-            refuse("offset", "None beside zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
+            refuse("offset", "None with zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
         expected = shapes_of(self.bits, self.n, self.k, self.group_size)
         dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         dtypes["offset"] = (self.scale.dtype,)

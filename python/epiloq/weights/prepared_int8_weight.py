@@ -1,4 +1,4 @@
-"""PreparedInt8Weight: an int8 weight with what its convolution needs, for scales that can still change."""
+"""PreparedInt8Weight: an int8 weight prepared for a convolution, with scales that can still change."""
 
 from __future__ import annotations
 
@@ -170,9 +170,9 @@ class PreparedInt8Weight:
         return replace(self, input=input, output=output, scale=scale, shift=shift, correction=correction)
 
     def parameters(self, operation: str, *, to_int8: bool, clamp: tuple[float, float] | None) -> Int8Parameters:
-        """What a call takes beside ``q``; ``clamp`` is in real numbers."""
+        """The arguments of a call besides ``q``; ``clamp`` is in real numbers."""
         if to_int8 != (self.output is not None):
-            expected = "one beside int8 output, got None" if to_int8 else "None beside floating-point output, got one"
+            expected = "one with int8 output, got None" if to_int8 else "None with floating-point output, got one"
             raise ValueError(f"epiloq.{operation}: output_scale: expected {expected}")
         unit, zero = self.output or (1.0, 0)
         lo, hi = limits(operation, clamp)

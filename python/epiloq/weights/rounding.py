@@ -1,4 +1,4 @@
-"""Rounding a weight to the points that are to hand, group by group: what every algorithm and every grid shares."""
+"""Rounding a weight to the points of a grid, group by group: shared by every algorithm and grid."""
 
 from __future__ import annotations
 

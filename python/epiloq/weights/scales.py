@@ -1,4 +1,4 @@
-"""Scales in the type that a checkpoint or a layer holds them in."""
+"""Scales, rounded to the dtype of a checkpoint or layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations that are checked in Python refuse of a tensor's memory, whatever the operation."""
+"""Memory checks of tensors, for operations that are checked in Python."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last."""
+    """The address of a tensor's first byte and the one past its last."""
     if tensor.numel() == 0:
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -66,7 +66,7 @@ Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w)
   check_format(check, w.bits, w.group_size);
   if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
   if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
-  if (w.zero && w.offset) check.fail("offset", "expected none beside zero, got ", describe(*w.offset));
+  if (w.zero && w.offset) check.fail("offset", "expected none with zero, got ", describe(*w.offset));
   std::int64_t const panels = ceil_div(w.n, kPanelRows), padded_k = ceil_div(w.k, kPadding) * kPadding;
   std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);
   std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Weights of few bits as lines of bfloat16, rounded with their scales: 32 columns of a row in the order in which they
+// Low-bit weights as lines of bfloat16, rounded with their scales: 32 columns of a row in the order in which they
 // lie. For many tokens of that type, whose products then need no sums of their groups.
 
 #include "cpu/isa/vectors.h"

@@ -68,7 +68,7 @@ struct TiledTokens {
 void multiply_tiles(Problem const& problem, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
                     int first, int count, Line* sums);
 
-// Any number of tokens and any weight: tokens are multiplied by the columns of a panel, de-quantised or as integers.
+// Any number of tokens and any weight: tokens are multiplied by the columns of a panel, dequantised or as integers.
 struct ManyTokens {
   std::vector<float> copy;           // of what is no float32
   std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks

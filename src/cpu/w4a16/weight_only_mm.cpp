@@ -68,7 +68,7 @@ std::string describe_on_host(Problem const& p, DType dtype) {
     return std::string("cpu, integers of 32 rows as bfloat16 at a time, AMX") + kWords[tile_parts(dtype) - 1];
   }
   return by_pairs(p, dtype) ? "cpu, integers of 16 rows as bfloat16 at a time, AVX-512 BF16"
-                            : "cpu, 16 rows of the weight de-quantised at a time";
+                            : "cpu, 16 rows of the weight dequantised at a time";
 }
 
 void multiply_on_host(Problem const& p, DType dtype, int threads) {

@@ -136,7 +136,7 @@ Choice choose(Problem const& p, Target const& t, Conv2dWeightOnlyKernel const& k
 std::string describe(Choice const& choice) {
   std::ostringstream text;
   if (choice.family == Family::kDense) {
-    text << "de-quantise, then a dense convolution (" << choice.why << ')';
+    text << "dequantise, then a dense convolution (" << choice.why << ')';
     return text.str();
   }
   if (choice.family == Family::kDepthwise) return "depthwise, a column of pixels a thread";

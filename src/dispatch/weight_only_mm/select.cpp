@@ -349,7 +349,7 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(WeightOnlyMmProblem con
 std::string describe(Choice const& choice) {
   std::ostringstream text;
   if (choice.family == Family::kDense) {
-    text << "de-quantise, then a dense product (" << choice.why << ')';
+    text << "dequantise, then a dense product (" << choice.why << ')';
   } else if (choice.family == Family::kStream) {
     GemvConfig const& c = kGemvRows[choice.row];
     text << "stream " << c.panels << " panels of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages

@@ -129,7 +129,7 @@ void misfits_are_named() {
   refused(__LINE__, [](auto& c) { c.weight.n = 40; }, {"weight.q: expected [3, 2, 32, 16]"});
   refused(__LINE__, [](auto& c) { c.weight.group_size = 64; }, {"weight.scale: expected [2, 2, 16]"});
   refused(__LINE__, [](auto& c) { c.weight.zero->dtype = DType::kInt8; }, {"weight.zero: expected uint8"});
-  refused(__LINE__, [](auto& c) { c.weight.offset = c.weight.scale; }, {"offset: expected none beside zero"});
+  refused(__LINE__, [](auto& c) { c.weight.offset = c.weight.scale; }, {"offset: expected none with zero"});
   refused(__LINE__, [](auto& c) { c.weight.zero->template as<std::uint8_t>()[wo::parameter_of(15)] = 17; },
           {"weight.zero: expected 0 to 16 with 4 bits, got 17"});
   refused(__LINE__, [](auto& c) { c.x.shape[1] = 103; }, {"x: expected 104 columns"});

@@ -203,19 +203,19 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
         ct("naive-quantized", ct_group(["Linear"], args(8, "group", symmetric=False, group_size=32)))
         | {"format": "int-quantized"},
     ),
-    "int4 beside fp8, as vLLM reads it": (
+    "int4 with fp8, as vLLM reads it": (
         packed(4, 32, True),
         ct("pack-quantized", ct_group(["Linear"], INT4, FP8_TOKENS)),
     ),
-    "int4 beside fp8, asymmetric": (
+    "int4 with fp8, asymmetric": (
         packed(4, 32, False),
         ct("pack-quantized", ct_group(["Linear"], INT4 | {"symmetric": False}, FP8_TOKENS)),
     ),
-    "int4 per channel beside fp8": (
+    "int4 per channel with fp8": (
         integers("channel", bits=4),
         ct("int-quantized", ct_group(["Linear"], args(4), FP8_TOKENS)),
     ),
-    "int4 beside int8, as vLLM reads it": (
+    "int4 with int8, as vLLM reads it": (
         integers("group", bits=4),
         ct("int-quantized", ct_group(["Linear"], INT4, TOKENS)),
     ),

@@ -53,7 +53,7 @@ def ordered(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor that a directory stands for, quantised layers de-quantised."""
+    """Every tensor that a directory stands for, quantised layers dequantised."""
     layers = Layers(Checkpoint(folder))
     found = {f"{name}.weight": layers.weight(name).dequantize() for name in layers.readers}
     return found | {name: layers.checkpoint.tensor(name) for name in layers.rest}

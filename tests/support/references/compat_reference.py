@@ -28,7 +28,7 @@ def spread(scale: Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> Te
 
 
 def assert_product(d: Tensor, a: Tensor, w: Tensor, bias: Tensor | None = None) -> None:
-    """`d` is ``a @ w.mT + bias`` of de-quantised float64 operands, up to its own rounding and sums in fp32, whose own
+    """`d` is ``a @ w.mT + bias`` of dequantised float64 operands, up to its own rounding and sums in fp32, whose own
     add up as the root of their number: of 384 terms one in 5,100 sums was off by 1.25 * 2^-18 of their span."""
     on_cpu = 2.0**-18 * max(1.0, (a.shape[-1] / 128) ** 0.5)
     span_bound, d = on_cpu if d.device.type == "cpu" else ACCURATE, d.cpu()

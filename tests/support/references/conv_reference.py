@@ -121,7 +121,7 @@ def assert_float_close(out: Tensor, reference: Tensor, terms: Tensor) -> None:
 
 @dataclass
 class Packed:
-    """A random weight of few bits and its meaning in float64, ``[Co, Kh, Kw, C]``."""
+    """A random low-bit weight and its value in float64, ``[Co, Kh, Kw, C]``."""
 
     packed: PackedConv2dWeight
     exact: Tensor

@@ -37,12 +37,12 @@ class Problem:
         return replace(self, scale_a=columns[:, :rows].t())
 
     def spread_weight(self) -> Tensor:
-        """The de-quantised weight's scales, element by element, in float64: [.., K, N]."""
+        """The dequantised weight's scales, element by element, in float64: [.., K, N]."""
         scale = self.scale_b.double().repeat_interleave(128, dim=-2).repeat_interleave(self.recipe[1], dim=-1)
         return scale[..., : self.b.shape[-2], : self.b.shape[-1]]
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """De-quantised, in float64."""
+        """Dequantised, in float64."""
         scale = self.scale_a.double().repeat_interleave(128, dim=-1).repeat_interleave(self.recipe[0], dim=-2)
         scale = scale[..., : self.a.shape[-2], : self.a.shape[-1]]
         return self.a.double() * scale, self.b.double() * self.spread_weight()

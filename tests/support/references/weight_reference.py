@@ -1,4 +1,4 @@
-"""Weights of few bits with their meaning in float64, written from the documented formulas."""
+"""Low-bit weights with their meaning in float64, written from the documented formulas."""
 
 from __future__ import annotations
 
@@ -137,6 +137,6 @@ def run_and_assert_close(
     out = poisoned((m, n), dtype, device)
     assert epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp, out=out) is out
     kernel = epiloq.explain("weight_only_mm", x, weight.packed, b)
-    rounded = "de-quantise," in kernel or "rounded" in kernel
+    rounded = "dequantise," in kernel or "rounded" in kernel
     assert_close(out, x, weight, b, clamp, rounded_weights=rounded)
     assert torch.equal(epiloq.weight_only_mm(x, weight.packed, b, clamp=clamp), out)

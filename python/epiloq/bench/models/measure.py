@@ -54,7 +54,7 @@ def _cache_argument(model: nn.Module) -> str:
 def _step(
     model: Any, mode: str, batch: int, context: int, kind: str | None = None
 ) -> tuple[Callable[[], object], Callable[[], None]]:
-    """One step of decode behind `context` tokens, and what puts the cache back."""
+    """One decode step after `context` tokens, and a function that restores the cache."""
     from transformers import StaticCache
 
     device, name = model.device, _cache_argument(model)
@@ -110,7 +110,7 @@ def _nothing() -> None:
 def measure(
     model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
 ) -> Measured:
-    """Figures of one phase: prefill of ``[batch, tokens]``, or a step of decode behind `tokens` in a static cache."""
+    """Figures of one phase: prefill of ``[batch, tokens]``, or a decode step after `tokens` in a static cache."""
     device = model.device.type
     repeats, layers = _REPEATS[device], model.config.num_hidden_layers
     with _settled():

@@ -77,7 +77,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model by each scheme, in each form and mode: a prefill of `prompt` tokens, and decode behind `context`."""
+    """A model by each scheme, in each form and mode: a prefill of `prompt` tokens, and decode after `context`."""
 
     model: str
     schemes: Sequence[str]

@@ -66,7 +66,7 @@ def expand(
 
 
 def default_peers(suites: Sequence[str]) -> list[str]:
-    """The peers that the named suites are timed beside, where none are asked for by name."""
+    """The peers that the named suites are timed beside, if none is named."""
     names: dict[str, None] = {}
     for suite in (SUITES[name] for name in suites):
         names |= dict.fromkeys(suite.peers or (peer for name in suite.variants for peer in OPERATIONS[name].peers))

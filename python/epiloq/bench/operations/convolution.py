@@ -1,4 +1,4 @@
-"""int8 convolutions that re-quantise, and 16-bit convolutions with weights of few bits; cuDNN beside both."""
+"""int8 convolutions that requantise, and 16-bit convolutions with low-bit weights; cuDNN beside both."""
 
 from __future__ import annotations
 

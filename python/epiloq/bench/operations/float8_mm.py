@@ -76,7 +76,7 @@ def _groups(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, torch.Generator], float]:
     def error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-        """Against float64, de-quantised: one output ulp, and a part of the terms' span."""
+        """Against float64, dequantised: one output ulp, and a part of the terms' span."""
         if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
             return float("inf")
         rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)

@@ -115,7 +115,7 @@ def _compiled(function: Callable[..., object], case: Case, sets: Sequence[Inputs
 
 
 def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """A plain norm or gate in the input's dtype, and epiloq's quantiser behind it."""
+    """A plain norm or gate in the input's dtype, followed by epiloq's quantiser."""
     choice = dict(_choice(case.variant))
     quantise: Callable[..., object] = epiloq.quantize_int8
     if choice.pop("dtype") != torch.int8:

@@ -77,7 +77,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against float64, de-quantised: one output ulp, and a part of the terms' span."""
+    """Against float64, dequantised: one output ulp, and a part of the terms' span."""
     v = VARIANTS[case.variant]
     total = v.experts * case.m
     if result.shape != (total, case.n) or result.dtype != OUT_DTYPE:

@@ -1,4 +1,4 @@
-"""What a quantised layer takes of bf16 tokens: a quantiser, or a fused norm, and the product behind it."""
+"""What a quantised layer takes of bf16 tokens: a quantiser, or a fused norm, and the product after it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
 
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """The layer in bf16, behind the same norm; its weights' values do not matter."""
+    """The layer in bf16, after the same norm; its weights' values do not matter."""
 
     def call(s: Inputs) -> partial[Tensor]:
         weight = s["b"].t().to(DTYPE).contiguous()

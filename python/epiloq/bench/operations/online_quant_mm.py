@@ -40,7 +40,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against the product of de-quantised operands in float64: one output ulp, and fp32's rounding of each term."""
+    """Against the product of dequantised operands in float64: one output ulp, and fp32's rounding of each term."""
     if result.shape != (case.m, case.n) or result.dtype != DTYPE:
         return float("inf")
     group = KINDS[case.variant][1]

@@ -1,4 +1,4 @@
-"""Other projects' products of 16-bit activations with weights of few bits, on the weights that epiloq multiplies."""
+"""Other projects' products of 16-bit activations with low-bit weights, on the weights that epiloq multiplies."""
 
 from __future__ import annotations
 

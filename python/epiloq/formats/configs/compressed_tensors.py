@@ -113,7 +113,7 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
     weights, inputs = (_numbers(group, part) for part in ("weights", "input_activations"))
     if weights is None:
         if inputs is not None:
-            raise FormatError(f"{METHOD}: weights: expected an object beside input_activations, got None")
+            raise FormatError(f"{METHOD}: weights: expected an object with input_activations, got None")
         return None
     if weights.kind == "fp4":
         return _fp4(group, weights, inputs, usual)

@@ -48,7 +48,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
     if not all(type(size) is int and size > 0 for size in sizes):
         raise FormatError(f"{_WHERE}: weight_block_size: expected rows and columns, or null, got {block!r}")
     if scheme != "dynamic":
-        raise FormatError(f"{_WHERE}: activation_scheme: expected dynamic beside blocks, got {scheme!r}")
+        raise FormatError(f"{_WHERE}: activation_scheme: expected dynamic with blocks, got {scheme!r}")
     inputs = Inputs("fp8", "group", group_size=sizes[1])
     described = Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs)
     return _all_but(found, described, in_fp4)

@@ -1,4 +1,4 @@
-"""Keys of configurations: which are understood, which change nothing, and what becomes of others."""
+"""Checks of configuration keys: understood, without effect, or refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files and directories of tensors, and models of transformers from and to them."""
+"""Reading and writing of model directories, and models of transformers from and to them."""

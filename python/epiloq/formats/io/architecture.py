@@ -1,4 +1,4 @@
-"""Models of transformers by their config.json, before any tensor is in them, and their tensors by name."""
+"""Models of transformers built from config.json without tensors, and their tensor names."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
 
 
 def positions(checkpoint: Checkpoint) -> int | None:
-    """How many tokens a language model sees at once, where its config.json says so, by whatever name."""
+    """The context length of a language model, if its config.json has it, under any name."""
     return _positive(checkpoint, "max_position_embeddings")
 
 
 def vocabulary(checkpoint: Checkpoint) -> int | None:
-    """How many tokens a language model knows, where its config.json says so."""
+    """The vocabulary size of a language model, if its config.json has it."""
     return _positive(checkpoint, "vocab_size")
 
 

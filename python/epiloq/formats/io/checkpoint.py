@@ -1,4 +1,4 @@
-"""Hugging Face model directories: safetensors files, checked before use, and written whole or not at all."""
+"""Hugging Face model directories: safetensors files, checked before use and written atomically."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ class Checkpoint:
         self._layers = {split_name(new)[0]: split_name(old)[0] for new, old in self.stored.items()}
 
     def stored_name(self, name: str) -> str:
-        """What the files call a tensor, or would call another one of its layer."""
+        """The name in the files of a tensor, or of another one of its layer."""
         if name in self.files:
             return self.stored.get(name, name)
         layer, part = split_name(name)
         return f"{self.stored_layer(layer)}.{part}" if layer else name
 
     def stored_layer(self, layer: str) -> str:
-        """What the files call a layer, told by its tensors."""
+        """A layer's name in the files, found by its tensors."""
         return self._layers.get(layer, layer)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,7 +291,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 def carried(source: Path) -> list[Path]:
     """What belongs to a model beside weights and configuration, relative to its directory: tokenizer, generation,
-    templates, notes, code. Hidden files are left out, and folders behind links.
+    templates, notes, code. Hidden files and linked folders are left out.
 
     Raises FormatError for a special file, a link to nothing, or a directory that is not there any more.
     """

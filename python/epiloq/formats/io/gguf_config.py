@@ -106,7 +106,7 @@ def _rope(values: _Values, context: int, head: int) -> Config:
     divided = _rope_factors(values, head)
     if divided is not None:
         if kind == "yarn":
-            raise FormatError(f"{values.file.path}: {ROPE_FACTORS}: not understood beside rope.scaling.type yarn")
+            raise FormatError(f"{values.file.path}: {ROPE_FACTORS}: not understood with rope.scaling.type yarn")
         factors = [each * (factor if kind == "linear" else 1) for each in divided]
         both = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
         return known | both | {"rope_type": "longrope", "original_max_position_embeddings": context}

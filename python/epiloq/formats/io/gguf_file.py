@@ -64,7 +64,7 @@ class Stored:
             with np.errstate(all="ignore"):
                 values = dequantize(rows, GGMLQuantizationType[self.kind])
         except (NotImplementedError, ValueError) as error:
-            raise FormatError(f"{self.name}: {self.kind}: the gguf package cannot de-quantise it: {error}") from error
+            raise FormatError(f"{self.name}: {self.kind}: the gguf package cannot dequantise it: {error}") from error
         found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).copy()).view(self.shape)
         if not found.isfinite().all():
             raise FormatError(f"{self.name}: holds NaN or infinity")

@@ -1,4 +1,4 @@
-"""Language models of transformers from GGUF files, whose quantised layers run on the integers in the file."""
+"""Language models of transformers from GGUF files; quantised layers run on the integers of the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(
     Linear layers of a kind of block in ``gguf_blocks.KINDS`` become ``WeightOnlyLinear`` or, with int8 activations,
     ``OnlineQuantLinear``, and an embedding of such a kind becomes a ``QuantizedEmbedding``, which an output head that
     shares its blocks multiplies by; with int8 activations that has them a second time. All other tensors, and layers of
-    other kinds, are de-quantised and rounded to `dtype`.
+    other kinds, are dequantised and rounded to `dtype`.
 
     Args:
         path: a file of one of the architectures llama, qwen2, qwen3, gemma, gemma2, gemma3.

@@ -46,7 +46,7 @@ class Limits:
                 self.check_config(value, f"{prefix}{key}.")
             elif type(value) is int and value > most and _COUNT.search(str(key)):
                 raise FormatError(
-                    f"{self.where}: {prefix}{key}: expected at most {most:,} beside files of {self.tensors:,} tensors, "
+                    f"{self.where}: {prefix}{key}: expected at most {most:,} for files of {self.tensors:,} tensors, "
                     f"got {value:,}"
                 )
 

@@ -28,7 +28,7 @@ from epiloq.weights.grid import QuantizedWeight
 def load_float(checkpoint: Checkpoint) -> nn.Module:
     """A model that is not quantised, in its own type and evaluation mode.
 
-    Raises FormatError: it is quantised, or its tensors are not those that its configuration asks for, or of more
+    Raises FormatError: it is quantised, or its tensors are not those of its configuration, or of more
     layers. Warns of others that it has no place for.
     """
     if checkpoint.quantization is not None:

@@ -1,4 +1,4 @@
-"""What tensors of files are called in a model of transformers, which has names of its own for some."""
+"""Names of the tensors of files in a model of transformers, where some differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a model directory, checked before they are opened: regular, of a bearable size, JSON objects."""
+"""Checks of a model directory's files before they are opened: regular, of limited size, JSON objects."""
 
 from __future__ import annotations
 

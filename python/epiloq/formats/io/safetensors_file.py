@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     """Every tensor of a file by name; none is read.
 
     Raises FormatError, naming file and tensor: an incomplete or senseless header, an unknown type, bytes that are more
-    or fewer than the shape asks for, that lie outside the file, or that two tensors share; bytes of no tensor.
+    or fewer than the shape needs, that lie outside the file, or that two tensors share; bytes of no tensor.
     """
     size = check_regular(file).st_size
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Tensors of files, said to be in floating point, that the model which config.json describes has no place for."""
+"""Floating-point tensors of files that the model of config.json does not have."""
 
 from __future__ import annotations
 

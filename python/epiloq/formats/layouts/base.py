@@ -1,4 +1,4 @@
-"""What every layout of a layer's tensors shares."""
+"""Shared by every layout of a layer's tensors."""
 
 from __future__ import annotations
 

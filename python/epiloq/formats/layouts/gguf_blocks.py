@@ -2,7 +2,7 @@
 
 Defined by ggml (``ggml-common.h``; ``ggml-quants.c``, ``dequantize_row_*``). A scale of a K-quant is a float16 times an
 integer of 4, 6 or 8 bits, 19 bits in all, so that float32 holds it exactly; an offset likewise. What is decoded here
-de-quantises to the bits of ggml's own float32 values, and so nothing is lost.
+dequantises to the bits of ggml's own float32 values, and so nothing is lost.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def from_tensors(
     _check(version, grid.bits)
     if "g_idx" not in tensors:
         if ordered and grid.length(shape[1]) < shape[1]:
-            raise FormatError("g_idx: expected a tensor beside desc_act, found none")
+            raise FormatError("g_idx: expected a tensor with desc_act, found none")
         device = next(iter(tensors.values())).device
         index = torch.arange(shape[1], dtype=torch.int32, device=device)
         tensors = {**tensors, "g_idx": index // full(grid.group_size, shape[1])}

@@ -1,1 +1,1 @@
-"""What the plug-ins for serving engines share. Nothing here imports an engine."""
+"""Shared by the plug-ins for serving engines; imports no engine."""

@@ -1,4 +1,4 @@
-"""What epiloq's own format means to an engine, without the engine: bases of the classes that vLLM and SGLang register.
+"""epiloq's own format in engines: base classes of those that vLLM and SGLang register; imports neither.
 
 Both engines have the same interface (SGLang's came from vLLM's): a configuration that gives each layer its method, a
 method that creates a layer's parameters and runs it, and parameters that know which rows of a loaded tensor are the
@@ -21,7 +21,7 @@ QKV = ("q", "k", "v")
 
 
 class FormatConfig:
-    """What a directory of epiloq's own format says of its layers, each by the name that it has in the model."""
+    """The layers of a directory in epiloq's own format, by their names in the model."""
 
     engine: ClassVar[str]
     layers: dict[str, Group]

@@ -78,7 +78,7 @@ class Window:
     first_row, first_column
         Where what is taken begins: at or before the first that is wanted.
     last_column
-        Where it ends: at or behind the last that is wanted, and in the layer of `in_features`.
+        Where it ends: at or after the last that is wanted, and in the layer of `in_features`.
     """
 
     rows: tuple[int, int]
@@ -119,7 +119,7 @@ class Window:
             if axis is not None:
                 first, last = ends[axis[0]]
                 size = tensor.shape[dimension]
-                # Packed tensors go on behind the last column.
+                # Packed tensors extend past the last column.
                 at_end = axis[0] == "columns" and last == self.in_features
                 begin, end = first // axis[1], size if at_end else min(-(-last // axis[1]), size)
                 if begin > end:

@@ -1,1 +1,1 @@
-"""The quantizer of transformers that opens and saves models on epiloq's layers; importing it registers nothing."""
+"""transformers' quantizer for epiloq's layers; importing it registers nothing."""

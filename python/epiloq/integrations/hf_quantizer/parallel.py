@@ -34,7 +34,7 @@ _STYLES: dict[str, ParallelStyle | None] = {
     "rowwise": RowwiseParallel(),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # An embedding has a row for every token, of few bits.
+    # A low-bit embedding has a row for every token.
     "embedding_rowwise": None,
     "embedding_colwise": None,
     "replicate": None,
@@ -132,7 +132,7 @@ class Split:
 
     @contextmanager
     def whole(self, model: Any) -> Iterator[bool]:
-        """The whole layers in the places of the parts, on the first rank, which is told by True."""
+        """Replace the parts by whole layers on the first rank, and return whether this is it."""
         group, parts = model._mesh_manager.get_mesh("tp").get_group(), dict[str, nn.Module]()
         try:
             for name in self.names:

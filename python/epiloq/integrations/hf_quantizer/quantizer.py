@@ -1,4 +1,4 @@
-"""EpiloqQuantizer: where transformers' ``from_pretrained`` and ``save_pretrained`` call epiloq."""
+"""EpiloqQuantizer: called by transformers' ``from_pretrained`` and ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAME = "epiloq.integrations.transformers"
 class EpiloqQuantizer(HfQuantizer):
     """Opens quantised directories with epiloq's modules, and quantises models in floating point after loading.
 
-    For inference. Tensors are loaded by transformers, so that shards, devices and renamed tensors work as ever; only
+    For inference. Tensors are loaded by transformers, so that shards, devices and renamed tensors work as usual; only
     the quantised layers are epiloq's. Raises ValueError where something does not fit, before a model is returned.
     """
 

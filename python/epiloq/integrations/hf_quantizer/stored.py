@@ -84,7 +84,7 @@ class StoredLinear(nn.Module):
         self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def leave_to(self, read: Callable[[], dict[str, Tensor]]) -> None:
-        """Let `opened` ask for the tensors, which nobody else will load."""
+        """Let `opened` read the tensors, which nothing else will load."""
         self._parameters.clear()
         self.register_parameter(BIAS, None)
         self.read = read

@@ -25,7 +25,7 @@ from epiloq.integrations.engines.parts import Part, layers_by_name
 
 
 class EpiloqConfig(FormatConfig, QuantizationConfig):
-    """What a directory of epiloq's own format says of its layers, each by the name that it has in the model."""
+    """The layers of a directory in epiloq's own format, by their names in the model."""
 
     engine = "vLLM"
 

@@ -14,7 +14,7 @@ Answer: TypeAlias = tuple[bool, str | None]
 
 
 def supported(kind: str, capability: int | None = None) -> Answer:
-    """Whether epiloq may run a kind of layer here; `capability` is asked of the device unless it is given."""
+    """Whether epiloq may run a kind of layer here; `capability` is the device's unless given."""
     if envs.VLLM_BATCH_INVARIANT:
         return False, "epiloq divides K among CTAs as the number of tokens has it: its sums depend on the batch"
     if current_platform.is_cuda():

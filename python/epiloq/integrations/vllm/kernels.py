@@ -28,7 +28,7 @@ class EpiloqInt8LinearKernel(CutlassInt8ScaledMMLinearKernel):
         return supported("int8", compute_capability)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Beside the engine's preparation, pad sizes that the kernels do not read."""
+        """After the engine's preparation, pad sizes that the kernels do not support."""
         super().process_weights_after_loading(layer)
         weight_name, scale_name, _, _, sums_name = self.layer_param_names
         weight = getattr(layer, weight_name).data.t()
@@ -120,7 +120,7 @@ class EpiloqFp8BlockLinearKernel(engine.Fp8BlockScaledMMLinearKernel):
         return _sizes(config)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Beside the engine's preparation, scales in float32 (some checkpoints have powers of two alone)."""
+        """After the engine's preparation, scales in float32 (some checkpoints have powers of two alone)."""
         super().process_weights_after_loading(layer)
         for name in ("weight_scale_inv", "weight_scale"):
             scale = getattr(layer, name, None)

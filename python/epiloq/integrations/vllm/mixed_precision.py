@@ -43,7 +43,7 @@ class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
         if not possible:
             return possible, reason
         if c.zero_points != zeros:
-            return False, f"epiloq expects zero points beside {c.weight_type} {'always' if zeros else 'never'}"
+            return False, f"epiloq expects zero points with {c.weight_type} {'always' if zeros else 'never'}"
         wide = () if current_platform.is_cuda() else (torch.float32,)
         if c.act_type not in (torch.float16, torch.bfloat16, *wide):
             return False, f"epiloq expects 16-bit activations, got {c.act_type}"

@@ -1,4 +1,4 @@
-"""Rows as the operations want them."""
+"""Dense rows, as operations need them."""
 
 from __future__ import annotations
 

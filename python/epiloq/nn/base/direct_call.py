@@ -1,4 +1,4 @@
-"""A way past Python for layers in eager torch."""
+"""Direct C++ calls for layers in eager torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 weights that meet activations in floating point, in whichever layer they are stored."""
+"""FP8 weights times floating-point activations, for several layers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from epiloq._torch.library import is_traced, is_transformed
 from epiloq.nn.base.quantized_layer import QuantizedLayer
 
-# Elements of a weight that are de-quantised at a time.
+# Elements of a weight that are dequantised at a time.
 _CHUNK = 1 << 24
 # Rows of a weight that share what can be shared: 128 of FP8 blocks, 16 of packed weights.
 _ROWS = 128
@@ -51,7 +51,7 @@ class Frozen(QuantizedLayer):
 
     @abstractmethod
     def _gather(self, dy: Tensor) -> Tensor:
-        """The sums over each channel of an output."""
+        """The sum over each channel of an output."""
 
     def _call(self, x: Tensor, tensors: Sequence[Any]) -> Tensor:
         """The layer's output, with gradients where they are wanted."""
@@ -72,7 +72,7 @@ class Frozen(QuantizedLayer):
         return self._run(x, *tensors)
 
     def _refuse_gradients(self) -> None:
-        """Of all but the bias."""
+        """Refuse gradients of all tensors but the bias."""
         for name, tensor in self._parameters.items():
             if name != "bias" and tensor is not None and tensor.requires_grad:
                 raise NotImplementedError(
@@ -82,7 +82,7 @@ class Frozen(QuantizedLayer):
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient may be asked for, but by a tracer: it records operations alone."""
+    """Whether a gradient may be needed; not under a tracer, which records operations only."""
     if is_traced():
         return False
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -195,7 +195,7 @@ class FrozenLinear(Frozen):
         return dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Ranges of rows that are de-quantised together."""
+        """Ranges of rows that are dequantised together."""
         step = max(_CHUNK // max(self.in_features, 1) // _ROWS * _ROWS, _ROWS)
         return [(first, min(first + step, self.out_features)) for first in range(0, self.out_features, step)]
 

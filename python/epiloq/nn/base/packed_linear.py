@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer with a weight of few bits, as `PackedWeight` has it; the base of the classes to use."""
+"""PackedLinear: base class of linear layers with a low-bit `PackedWeight`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Layer = TypeVar("_Layer", bound="PackedLinear")
 
 
 class PackedLinear(FrozenLinear):
-    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, of which subclasses say how they multiply by it.
+    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits; subclasses define the product.
 
     stored_bits
         Of the integers in files. `bits`, those in memory, are 4 on a GPU where kernels read these and not fewer: the
@@ -147,7 +147,7 @@ class PackedLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points, the order."""
+        """Bytes of the quantised weight in memory: integers with padding, scales, zero points, the order."""
         return self.packed.nbytes
 
     @property
@@ -186,7 +186,7 @@ def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
 
 
 def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None:
-    """How a weight of 2 or 3 bits runs on a GPU, in words; None for other bits, which kernels read as they are."""
+    """How a 2- or 3-bit weight runs on a GPU, for `inspect`; None for other bits, which kernels read directly."""
     if bits >= 4:
         return None
     if _has_kernel(4, in_features, group_size):
@@ -195,12 +195,12 @@ def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None
 
 
 def kind_of_zeros(layer: nn.Module) -> str:
-    """What a layer's weight has beside scales."""
+    """What a layer's weight has besides scales: "none", "zero" or "offset"."""
     return "zero" if layer.weight_zero is not None else "offset" if layer.weight_offset is not None else "none"
 
 
 def check_grid(where: str, bits: int, group_size: int, zeros: str) -> None:
-    """Raise ValueError for what `nearest` does not round to."""
+    """Raise ValueError for a grid that `nearest` does not support."""
     check_sizes(bits, group_size, where)
     if zeros not in ("none", "zero"):
         raise ValueError(f"{where}: zeros: expected none or zero, got {zeros!r}")

@@ -1,4 +1,4 @@
-"""PreparedLinear: what layers share whose weights were quantised and padded once, for the kernels."""
+"""PreparedLinear: base class of layers whose weights are quantised and padded once for the kernels."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of a byte each as the bytes that a layer stores; others as they are."""
+    """8-bit values as the bytes that a layer stores; others unchanged."""
     return values.view(dtype) if values.dtype != dtype and values.dtype.itemsize == dtype.itemsize == 1 else values
 
 
@@ -108,7 +108,7 @@ class PreparedLinear(FrozenLinear):
 
     @property
     def padded_in_features(self) -> int:
-        """As many as kernels read."""
+        """Input features with padding, as kernels read them."""
         return self._padded_shapes["weight_q"][-1]
 
     def _hold(
@@ -141,7 +141,7 @@ class PreparedLinear(FrozenLinear):
 
     @property
     def _values(self) -> Tensor:
-        """`weight_q` in the type that it means."""
+        """`weight_q` in the dtype that its bytes encode."""
         stored = self._stored("weight_q")
         assert stored is not None
         return stored if stored.dtype == self.WEIGHT_DTYPE else stored.view(self.WEIGHT_DTYPE)
@@ -187,7 +187,7 @@ class PreparedLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: values, scales, and what kernels read beside these."""
+        """Bytes of the quantised weight in memory: values, scales, and what kernels read beside these."""
         not_weight = ("bias", "input_scale", "input_zero_point")
         tensors = [t for name, t in self._parameters.items() if name not in not_weight]
         tensors += [t for name, t in zip(self.PARTS, self._made, strict=True) if name not in not_weight]

@@ -1,4 +1,4 @@
-"""QuantizedLayer: tensors stored as torch's own layers store theirs, and what kernels read, made from them."""
+"""QuantizedLayer: stored parameters, and the tensors that kernels read, derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _any_autocast = torch._C._is_any_autocast_enabled
 
 
 class _Made(NamedTuple):
-    """What was made of the stored tensors, and of which: name, tensor and version of each."""
+    """Tensors derived from the stored ones, with name and version of each source."""
 
     sources: tuple[tuple[str, Tensor | None, int | None], ...]
     value: Any
@@ -73,7 +73,7 @@ class StoredTensors(nn.Module):
 
     @property
     def _made(self) -> Any:
-        """What kernels read, made anew if a stored tensor has changed."""
+        """What kernels read, recomputed if a stored tensor has changed."""
         held = self._held
         if is_compiling():
             # A graph reads what was made before, if it was made of these tensors, and otherwise makes it itself.
@@ -154,7 +154,7 @@ class StoredTensors(nn.Module):
         return self
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
-        """A tensor to load in the type that the layer holds it in, or what was expected instead, and what came."""
+        """A tensor to load, in the layer's type; or the text of an error."""
         if given.shape != held.shape or not _same_kind(given.dtype, held.dtype):
             return expected(held, given)
         return given if name in self.FOLLOWS else given.to(held.dtype)
@@ -206,7 +206,7 @@ class QuantizedLayer(StoredTensors):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type that the layer stands in for: of its bias, where it has one; casts change it."""
+        """The floating-point type of the layer that this replaces: of its bias, where it has one; casts change it."""
         return self._dtype if self.bias is None else self.bias.dtype
 
     @property
@@ -239,7 +239,7 @@ class QuantizedLayer(StoredTensors):
 
 
 def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input of a layer as autocast has it. Raises TypeError for what is no tensor, as torch's layers do."""
+    """The input of a layer, cast if autocast is on. Raises TypeError for what is no tensor, as torch's layers do."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
     if x.is_nested:
@@ -257,7 +257,7 @@ def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def expected(held: Tensor, given: Tensor) -> str:
-    """What was expected in the place of a tensor, and what came."""
+    """The expected and the given tensor, for an error message."""
     return f"expected {held.dtype} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
 
 

@@ -1,4 +1,4 @@
-"""WeightView: what code that reads a layer's ``weight`` finds in a quantised layer."""
+"""WeightView: the ``weight`` of a quantised layer, computed when read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Convolutions on quantised weights."""
+"""Convolutions with quantised weights."""

@@ -1,4 +1,4 @@
-"""What the quantised convolutions share: a convolution's sizes, and the checks before one is converted."""
+"""Base class of the quantised convolutions: sizes, and checks before a conversion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def padding_of(conv: nn.Conv2d) -> Padding:
 
 
 class QuantizedConv2d(Frozen):
-    """The sizes of a convolution that is not trained."""
+    """A convolution with frozen weights: its sizes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Int8Conv2d: a convolution with int8 weights and int8 activations, which can hand int8 on."""
+"""Int8Conv2d: a convolution with int8 weights and activations, and optionally int8 output."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Int8Conv2d(QuantizedConv2d):
         """Round `conv` (left as it is) to the nearest int8 weights, on its device.
 
         ``weight_scale = max |W| / 127`` of each output channel, at least 2^-126. x is about
-        ``input_scale * (q - input_zero_point)``; `output` is y's scale and zero point, for a layer that hands on int8.
+        ``input_scale * (q - input_zero_point)``; `output` is y's scale and zero point, for a layer with int8 output.
 
         Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
         """
@@ -145,7 +145,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     @property
     def output(self) -> Quantizer | None:
-        """y's scale and zero point, of a layer that hands on int8."""
+        """y's scale and zero point, for a layer with int8 output."""
         if self.output_scale is None or self.output_zero_point is None:
             return None
         return float(self.output_scale), int(self.output_zero_point)
@@ -170,7 +170,7 @@ class Int8Conv2d(QuantizedConv2d):
         if self.output_scale is None:
             return self._call(x, tensors)
         if is_transformed() and x.requires_grad:
-            raise NotImplementedError("epiloq.nn.Int8Conv2d has no gradient where it hands on int8; set no output")
+            raise NotImplementedError("epiloq.nn.Int8Conv2d has no gradient with int8 output; set no output")
         return self._run(x, *tensors)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
@@ -194,7 +194,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory."""
+        """Bytes of the quantised weight in memory."""
         return self.weight_q.nbytes + 2 * self.weight_scale.nbytes
 
     @property
@@ -209,7 +209,7 @@ class Int8Conv2d(QuantizedConv2d):
         return f"{super().extra_repr()}, bias={self.bias is not None}, quantized_output={self.output_scale is not None}"
 
     def _make(self) -> Any:
-        """What the kernels take; reads the zero points, so not while a graph is captured."""
+        """The kernels' arguments; reads the zero points on the host, so not during graph capture."""
         if is_compiling() and self._held is not None:
             return self._made_in_graph(*self._held.value[3:])
         if self.weight_q.is_meta:
@@ -231,7 +231,7 @@ class Int8Conv2d(QuantizedConv2d):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
     ) -> None:
-        # A layer learns from what it loads whether it hands on int8; a part of it may say that it does.
+        # The loaded tensors decide whether a layer has int8 output; some of them may be missing.
         outputs = {"output_scale": self.input_scale, "output_zero_point": self.input_zero_point}
         names = {name.removeprefix(prefix) for name in state_dict}
         given = {self.RENAMED.get(name, name) for name in names}

@@ -1,4 +1,4 @@
-"""WeightOnlyConv2d: a convolution with a weight of few bits and floating-point activations."""
+"""WeightOnlyConv2d: a convolution with a low-bit weight and floating-point activations."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that stand for the float weight in memory: integers with padding, scales, zero points."""
+        """Bytes of the quantised weight in memory: integers with padding, scales, zero points."""
         return self.packed.nbytes
 
     def dequantized_weight(self) -> Tensor:

@@ -1,1 +1,1 @@
-"""Layers of mixtures of experts on quantised weights."""
+"""Layers of mixtures of experts with quantised weights."""

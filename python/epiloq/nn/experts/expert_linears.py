@@ -1,4 +1,4 @@
-"""ExpertLinears: the experts of a layer as one linear layer for each matrix, and how rows find their experts."""
+"""ExpertLinears: the experts of a layer as separate linear layers, and the routing of rows."""
 
 from __future__ import annotations
 

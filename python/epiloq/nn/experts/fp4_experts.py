@@ -1,4 +1,4 @@
-"""Fp4Experts: the experts of a layer of GPT-OSS on MXFP4 weights."""
+"""Fp4Experts: the experts of a GPT-OSS layer with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fp4Experts(StoredTensors):
 
     Parameters without gradients, which are the state dict (E = experts, H = hidden, I = intermediate):
         gate_up_proj_q, gate_up_proj_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, of ``[2 E I, H]``: the
-                                            experts' matrices behind each other, rows of gate and up alternating
+                                            experts' matrices stacked, rows of gate and up alternating
         gate_up_proj_bias                   [E, 2 I], of the model's float dtype, as down_proj_bias [E, H]
         down_proj_q, down_proj_scale        likewise of ``[E H, I]``
     `file_state` gives, and `from_blocks` takes, what the checkpoints hold (`shapes`).

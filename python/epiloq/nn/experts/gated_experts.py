@@ -1,4 +1,4 @@
-"""GatedExperts: the experts of a layer on quantised weights, two grouped products for all of them."""
+"""GatedExperts: the experts of a layer with quantised weights, run as two grouped products."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Linears: TypeAlias = Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | W4A8
 
 @dataclass(frozen=True)
 class Kind:
-    """Linear layers that can be run together: their class and its options, and the class that runs them."""
+    """Linear layers that can be run together: their class, its options, and the class that runs them."""
 
     linear: type[_Linears]
     experts: type[Experts]
@@ -62,7 +62,7 @@ class Kind:
     def stacked(
         self, experts: int, in_features: int, out_features: int, matrices: int, device: torch.device | str | None
     ) -> Experts:
-        """Layers of so many experts, each of so many matrices of as many rows behind each other, without values."""
+        """Layers of so many experts, each of so many matrices of as many rows, stacked, without values."""
         options = self.options if self.experts.IN_PANELS else {}
         if issubclass(self.experts, PackedFp4Experts):
             options = {**options, "matrices": matrices}
@@ -81,7 +81,7 @@ class GatedExperts(nn.Module):
     multiplied after the other. Raises ValueError for other shapes, and on a CPU for numbers of experts that there are
     not.
 
-    Stored, and in the state dict, are the tensors of all experts together, those of gate and up behind each other, in
+    Stored, and in the state dict, are the tensors of all experts together, gate's before up's, in
     `gate_up` and `down`. State dicts may also hold a matrix an expert, as `file_state` gives them and checkpoints have
     them: what the linear layers of `kind` hold, under names like ``7.gate_proj.weight``. Layers that scale
     activations by the tensor (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
@@ -266,7 +266,7 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Copy the matrices of a state dict that has one an expert to their places; stacked ones are loaded as ever."""
+    """Copy the matrices of a state dict that has one an expert to their places; stacked ones are loaded as usual."""
     assert isinstance(module, GatedExperts)
     apart = re.compile(rf"{re.escape(prefix)}\d+\.({'|'.join(map(re.escape, module.projections))})\.")
     first = next((tensor for name, tensor in state.items() if apart.match(name)), None)

@@ -1,4 +1,4 @@
-"""PackedExperts: the linear layers of a mixture of experts with weights of few bits, alone or by 8-bit activations."""
+"""PackedExperts: the linear layers of a mixture of experts with low-bit weights; 16- or 8-bit activations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PackedExperts(Experts):
     `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
 
     Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
-    `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels behind each other.
+    `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels stacked.
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -105,7 +105,7 @@ class PackedExperts(Experts):
         return self._value(tensors, self.out_features).row_slice(first, last).dequantize()
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as they are, with scales that nothing reads."""
+        """The rows unchanged, with unused scales."""
         return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
 
     def multiply(

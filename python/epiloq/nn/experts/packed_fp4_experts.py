@@ -39,7 +39,7 @@ class PackedFp4Experts(Experts):
         its own. Where those differ, each row is multiplied by each of the matrices as if it were an expert's own.
 
     Parameters without gradients, which are the state dict (E = experts):
-        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels behind each other
+        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels stacked
         weight_global_scale     float32 [E matrices], of "nvfp4": the factors or, by default, their reciprocals
     """
 

@@ -1,4 +1,4 @@
-"""Experts: what the layers of a mixture of experts share, and those with a scale a token and a channel."""
+"""Experts: base class of the layers of a mixture of experts, and those with scales per token and channel."""
 
 from __future__ import annotations
 

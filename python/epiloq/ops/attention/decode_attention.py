@@ -125,20 +125,20 @@ def _by_torch(
     assert value_scale is not None
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width).float() * scale
     scores = grouped.new_empty((*grouped.shape[:3], tokens))
-    for some in _pieces(tokens):
+    for some in _token_chunks(tokens):
         torch.matmul(grouped, _widened(key[:, :, some]).transpose(-1, -2), out=scores[..., some])
     scores *= key_scale[:, :, None].float()
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
     weights = torch.softmax(scores, -1).mul_(value_scale[:, :, None].float())
     total = torch.zeros_like(grouped)
-    for some in _pieces(tokens):
+    for some in _token_chunks(tokens):
         total += weights[..., some] @ _widened(value[:, :, some])
     total = total.reshape(out.shape)
     out.copy_(total if mask is None else torch.where(mask.any(-1)[:, None, None], total, 0))
 
 
-def _pieces(tokens: int) -> list[slice]:
+def _token_chunks(tokens: int) -> list[slice]:
     return [slice(first, min(first + _AT_ONCE, tokens)) for first in range(0, tokens, _AT_ONCE)]
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of new tokens, and their way into a cache of fixed size."""
+"""Rotary embedding of new tokens, stored into a cache of fixed size."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtyp
             f"epiloq.scaled_bmm: out_dtype: expected torch.bfloat16, float16, float32 or int8, got {out_dtype!r}"
         )
     if (out_dtype == torch.int8) != (scale_out is not None):
-        expected = "a scale beside an int8 output" if scale_out is None else "none beside an output that is not int8"
+        expected = "a scale with an int8 output" if scale_out is None else "none with an output that is not int8"
         raise ValueError(f"epiloq.scaled_bmm: scale_out: expected {expected}, got out_dtype {out_dtype!r}")
     # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
     return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
@@ -128,7 +128,7 @@ def _fake(
 ) -> Tensor:
     if a.ndim != 3 or b.ndim != 3:
         raise ValueError(
-            f"epiloq.scaled_bmm: b: expected [B, K, N] beside a [B, M, K], got {b.ndim} and {a.ndim} dimensions"
+            f"epiloq.scaled_bmm: b: expected [B, K, N] with a [B, M, K], got {b.ndim} and {a.ndim} dimensions"
         )
     for dimension, of_a in ((0, 0), (1, 2)):
         torch._check_value(

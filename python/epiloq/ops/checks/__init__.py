@@ -1,1 +1,1 @@
-"""Checks that go beyond one operation: of `w4a8_mm` and what builds on it, and of problems given as sizes alone."""
+"""Checks shared by operations: of `w4a8_mm` and FP4 products, and of problems given as sizes."""

@@ -14,14 +14,14 @@ NAME = "packed_fp4_mm"
 
 
 def counts_of(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
-    """The one that is given. Raises ValueError for both."""
+    """`offs` or `masked_m`, whichever is given. Raises ValueError for both."""
     if offs is not None and masked_m is not None:
         refuse(NAME, "offs", "at most one of offs and masked_m", "both")
     return masked_m if offs is None else offs
 
 
 def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
-    """How many matrices there are. Raises ValueError for counts, rows or a weight that do not fit them."""
+    """Number of matrices. Raises ValueError for counts, rows or a weight that do not fit."""
     if x.ndim == 0:
         refuse(NAME, "x", "at least one dimension", "a scalar")
     if counts is None:
@@ -31,7 +31,7 @@ def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
         refuse(NAME, name, "int32 [E]", described(counts))
     experts = counts.numel()
     if n % experts or n // experts % PANEL_ROWS:
-        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows behind each other"
+        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked"
         refuse(NAME, "weight", wanted, f"{n} rows")
     if x.ndim != (3 if masked else 2) or (masked and x.shape[0] != experts):
         refuse(NAME, "x", f"[{experts}, M, K]" if masked else "[M, K]", described(x))

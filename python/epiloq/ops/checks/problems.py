@@ -15,7 +15,7 @@ _SIZES = ("m", "n", "k")
 
 @dataclass(frozen=True)
 class _Question:
-    """Whom to ask, what may be said beside ``m, n, k``, what is said in any case, and the largest K of int8, of which
+    """The C++ function, its options besides ``m, n, k``, fixed arguments, and the largest K of int8, of which
     a problem does not say whether there are zero points."""
 
     ask: Callable[..., str]

@@ -1,4 +1,4 @@
-"""What the convolutions share: how a kernel moves over an image."""
+"""Shared by the convolutions: how a kernel moves over an image."""
 
 from __future__ import annotations
 

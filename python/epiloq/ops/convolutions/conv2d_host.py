@@ -51,8 +51,8 @@ def _int_mm_is_exact() -> bool:
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
 
 
-def int_mm_in_words() -> str:
-    """What `exact_int_mm` uses here."""
+def describe_int_mm() -> str:
+    """Name of the routine that `exact_int_mm` uses here."""
     return "torch._int_mm (oneDNN)" if _int_mm_is_exact() else "epiloq's int8 products"
 
 

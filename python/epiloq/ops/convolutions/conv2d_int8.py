@@ -13,7 +13,7 @@ from epiloq._torch.checks import as_operator, for_operator
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, int_mm_in_words
+from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"
@@ -139,13 +139,13 @@ def prepared(
         for name, value in {**given, "output_scale": onto[0], "output_zero": onto[1]}.items():
             if value is not None:
                 raise ValueError(
-                    f"epiloq.{operation}: {name}: expected None beside a prepared weight (its updated() changes"
+                    f"epiloq.{operation}: {name}: expected None with a prepared weight (its updated() changes"
                     f" scales), got one"
                 )
         return weight
     if weight_scale is None or into[0] is None:
         missing = "weight_scale" if weight_scale is None else "input_scale"
-        raise TypeError(f"epiloq.{operation}: {missing}: expected one beside a plain weight, got None")
+        raise TypeError(f"epiloq.{operation}: {missing}: expected one with a plain weight, got None")
     if onto[0] is None and onto[1] is not None:
         raise ValueError(f"epiloq.{operation}: output_zero: expected None without output_scale, got {onto[1]}")
     output = None if onto[0] is None else (onto[0], onto[1] or 0)
@@ -180,7 +180,7 @@ def convolve(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The operation on parameters as they are prepared."""
+    """The operation with prepared parameters."""
     arguments: tuple[Any, ...] = (x, q, p.scale, p.bias, p.correction)
     arguments += (p.input_zero, p.output_zero, p.lo, p.hi, *where)
     if not direct((x, q, p.scale), (p.bias, p.correction, out)):
@@ -270,7 +270,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
         return "cpu, one pass over the image" + (", depthwise" if where.groups > 1 else ", few input channels")
     if where.groups > 1:
         return "cpu, torch's float convolution of integers, exact"
-    return "cpu, patches of the image, then " + int_mm_in_words()
+    return "cpu, patches of the image, then " + describe_int_mm()
 
 
 def _bound(

@@ -1,4 +1,4 @@
-"""Convolutions of floating-point images with weights of few bits, dequantised in the kernel."""
+"""Convolutions of floating-point images with low-bit weights, dequantised in the kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def conv2d_weight_only(
     fp32.
 
     A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels, with the same rounding. For the
-    others, if `epiloq.explain` says "de-quantise", the weight is rounded to x's dtype in memory (float32 on the CPU)
+    others, if `epiloq.explain` says "dequantise", the weight is rounded to x's dtype in memory (float32 on the CPU)
     for torch's convolution, which never uses TF32, whatever torch's settings are.
 
     Args:
@@ -137,7 +137,7 @@ def _run(
 def _convolution(
     pixels: Tensor, packed: Parts, sizes: Sizes, bias: Tensor | None, where: Geometry, clamp: tuple[float, float]
 ) -> Tensor:
-    """torch's convolution with the de-quantised weight, in new memory; on the CPU in float32."""
+    """torch's convolution with the dequantised weight, in new memory; on the CPU in float32."""
     dtype = pixels.dtype if pixels.is_cuda else torch.float32
     image = pixels.permute(0, 3, 1, 2).to(dtype)
     top, bottom, left, right = where.padding

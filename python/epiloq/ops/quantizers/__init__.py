@@ -1,1 +1,1 @@
-"""Operations that quantise activations, alone or behind a norm or a gated activation."""
+"""Operations that quantise activations, alone or fused with the preceding norm or gated activation."""

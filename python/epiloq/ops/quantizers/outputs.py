@@ -1,4 +1,4 @@
-"""Memory for what quantising operations return."""
+"""Allocation of the outputs of quantising operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expect_choice(operation: str, argument: str, value: object, choices: tuple[o
 
 
 def expect_layout(operation: str, granularity: str, group_size: int, scale_layout: str, pad_to: int) -> None:
-    """What decides the outputs' shapes and strides, before they can be allocated."""
+    """Check what decides the outputs' shapes and strides, before their allocation."""
     expect_choice(operation, "scale_layout", scale_layout, ("row", "column"))
     expect_positive(operation, group_size=group_size, pad_to=pad_to)
     if scale_layout == "column" and granularity != "group":

@@ -99,7 +99,7 @@ def _expect(
     if scale is None and azp is not None:
         raise ValueError("epiloq.quantize_int8: azp: expected None where scale is None (both are measured)")
     if scale is not None and azp is None and not symmetric:
-        raise ValueError("epiloq.quantize_int8: azp: expected a zero point beside scale with symmetric=False, got None")
+        raise ValueError("epiloq.quantize_int8: azp: expected a zero point with scale and symmetric=False, got None")
     if out is not None:
         _expect_out(out, scale, azp, symmetric, granularity)
     elif scale is None and granularity == "tensor":
@@ -121,7 +121,7 @@ def _expect_out(
     if scale is not None and (out[1] is not scale or out[2] is not azp):
         raise ValueError("epiloq.quantize_int8: out: expected the given scale and azp as its last two, got others")
     if scale is None and granularity == "tensor":
-        raise ValueError('epiloq.quantize_int8: granularity: expected "token" beside out, got "tensor"')
+        raise ValueError('epiloq.quantize_int8: granularity: expected "token" with out, got "tensor"')
     if scale is None and (out[2] is None) != symmetric:
         wanted, got = ("None", "a tensor") if symmetric else ("a tensor", "None")
         raise ValueError(f"epiloq.quantize_int8: out: expected {wanted} for azp with symmetric={symmetric}, got {got}")

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., 2022): round weights column by column, and let the columns to come make up for each error."""
+"""GPTQ (Frantar et al., 2022): round weights column by column; later columns compensate each error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gptq(
 ) -> Kept:
     """Quantise a weight ``[N, K]`` so that its output error on the calibration inputs is small.
 
-    Any grid will do, for what later columns make up for is the error, however it came about. Layers that read the same
+    It works with any grid, as later columns compensate the error, whatever its cause. Layers that read the same
     input may be stacked along N where rows do not share scales: then they do not depend on each other.
 
     Args:
@@ -53,7 +53,7 @@ def gptq(
     columns = weight.shape[1]
     if act_order and not static_groups and not grid.reorders and grid.length(columns) < columns:
         raise ValueError(
-            f"gptq: static_groups: expected True beside act_order, or act_order=False: {grid} cannot represent groups "
+            f"gptq: static_groups: expected True with act_order, or act_order=False: {grid} cannot represent groups "
             "in another order than the layer's"
         )
     if hessian.shape != (columns, columns):

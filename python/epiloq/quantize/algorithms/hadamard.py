@@ -1,4 +1,4 @@
-"""Orthogonal matrices that spread each channel over all: Hadamard's where one is known, otherwise random ones."""
+"""Orthogonal matrices that spread each channel over all: Hadamard if one is known, otherwise random."""
 
 from __future__ import annotations
 

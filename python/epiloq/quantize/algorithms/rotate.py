@@ -27,7 +27,7 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Rotated:
-    """What came of it.
+    """The result.
 
     untied
         Whether the output head was the embedding's weight and is a tensor of its own now.

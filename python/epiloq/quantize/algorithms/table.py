@@ -1,4 +1,4 @@
-"""What ``epiloq quantize --algorithm`` knows, as data."""
+"""Table of the algorithms of ``epiloq quantize --algorithm``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Algorithm:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether it looks at what the model computes."""
+        """Whether it needs calibration inputs."""
         return self.fold is not None or self.compensate or self.learn > 0 or self.clip in ("weighted", "output")
 
 

@@ -34,7 +34,7 @@ Inputs = Literal["int8", "int8-azp", "int8-static"]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of it.
+    """The result.
 
     weights
         By layer, codes as they were.

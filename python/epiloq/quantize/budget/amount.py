@@ -1,4 +1,4 @@
-"""What ``epiloq quantize`` may spend, as a user says it."""
+"""The size budget of ``epiloq quantize``, as given by the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Budget:
 
     @property
     def said(self) -> str:
-        """In words, with the option that asks for it."""
+        """As text, with the option that sets it."""
         return f"--bits {self.bits:g}" if self.file_bytes is None else f"--bytes {megabytes(self.file_bytes)}"
 
 
@@ -43,5 +43,5 @@ def parse_bytes(text: str) -> int:
 
 
 def megabytes(count: float) -> str:
-    """A number of bytes as `parse_bytes` takes it, rounded up, so that what is said suffices."""
+    """A number of bytes as `parse_bytes` takes it, rounded up, so that the printed number suffices."""
     return f"{-(-count // 10**4) / 100:g}MB"

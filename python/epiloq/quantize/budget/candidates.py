@@ -1,4 +1,4 @@
-"""The schemes that a budget chooses from, and what a layer takes in a checkpoint by each."""
+"""The schemes that a budget chooses from, and a layer's size in a checkpoint for each."""
 
 from __future__ import annotations
 

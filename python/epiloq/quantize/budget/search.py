@@ -1,4 +1,4 @@
-"""From a budget to a scheme for each layer, and what other budgets would give."""
+"""From a budget to a scheme for each layer, and the frontier of other budgets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POINTS = 24
 
 @dataclass(frozen=True)
 class Prices:
-    """What a model's layers may take, in bytes of weight files.
+    """The sizes that a budget allows a model's layers, in bytes of weight files.
 
     kept
         Of what stays in floating point; 0 where the budget does not count it.
@@ -141,7 +141,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
 
 
 def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
-    """What a user of a budget should know before the work, a sentence each."""
+    """Warnings about a budget before the work, a sentence each."""
     budget, layers, said = settings.budget, plan.layers, []
     assert budget is not None
     largest = sum(max(found.sizes.options({name: layer}).values()) for name, layer in layers.items())
@@ -167,7 +167,7 @@ def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
 
 
 def _up(bits: float) -> float:
-    """Bits per weight rounded up, so that what is said suffices."""
+    """Bits per weight rounded up, so that the printed number suffices."""
     return -(-bits * 100 // 1) / 100
 
 

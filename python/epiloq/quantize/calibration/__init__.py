@@ -1,1 +1,1 @@
-"""Running a model block by block to calibrate it, and what its layers' inputs look like."""
+"""Block-wise calibration of a model, and statistics of its layers' inputs."""

@@ -43,7 +43,7 @@ def calibrate(
 ) -> Iterator[Block]:
     """Quantise the linear layers in `model`'s blocks, yielding each block when it is done.
 
-    The model itself ends with the weights de-quantised (and folded), so it computes what the quantised one will, but
+    The model itself ends with the weights dequantised (and folded), so it computes what the quantised one will, but
     for the quantisation of activations; computed weights (`torch.nn.utils.parametrize`, pruning) become parameters.
     Which layers share an input, what can be folded and what the blocks are is found by running the model. Beside the
     model this holds one block's inputs, ``[n, hidden]`` for each window, and for one block two ``[K, K]`` matrices for
@@ -147,7 +147,7 @@ def _guide(
 
 @torch.no_grad()
 def install_(block: nn.Module, layers: dict[str, nn.Linear], done: Block) -> None:
-    """Put a finished block's values, weights de-quantised, into the model's. Raises ValueError if they do not fit."""
+    """Put a finished block's values, weights dequantised, into the model's. Raises ValueError if they do not fit."""
     if set(layers) != set(done.weights):
         raise ValueError(f"calibrate: finished: {done.name}: expected the layers {sorted(layers)}")
     for name, layer in layers.items():

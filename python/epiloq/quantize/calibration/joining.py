@@ -68,7 +68,7 @@ def joined(
         yield Ranks()
         return
     if not dist.is_available():
-        raise ValueError("expected a torch with torch.distributed beside several ranks (WORLD_SIZE)")
+        raise ValueError("several ranks (WORLD_SIZE): expected a torch with torch.distributed")
     from torch.distributed.rendezvous import rendezvous
 
     on_gpu = device.startswith("cuda")

@@ -1,4 +1,4 @@
-"""What is done to one block of a model: fold, quantise, fix scales; the ranks share the work."""
+"""The work on one block of a model: fold, quantise, fix scales; divided among the ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to each block."""
+    """The work on each block."""
 
     grid: Codebook[Calibrated]
     inputs: Codebook[Calibrated]
@@ -120,7 +120,7 @@ class Work:
         return replace(done, weights=weights, input_errors=errors)
 
     def quantise(self, name: str, block: nn.Module, layers: dict[str, nn.Linear], runs: Runs) -> Block:
-        """Fold the block's layers in place, quantise them, and report what came of it."""
+        """Fold the block's layers in place, quantise them, and report the result."""
         with self.ranks.together():
             for n, layer in layers.items():
                 if not torch.isfinite(layer.weight).all():

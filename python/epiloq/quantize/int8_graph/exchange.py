@@ -1,4 +1,4 @@
-"""Letting neighbouring int8 convolutions exchange int8, without a float tensor between them."""
+"""Linking of neighbouring int8 convolutions, without a float tensor between them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def exchange_int8(
 
     - A ReLU, ReLU6, clamp or hardtanh that alone reads an `Int8Conv2d` becomes its clamp.
     - Where every reader of a layer's result is an `Int8Conv2d` and all expect one scale and zero point (layers that
-      were calibrated on one tensor do), the layer re-quantises its sums to those.
+      were calibrated on one tensor do), the layer requantises its sums to those.
     - Between them, int8 goes through what moves values alone: reshaping, permuting, concatenating, enlarging to
       nearest neighbours, shuffling pixels, pooling maxima (`int8_kinds.MOVES`). The results are those of quantising
       later, exactly; floats that need more room afterwards are quantised before.
     - With `calibrate`, functions of single values between layers (hard swish, sigmoid, factors and terms;
-      `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each de-quantised value
+      `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each dequantised value
       gives, exactly. The layer before needs a scale of its own for that, of the range that `observer` ("min-max",
       "percentile", "mse") sees of its results while ``calibrate(model)`` runs, less the ends where the function has
       one value. This rounds once more than floats between the layers do.

@@ -1,4 +1,4 @@
-"""What the steps of a traced network do to int8: tables of kinds, which are functions, names of methods and modules."""
+"""Tables of the functions, methods and modules of a traced network by their effect on int8."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def move(model: GraphModule, node: Node) -> Move | None:
 
 
 def moved(node: Node) -> list[Node]:
-    """The tensors whose values a move hands on."""
+    """The tensors whose values a move passes on."""
     first = node.args[0] if node.args else None
     given = list(first) if isinstance(first, (list, tuple)) else [first]
     return [value for value in given if isinstance(value, Node)] if all(isinstance(v, Node) for v in given) else []

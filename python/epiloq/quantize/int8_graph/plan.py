@@ -1,4 +1,4 @@
-"""Which results of a traced network are handed on as int8, on which grids, and the steps that this needs."""
+"""Which results of a traced network are passed on as int8, on which grids, and the steps that this needs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Chain(NamedTuple):
 class Plan:
     """Decided from the end of the graph, where readers say what they expect, and then carried out from its beginning.
 
-    `layers` are free to hand on int8; `ranges` are the ends of their results, where those were measured.
+    `layers` may have int8 output; `ranges` are the ends of their results, where those were measured.
     """
 
     def __init__(self, model: GraphModule, layers: Mapping[Node, Int8Conv2d], ranges: Mapping[Node, Tensor]) -> None:
         self._model, self._layers = model, layers
         self._ranges = dict(ranges)  # moved results have the ranges of what is moved
-        self._able = set(layers)  # could hand on int8
+        self._able = set(layers)  # may have int8 output
         self._grids: dict[Node, Quantizer] = {}  # do, on this grid
         self._tables: dict[Node, Chain] = {}
         for node in model.graph.nodes:

@@ -1,1 +1,1 @@
-"""Parts of packed weights: checks of their tensors, slices of rows, dequantisation."""
+"""Packed weights: checks of their tensors, slices of rows, dequantisation."""

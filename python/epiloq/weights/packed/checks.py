@@ -43,7 +43,7 @@ def check_parameters(
     scale, zero, offset = (parameters[name] for name in ("scale", "zero", "offset"))
     assert scale is not None
     if zero is not None and offset is not None:
-        refuse("offset", "None beside zero", f"{offset.dtype} {list(offset.shape)}")
+        refuse("offset", "None with zero", f"{offset.dtype} {list(offset.shape)}")
     for name, tensor in parameters.items():
         if tensor is None:
             continue

@@ -1,4 +1,4 @@
-"""Packed weights in floating point, as an operator, so that compiled and transformed code may ask for them."""
+"""Packed weights in floating point, as an operator, for compiled and transformed code."""
 
 from __future__ import annotations
 
