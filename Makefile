@@ -53,11 +53,12 @@ bench: $(INSTALLED)  ## time the operations beside their peers; BENCH='--suite h
 	mkdir -p build/bench
 	$(BIN)/epiloq bench --json build/bench/bench.json --plot build/bench/bench.png $(BENCH)
 
-lint: $(INSTALLED)  ## clang-format, ruff, mypy
+lint: $(INSTALLED)  ## clang-format, ruff, mypy, the workflows' schema
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs: $(INSTALLED)  ## the guides and the API reference as HTML, into build/docs/
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

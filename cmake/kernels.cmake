@@ -39,8 +39,9 @@ function(epiloq_kernels name)
   # NDEBUG whatever the build type: without it ptxas serialises wgmma (C7510).
   target_compile_options(${name} PRIVATE -std=c++20 -DNDEBUG --expt-relaxed-constexpr -Xptxas=-v "SHELL:-diag-suppress 2908"
                                          -Wno-deprecated-gpu-targets)
-  # A wheel two thirds as large, for 1 to 2 ms a kernel when it is first called. Every driver for CUDA 13 can unpack it.
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  # A wheel two thirds as large, for 1 to 2 ms a kernel when it is first called. nvcc has it since 12.8; drivers since
+  # that of CUDA 12.4 (550.54.14) can unpack it, so also every one that runs CUDA 13.
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
     target_compile_options(${name} PRIVATE --compress-mode=size)
   endif()
   if(arg_CUTLASS)

@@ -28,7 +28,6 @@ FOLDER = wheels.ROOT / "build" / "cuda-check"
 ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a"}
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "OFF"}
 MMA_KERNELS = ("decode_kernel",)  # whose product on SM90 is mma.sync, as for the fewest tokens it is the faster one
-WHEEL_LIMIT = 30_000_000  # bytes
 
 
 def build(log: Path) -> Path:
@@ -79,8 +78,8 @@ def check_wheel(wheel: Path, folder: Path) -> list[str]:
     """Size, exported symbols and architectures of a wheel, which is unpacked into ``folder``."""
     faults = []
     size = wheel.stat().st_size
-    if size > WHEEL_LIMIT:
-        faults.append(f"{wheel.name}: {size / 1e6:.1f} MB, more than {WHEEL_LIMIT / 1e6:.0f} MB")
+    if size > wheels.LIMIT:
+        faults.append(f"{wheel.name}: {size / 1e6:.1f} MB, more than {wheels.LIMIT / 1e6:.0f} MB")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     for library in sorted(folder.rglob("*.so")):

@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_MINORS = (10, 11, 12, 13, 14)
+LIMIT = 30_000_000  # bytes
 
 
 def install_tools(python: Path, environment: Mapping[str, str]) -> None:
@@ -74,21 +77,51 @@ def repair(python: Path, wheel: Path, out: Path) -> Path:
     return max(out.glob("*manylinux*.whl"), key=lambda found: found.stat().st_mtime)
 
 
+def checked_size(wheel: Path) -> int:
+    """The bytes of a wheel. Ends the program where they are more than `LIMIT`."""
+    size = wheel.stat().st_size
+    if size > LIMIT:
+        sys.exit(f"{wheel.name}: expected at most {LIMIT / 1e6:.0f} MB, got {size / 1e6:.1f} MB")
+    return size
+
+
+def labelled(python: Path, wheel: Path, label: str, out: Path) -> Path:
+    """The same wheel in ``out`` with a local version label, such as cu128, by which its users tell it from others."""
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "wheel>=0.40"], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([str(python), "-m", "wheel", "unpack", "-d", folder, str(wheel)], check=True)
+        (root,) = Path(folder).iterdir()
+        (information,) = root.glob("*.dist-info")
+        metadata = information / "METADATA"
+        said, count = re.subn(r"(?m)^Version: (.*)$", rf"Version: \1+{label}", metadata.read_text("utf-8"), count=1)
+        if count != 1:
+            sys.exit(f"{wheel.name}: expected a version in METADATA, found none")
+        metadata.write_text(said, "utf-8")
+        name = information.name.removesuffix(".dist-info")
+        information.rename(root / f"{name}+{label}.dist-info")
+        out.mkdir(parents=True, exist_ok=True)
+        subprocess.run([str(python), "-m", "wheel", "pack", "-d", str(out), str(root)], check=True)
+    return max(out.glob(f"*+{label}-*.whl"), key=lambda found: found.stat().st_mtime)
+
+
 def _version(python: Path) -> str:
     """Major and minor version of an interpreter, such as 3.12; empty when it does not start."""
+    if not python.exists():
+        return ""
     ask = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     answer = subprocess.run(ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     return answer.stdout.strip()
 
 
 def interpreters(minors: tuple[int, ...] = PYTHON_MINORS) -> Iterator[Path]:
-    """One CPython for each minor version that is on the PATH or in pyenv."""
+    """One CPython for each minor version: of the PATH, pyenv, or /opt/python, where manylinux images have them."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for minor in minors:
         name = f"python3.{minor}"
         on_path = shutil.which(name)
         candidates = [Path(on_path)] if on_path else []
         candidates += sorted(pyenv.glob(f"3.{minor}.*/bin/{name}"))
+        candidates.append(Path(f"/opt/python/cp3{minor}-cp3{minor}/bin/{name}"))
         # pyenv's shims are on the PATH also for versions that are not switched on; those do not start.
         working = [python for python in candidates if _version(python) == f"3.{minor}"]
         yield from working[:1]
@@ -98,12 +131,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", action="store_true", help="only install the build tools, beside this interpreter")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels [dist]")
+    parser.add_argument("--all", action="store_true", help="fail where one of the versions of CPython is missing")
+    parser.add_argument("--label", help="local version label of the wheels, such as cu128 [none]")
     arguments = parser.parse_args()
     if arguments.tools:
         install_tools(Path(sys.executable), os.environ)
         return
     found = list(interpreters())
-    if not found:
+    if not found or (arguments.all and len(found) < len(PYTHON_MINORS)):
+        print("found:", *found, file=sys.stderr)
         sys.exit(f"no CPython 3.{PYTHON_MINORS[0]} to 3.{PYTHON_MINORS[-1]} was found")
     environment = dict(os.environ)
     for python in found:
@@ -113,7 +149,10 @@ def main() -> None:
         if cutlass and "CUTLASS_DIR" not in environment.get("CMAKE_ARGS", ""):
             environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} -DCUTLASS_DIR={cutlass}"
         plain = build(inside, ROOT / "build" / "plain-wheels", ROOT / "build" / "wheel", environment)
-        print(repair(inside, plain, arguments.out.resolve()))
+        if arguments.label:
+            plain = labelled(inside, plain, arguments.label, plain.parent / arguments.label)
+        wheel = repair(inside, plain, arguments.out.resolve())
+        print(f"{wheel}: {checked_size(wheel) / 1e6:.1f} MB", flush=True)
 
 
 if __name__ == "__main__":
