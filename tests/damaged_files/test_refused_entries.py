@@ -73,7 +73,7 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (FP8, {"weight_block_size": "128x128"}, "weight_block_size: .*'128x128'"),
         (FP8, {"modules_to_convert": ["embed"]}, "modules_to_convert"),
         (FBGEMM, {"activation_scale_ub": -1}, "activation_scale_ub: expected a number above 0, got -1"),
-        (FP8, {"quant_method": "quark"}, "quant_method: expected one of .*'quark'"),
+        (FP8, {"quant_method": "quanto"}, "quant_method: expected one of .*'quanto'"),
     ],
 )
 def test_refused(base: dict[str, Any], change: dict[str, Any], said: str) -> None:

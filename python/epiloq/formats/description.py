@@ -46,7 +46,7 @@ class Description:
     """How one layer is quantised and how its tensors lie in files.
 
     layout
-        The name of the layout of its tensors, a key of `readers.LAYOUTS`.
+        The name of the layout of its tensors, a key of `layout_table.LAYOUTS`.
     kind, bits
         The numbers that weights are: integers of `bits` bits, float8_e4m3fn, E2M1 (fp4), or places of `bits` bits in a
         table.

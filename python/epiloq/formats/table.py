@@ -16,9 +16,9 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.description import Description, Inputs, of_grid
+from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import LAYOUTS
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
+from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import LAYOUTS, Reader
+from epiloq.formats.readers import Reader
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.nn.base.quantized_layer import QuantizedLayer
 from epiloq.weights.grid import QuantizedWeight

@@ -1,0 +1,97 @@
+"""The configurations of AMD's Quark, of which MXFP4 is read: how all layers are quantised, and some by pattern.
+
+Defined by ``quark/torch/quantization/config/config.py``; "Pack_mxfp4" packs even columns into the low halves of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import check_keys, mapping, names, one_of, pattern
+from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.layouts.base import FormatError
+
+METHOD, MXFP4 = "quark", "quark mxfp4"
+
+_KNOWN = {"quant_method", "global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "export"}
+_KNOWN |= {"algo_config", "kv_cache_quant_config", "softmax_quant_spec", "kv_cache_post_rope"}
+_NOTES = {"quant_mode", "version", "packed_modules_mapping"}
+_LAYER = {"weight", "input_tensors", "output_tensors", "bias"}
+_NUMBERS = {"dtype", "qscheme", "group_size", "ch_axis", "is_dynamic", "scale_format", "block_size"}
+# How scales were found and how kernels may run.
+_OBSERVED = {"observer_cls", "round_method", "scale_calculation_mode", "scale_type", "symmetric", "is_scale_quant"}
+_OBSERVED |= {"mx_element_dtype", "enable_buffer_reuse", "max_input_numel"}
+_EXPORT = {"pack_method", "weight_format", "kv_cache_group"}
+# Algorithms whose work is all in the tensors; rotations at run time, for one, are not.
+_OFFLINE = ("smooth", "smoothquant", "autosmoothquant", "awq", "gptq", "gptaq", "qronos")
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    check_keys(found, _KNOWN, METHOD, _NOTES)
+    for key in ("kv_cache_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
+        if found.get(key):
+            raise FormatError(f"{METHOD}: {key}: expected none, got {found[key]!r}")
+    algorithms = found.get("algo_config") or []
+    for one in algorithms if isinstance(algorithms, list) else [algorithms]:
+        name = one.get("name") if isinstance(one, dict) else one
+        if name not in _OFFLINE:
+            raise FormatError(f"{METHOD}: algo_config: name: expected one of {', '.join(_OFFLINE)}, got {name!r}")
+    export = mapping(found, "export", METHOD)
+    check_keys(export, _EXPORT, f"{METHOD}: export", {"min_kv_scale", "weight_merge_groups"})
+    one_of(export, "pack_method", "reorder", ("reorder", "order"), f"{METHOD}: export")
+    one_of(export, "weight_format", "real_quantized", ("real_quantized",), f"{METHOD}: export")
+    if export.get("kv_cache_group"):
+        raise FormatError(f"{METHOD}: export: kv_cache_group: expected none, got {export['kv_cache_group']!r}")
+    left = names(found, "exclude", METHOD)
+    usual = _described(mapping(found, "global_quant_config", METHOD), f"{METHOD}: global_quant_config")
+    each = {
+        name: _described(said if isinstance(said, dict) else {"weight": said}, f"{METHOD}: layer_quant_config: {name}")
+        for name, said in mapping(found, "layer_quant_config", METHOD).items()
+    }
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        if any(_means(text, name) for text in left for name in layer):
+            return None
+        return next((one for text, one in each.items() if any(_means(text, name) for name in layer)), usual)
+
+    return rules
+
+
+def _means(text: str, layer: str) -> bool:
+    """Whether a name, a pattern of a shell or, after "re:", a regular expression means a layer."""
+    if text.startswith("re:"):
+        return pattern(text[3:], METHOD).match(layer) is not None
+    return fnmatchcase(layer, text)
+
+
+def _described(said: Mapping[str, Any], where: str) -> Description | None:
+    """Of one layer; None leaves it in floating point."""
+    check_keys(said, _LAYER, where, {"target_device"})
+    for part in ("output_tensors", "bias"):
+        if said.get(part) is not None:
+            raise FormatError(f"{where}: {part}: expected none, got {said[part]!r}")
+    weight, inputs = said.get("weight"), said.get("input_tensors")
+    if weight is None and inputs is None:
+        return None
+    _check_mxfp4(weight, f"{where}: weight", dynamic=False)
+    if inputs is not None:
+        _check_mxfp4(inputs, f"{where}: input_tensors", dynamic=True)
+    of_inputs = None if inputs is None else Inputs("fp4", "group", group_size=32)
+    return Description(MXFP4, "fp4", 4, "group", 32, inputs=of_inputs)
+
+
+def _check_mxfp4(said: Any, where: str, dynamic: bool) -> None:
+    if not isinstance(said, dict):
+        raise FormatError(f"{where}: expected an object, got {said!r}")
+    check_keys(said, _NUMBERS, where, _OBSERVED)
+    one_of(said, "dtype", None, ("fp4",), where)
+    one_of(said, "qscheme", None, ("per_group",), where)
+    one_of(said, "group_size", None, (32,), where)
+    one_of(said, "scale_format", "e8m0", ("e8m0",), where)
+    one_of(said, "ch_axis", -1, (-1, 1), where)
+    one_of(said, "is_dynamic", dynamic, (dynamic,), where)

@@ -1,0 +1,137 @@
+"""The layouts of quantised layers' tensors, as data: which there are, and how they become weights, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from epiloq.formats.configs import compressed_tensors as ct_config
+from epiloq.formats.configs import fp8
+from epiloq.formats.configs import modelopt as modelopt_config
+from epiloq.formats.configs import quark as quark_config
+from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description
+from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq
+from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.weights import Weight, exact, on_grid
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+Shape: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors of one layout become a weight, and back.
+
+    marker
+        The tensor that only a quantised layer has, by the last part of its name.
+    parts
+        Every tensor that a layer may have, by the last part of its name, beside its bias.
+    from_tensors
+        What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
+    to_tensors
+        The inverse, given the model's type. Raises FormatError for what the layout cannot represent.
+    check
+        Raises FormatError for tensors of other types or shapes than a layer's, whose values are not looked at.
+    aside
+        Tensors, likewise, that a layer may have besides and nothing uses.
+    """
+
+    marker: str
+    parts: Callable[[Description], frozenset[str]]
+    from_tensors: Callable[[Tensors, Description, Shape], Weight]
+    to_tensors: Callable[[Weight, Description, torch.dtype], dict[str, Tensor]]
+    check: Callable[[Tensors, Description, Shape], object] = lambda tensors, described, shape: None
+    aside: Callable[[Description], frozenset[str]] = lambda described: frozenset()
+
+
+def _integers(marker: str) -> Layout:
+    def write(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+        value = on_grid(weight, ct_config.METHOD)
+        # Its reader multiplies in the scale's type, then rounds to the model's.
+        holds = exact(value.scale, (dtype, torch.float32), ct_config.METHOD)
+        return compressed_tensors.to_tensors(value, described, holds)
+
+    return Layout(marker, compressed_tensors.parts, compressed_tensors.from_tensors, write)
+
+
+def _gptq(version: str) -> Layout:
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        assert described.grid is not None
+        return gptq.from_tensors(tensors, described.grid, version, shape, described.ordered)
+
+    parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    return Layout("qweight", lambda _: parts, read, lambda weight, *_: gptq.to_tensors(weight, version))
+
+
+def _awq(version: str) -> Layout:
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        return awq.from_tensors(tensors, described.group_size, version, shape)
+
+    parts = frozenset({"qweight", "qzeros", "scales"})
+    return Layout("qweight", lambda _: parts, read, lambda weight, *_: awq.to_tensors(weight, version))
+
+
+def _float8(names: float8.Names) -> Layout:
+    return Layout(
+        names.scale,
+        names.parts,
+        lambda tensors, described, shape: float8.from_tensors(tensors, described, shape, names),
+        lambda weight, described, _: float8.to_tensors(weight, described, names),
+        lambda tensors, described, shape: float8.checked(tensors, described, shape, names),
+    )
+
+
+def _float4(names: float4.Names) -> Layout:
+    return Layout(
+        names.scale,
+        names.parts,
+        lambda tensors, described, shape: float4.from_tensors(tensors, described, shape, names),
+        lambda weight, described, _: float4.to_tensors(weight, described, names),
+        lambda tensors, described, shape: float4.checked(tensors, described, shape, names),
+        names.aside,
+    )
+
+
+_DEEPSEEK_FP4 = float4.Names("weight", fp8.SCALE, inputs=None, codes_dtype=torch.int8, scale_dtype=torch.float8_e8m0fnu)
+
+
+def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+    raise FormatError(f"{described.layout}: is read only")
+
+
+LAYOUTS: dict[str, Layout] = {
+    INT8_OF_BITSANDBYTES: Layout(
+        "SCB", lambda _: bitsandbytes.INT8_PARTS, bitsandbytes.int8_weight, _only_read, bitsandbytes.check_int8
+    ),
+    TABLE_OF_BITSANDBYTES: Layout(
+        "weight.quant_map",
+        lambda _: bitsandbytes.PARTS,
+        bitsandbytes.table_weight,
+        _only_read,
+        bitsandbytes.check_table,
+    ),
+    ct_config.PACKED: _integers("weight_packed"),
+    ct_config.INTEGER: _integers("weight_scale"),
+    **{layout: _float4(float4.Names()) for layout in (ct_config.NVFP4, ct_config.MXFP4)},
+    ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
+    fp8.BLOCKS: _float8(float8.Names("weight_scale_inv")),
+    fp8.BY_SCALE[fp8.BLOCKS]: _float8(float8.Names(fp8.SCALE)),
+    fp8.EXPERTS: _float4(replace(_DEEPSEEK_FP4, scale="weight_scale_inv")),
+    fp8.BY_SCALE[fp8.EXPERTS]: _float4(_DEEPSEEK_FP4),
+    fp8.TENSORS: _float8(float8.Names()),
+    fp8.SCALARS: _float8(float8.Names("weight_scale_inv", "activation_scale", scalar=True)),
+    fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
+    modelopt_config.TENSORS: _float8(float8.Names(scalar=True)),
+    modelopt_config.ROWS: _float8(float8.Names(flat=True)),
+    **{
+        layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
+        for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)
+    },
+    quark_config.MXFP4: _float4(float4.Names("weight", inputs=None)),
+    **{version: _gptq(version) for version in gptq.VERSIONS},
+    **{version: _awq(version) for version in awq.VERSIONS},
+}

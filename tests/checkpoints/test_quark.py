@@ -1,0 +1,144 @@
+"""Directories of AMD's Quark in MXFP4, as its exporter lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line needs the extra cli")
+pytest.importorskip("rich", reason="the command line needs the extra cli")
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+from torch import nn
+
+import epiloq.integrations.transformers as integration
+import foreign_checkpoints as foreign
+from command_line import run
+from epiloq.formats.io import model as models
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn import Fp4Linear
+from opened_models import logits, opened
+from rounded_models import same, weights
+
+# Other tests want transformers as it is.
+integration.unregister()
+
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NUMBERS: dict[str, Any] = {
+    "ch_axis": -1,
+    "dtype": "fp4",
+    "group_size": 32,
+    "is_dynamic": False,
+    "is_scale_quant": False,
+    "mx_element_dtype": None,
+    "observer_cls": "PerBlockMXObserver",
+    "qscheme": "per_group",
+    "round_method": "half_even",
+    "scale_calculation_mode": "even",
+    "scale_format": "e8m0",
+    "scale_type": "float",
+    "symmetric": None,
+}
+LAYER = {
+    "bias": None,
+    "input_tensors": NUMBERS | {"is_dynamic": True},
+    "output_tensors": None,
+    "target_device": None,
+    "weight": NUMBERS,
+}
+CONFIG: dict[str, Any] = {
+    "algo_config": None,
+    "exclude": ["lm_head", "re:.*self_attn.*"],
+    "export": {
+        "kv_cache_group": [],
+        "min_kv_scale": 0.0,
+        "pack_method": "reorder",
+        "weight_format": "real_quantized",
+        "weight_merge_groups": None,
+    },
+    "global_quant_config": LAYER,
+    "kv_cache_post_rope": False,
+    "kv_cache_quant_config": {},
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "quant_method": "quark",
+    "quant_mode": "eager_mode",
+    "softmax_quant_spec": None,
+    "version": "0.11",
+}
+
+
+def mxfp4(name: str, linear: nn.Linear) -> foreign.Layer | None:
+    """Four bits of each of 32 numbers, little end first, as ``Pack_mxfp4`` packs them, and a byte of an exponent."""
+    if "self_attn" in name:
+        return None
+    n, k = linear.weight.shape
+    codes = torch.randint(0, 16, (n, k))
+    exponents = torch.randint(117, 122, (n, k // 32), dtype=torch.uint8)
+    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    factors = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    return {"weight": packed, "weight_scale": exponents}, E2M1[codes] * factors
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_opened_everywhere(seed: int, tmp_path: Path) -> None:
+    exact = foreign.write_as(tmp_path / "in", foreign.llama(), mxfp4, CONFIG, shards=1)
+    with pytest.warns(UserWarning, match="activations stay in floating point, not in FP4"):
+        model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert isinstance(model.get_submodule(UP), Fp4Linear)
+    assert type(model.get_submodule("model.layers.0.self_attn.o_proj")) is nn.Linear
+    for layer, values in weights(tmp_path / "in").items():
+        assert torch.equal(values, exact.get_parameter(layer))
+    assert torch.allclose(logits(model), logits(exact), rtol=1e-4, atol=1e-4)
+    with pytest.warns(UserWarning, match="activations stay in floating point"):
+        theirs = opened(tmp_path / "in")
+    assert torch.equal(logits(theirs), logits(model))
+    theirs.save_pretrained(tmp_path / "saved")
+    assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("in", "saved")))
+    with pytest.warns(UserWarning, match="activations stay in floating point"):
+        result = run("convert", tmp_path / "in", tmp_path / "ct", "--format", "compressed-tensors")
+    assert result.exit_code == 0, result.output
+    assert same(weights(tmp_path / "ct"), weights(tmp_path / "in"))
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_layers_by_pattern(seed: int, tmp_path: Path) -> None:
+    """A layer's own entry counts before the others', and may leave it in floating point."""
+    own = {"layer_quant_config": {"*.down_proj": LAYER | {"weight": None, "input_tensors": None}}}
+
+    def pack(name: str, linear: nn.Linear) -> foreign.Layer | None:
+        return None if name.endswith("down_proj") else mxfp4(name, linear)
+
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, CONFIG | own, shards=1)
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert isinstance(model.get_submodule(UP), Fp4Linear) and type(model.get_submodule(DOWN)) is nn.Linear
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "int4": ({"global_quant_config": {"weight": NUMBERS | {"dtype": "int4"}}}, "weight: dtype: expected fp4"),
+    "other groups": ({"global_quant_config": {"weight": NUMBERS | {"group_size": 16}}}, "group_size: expected 32"),
+    "two stages": ({"global_quant_config": {"weight": [NUMBERS, NUMBERS]}}, "weight: expected an object"),
+    "static inputs": ({"global_quant_config": LAYER | {"input_tensors": NUMBERS}}, "is_dynamic: expected True"),
+    "outputs": ({"global_quant_config": LAYER | {"output_tensors": NUMBERS}}, "output_tensors: expected none"),
+    "a cache": ({"kv_cache_quant_config": {"*k_proj": LAYER}}, "kv_cache_quant_config: expected none"),
+    "rotations": ({"algo_config": [{"name": "rotation"}]}, "algo_config: name: expected one of smooth, .*'rotation'"),
+    "another order": ({"export": {"pack_method": "other"}}, "pack_method: expected reorder or order, got 'other'"),
+    "an entry": ({"softmax": True}, "softmax: epiloq does not know"),
+    "no numbers": ({"global_quant_config": {}}, "leaves model.layers.0.mlp.down_proj in floating point"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_refused_by_name(what: str, seed: int, tmp_path: Path) -> None:
+    change, message = WRONG[what]
+    foreign.write_as(tmp_path / "in", foreign.llama(), mxfp4, CONFIG | change, shards=1)
+    with pytest.raises(FormatError, match=message):
+        models.load(Checkpoint(tmp_path / "in"))
