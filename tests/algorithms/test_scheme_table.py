@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ import pytest
 
 pytest.importorskip("typer", reason="the tool has a command line")
 scheme_table = pytest.importorskip("scheme_table", reason="the repository's tools are not here")
+for needed in ("safetensors", "transformers"):
+    pytest.importorskip(needed, reason="the rows need the extra hf")
+
+import algorithm_rows
+from command_line import ROUND
+from tiny_teacher import save, tiny_model
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,4 +81,31 @@ def test_the_document_has_the_table_of_the_kept_figures() -> None:
     text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
     assert text.index(scheme_table.BEGIN) < text.index(scheme_table.END)
     inside = text.partition(scheme_table.BEGIN)[2].partition(scheme_table.END)[0]
-    assert inside.strip() == scheme_table.table(scheme_table.read(scheme_table.RESULTS))
+    found = scheme_table.read(scheme_table.RESULTS)
+    assert inside.strip() == scheme_table.table(found)
+    inside = text.partition(scheme_table.SECOND)[2].partition(scheme_table.END)[0]
+    assert inside.strip() == algorithm_rows.table(found[scheme_table.ALGORITHMS])
+
+
+def test_a_row_for_each_algorithm() -> None:
+    found = {
+        "w4a16-g64 gptq": {"perplexity": 17.61, "kl": 0.07706, "seconds": 66},
+        "w2a16-g32 gptq": {"perplexity": 40.0, "kl": 0.9, "seconds": 90},
+        "w4a16-g64 gptq-guided": {"perplexity": 17.5, "kl": 0.07, "seconds": 60},
+    }
+    rows = cells(algorithm_rows.table(found))
+    assert rows["gptq"] == ["0.0771 (17.61)", "", "", "0.9000 (40.00)", "1.1 to 1.5"]
+    assert rows["gptq-guided"] == ["0.0700 (17.50)", "", "", "", "1.0"]
+    assert "gptq+refine" not in rows
+
+
+def test_a_row_is_measured(tmp_path: Path) -> None:
+    """On a tiny model: the divergence is that of the rounded weights, and another package's row needs the package."""
+    save(tmp_path / "model", tiny_model(**ROUND))
+    for name in ("calibration", "evaluation"):
+        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i * i % 26) for i in range(4000)))
+    row = algorithm_rows.measure(tmp_path / "model", tmp_path, "w2a16-g32", "gptq")
+    assert row is not None and row["kl"] > 0 and row["perplexity"] > 1
+    for peer, package in (("llm-compressor", "llmcompressor"), ("GPTQModel", "gptqmodel")):
+        if importlib.util.find_spec(package) is None:
+            assert algorithm_rows.measure(tmp_path / "model", tmp_path, "w4a16-g64", peer) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
@@ -29,8 +30,9 @@ from epiloq.nn import WeightOnlyLinear
 from epiloq.quantize import job as jobs
 from epiloq.quantize import report as report_page
 from epiloq.quantize.budget import amount, candidates, knapsack, search, sensitivity
-from epiloq.quantize.budget.probe import Probe
+from epiloq.quantize.budget.probe import Probe, in_float32
 from epiloq.quantize.calibration.blocks import find_blocks
+from epiloq.quantize.calibration.inputs import InputGroup
 from epiloq.weights.rounding import rtn
 from tiny_teacher import save, tiny_model
 
@@ -240,6 +242,28 @@ def test_losses_are_measured(teacher: Path, compensate: bool) -> None:
     guessed, measured = np.array(pairs).T
     assert np.corrcoef(np.log(guessed), np.log(measured))[0, 1] > 0.9, pairs
     assert 0.5 < np.median(guessed / measured) < 2, pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_16_bits_is_measured_in_float32(teacher: Path, dtype: torch.dtype) -> None:
+    model = models.load_float(Checkpoint(teacher)).to(dtype)
+    exact = copy.deepcopy(model).float()
+    grids, windows = candidates.grids(["w4a16-g32"], False), some_windows()
+    names = set(layers_to_round(model))
+    options: Any = {"compensate": False, "blocks": None, "filter_fn": lambda module, name: name in names}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with in_float32(model):
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        found = sensitivity.losses(model, windows, windows, grids, "w4a16-g32", **options)
+    assert found == sensitivity.losses(exact, windows, windows, grids, "w4a16-g32", **options)
+    after = model.state_dict()
+    assert all(tensor.dtype == dtype and torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def test_all_experts_of_a_mixture_have_one_scheme() -> None:
+    names = [["b.q", "b.k"], ["b.experts.0.up"], ["b.experts.0.down"], ["b.experts.1.up"], ["b.o"]]
+    found = sensitivity._together([InputGroup(group, 0, None) for group in names])
+    assert [[group.names for group in together] for together in found] == [names[:1], names[1:4], names[4:]]
 
 
 def inputs_of(model: nn.Module, name: str, windows: list[Tensor]) -> Tensor:

@@ -2,15 +2,17 @@
 
     python tools/figures/scheme_table.py all MODEL --work DIR
 
-cuts the text, measures every row that is missing, and writes the document's table. Or one after the other:
+cuts the text, measures every row that is missing, and writes the document's tables. Or one after the other:
 
     python tools/figures/scheme_table.py text TEXTS
     python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,…] [--device cuda]
+    python tools/figures/scheme_table.py algorithms MODEL --texts TEXTS
     python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
     python tools/figures/scheme_table.py write docs/guide/choosing_a_scheme.md
 
 Rows are kept in benchmarks/results/accuracy (`--results`) as they are measured: run it again to go on. `speed` times,
-for each scheme that was measured, one output directory beside the floating-point model.
+for each scheme that was measured, one output directory beside the floating-point model; `algorithms` is the second
+table, see algorithm_rows.py.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ SHORT_GROUPS = ("--format", "gptq")
 TUNED = ("--tune", "64")
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
-NO_ROWS = ("speed", "about")
+ALGORITHMS = "algorithms"
+NO_ROWS = ("speed", "about", ALGORITHMS)
 """What the figures' file holds beside rows."""
 BEGIN, END = "<!-- made by tools/figures/scheme_table.py -->", "<!-- end -->"
+SECOND = "<!-- made by tools/figures/scheme_table.py algorithms -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
 Work = Annotated[Path, typer.Option(help="Where the outputs are kept.")]
 Results = Annotated[Path, typer.Option(help="Where the figures are kept.")]
@@ -175,6 +179,22 @@ def measure(
 
 
 @app.command()
+def algorithms(model: Path, texts: Texts, results: Results = RESULTS) -> None:
+    """Measure what is missing of the second table."""
+    import algorithm_rows
+
+    found = read(results)
+    rows = found.setdefault(ALGORITHMS, {})
+    for grid, algorithm in algorithm_rows.ROWS:
+        name = f"{grid} {algorithm}"
+        row = None if name in rows else algorithm_rows.measure(model, texts, grid, algorithm)
+        if row is not None:
+            rows[name] = row
+            keep(results, found)
+            print(name, row, flush=True)
+
+
+@app.command()
 def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
     """Time each scheme in turns with the floating-point model, on this machine as it is."""
     from epiloq.cli.common import quiet
@@ -225,10 +245,15 @@ def table(found: dict[str, Any]) -> str:
 
 @app.command()
 def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
-    """Put the table into a document, between its marks."""
-    before, _, rest = doc.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    doc.write_text(f"{before}{BEGIN}\n{table(read(results))}\n{END}{after}", encoding="utf-8")
+    """Put the tables into a document, between their marks."""
+    import algorithm_rows
+
+    found, whole = read(results), doc.read_text(encoding="utf-8")
+    for begin, made in ((BEGIN, table(found)), (SECOND, algorithm_rows.table(found.get(ALGORITHMS, {})))):
+        before, mark, rest = whole.partition(begin)
+        if mark:
+            whole = f"{before}{begin}\n{made}\n{END}{rest.partition(END)[2]}"
+    doc.write_text(whole, encoding="utf-8")
 
 
 @app.command("all")
@@ -239,10 +264,11 @@ def everything(
     device: Device = "cpu",
     document: Annotated[Path, typer.Option(help="Where the table goes, between its marks.")] = DOCUMENT,
 ) -> None:
-    """Cut the text, measure what is missing, and write the document's table."""
+    """Cut the text, measure what is missing, and write the document's tables."""
     texts = work / "texts"
     text(texts)
     measure(model, texts, work, results=results, device=device)
+    algorithms(model, texts, results)
     write(document, results)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,28 @@ from epiloq.evaluation.perplexity import logits_of
 from epiloq.quantize.calibration.blocks import passing, record, without_cache
 
 
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Hold a model in float32 meanwhile, and its tensors in their own types again afterwards, bit for bit.
+
+    Of SmolLM2 in bfloat16 any change of a layer moves the divergence by 0.0015 nats, more than 4 bits of it cost.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
+    try:
+        for tensor, _ in before:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in before:
+            tensor.data = tensor.data.to(dtype)
+
+
 class Probe:
     """A model's own predictions for some windows, and the hidden states before the block at which a walk stands.
 
     Args:
-        model: on one device, its weights as they were.
+        model: on one device, its weights as they were; see `in_float32`.
         blocks: of the model, a chain.
         windows: int64 ``[1, n]`` tokens each. Of all their tokens logarithms of the vocabulary's size are kept.
     """

@@ -20,6 +20,7 @@ from epiloq.quantize.budget import knapsack
 from epiloq.quantize.budget.amount import megabytes
 from epiloq.quantize.budget.candidates import HEADER, Sizes, grids
 from epiloq.quantize.budget.ends import End
+from epiloq.quantize.budget.probe import in_float32
 from epiloq.quantize.budget.sensitivity import Losses, losses
 from epiloq.quantize.ends import rounded_ends
 from epiloq.quantize.settings import Settings
@@ -182,18 +183,19 @@ def find(job: Job, advance: Callable[[], None] = lambda: None) -> Choice:
     probed = [window[:, :PROBED_TOKENS] for window in (windows[WINDOWS:] or windows)[:PROBED]]
     home = next(job.model.parameters()).device
     job.model.to(settings.device)
-    lost = losses(
-        job.model,
-        windows[:WINDOWS],
-        probed,
-        job.prices.sizes.grids,
-        _reference(layers, job.prices),
-        compensate=ALGORITHMS[settings.algorithm].compensate,
-        blocks=job.plan.lists,
-        filter_fn=lambda module, name: name in layers,
-        advance=advance,
-    )
-    ends = budget_ends.losses(job.model, job.prices.ends, probed, settings.symmetric, advance)
+    with in_float32(job.model):
+        lost = losses(
+            job.model,
+            windows[:WINDOWS],
+            probed,
+            job.prices.sizes.grids,
+            _reference(layers, job.prices),
+            compensate=ALGORITHMS[settings.algorithm].compensate,
+            blocks=job.plan.lists,
+            filter_fn=lambda module, name: name in layers,
+            advance=advance,
+        )
+        ends = budget_ends.losses(job.model, job.prices.ends, probed, settings.symmetric, advance)
     job.model.to(home)
     found = buy(lost, layers, job.prices, ends)
     write_text(file, json.dumps(asdict(found), indent=1) + "\n")

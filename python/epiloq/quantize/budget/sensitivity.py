@@ -97,6 +97,7 @@ class _Trial:
     ) -> None:
         self.layers, self.candidates, self.compensate = layers, candidates, compensate
         self.hessians = [(group.names, self._hessian(group)) for group in groups]
+        self.measures = [_unrecoverable(hessian) if compensate else hessian for _, hessian in self.hessians]
         self.names = tuple(name for group in groups for name in group.names)
 
     @staticmethod
@@ -128,8 +129,7 @@ class _Trial:
     def _error(self, grid: Grid) -> float:
         """The squared output error of all layers, of some of their rows in proportion to their size."""
         total = 0.0
-        for names, hessian in self.hessians:
-            measure = _unrecoverable(hessian) if self.compensate else hessian
+        for (names, hessian), measure in zip(self.hessians, self.measures, strict=True):
             diagonal = hessian.diagonal()
             for name in names:
                 weight = self.layers[name].weight

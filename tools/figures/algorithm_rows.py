@@ -1,0 +1,171 @@
+"""Algorithms side by side on one model at reduced cost: the same few windows for all, weights rounded in memory.
+
+`scheme_table.py algorithms` measures the rows that are missing. Rows of llm-compressor and GPTQModel run their own
+GPTQ, with scales by their defaults, on the Hessians that epiloq's rows see; they are left out where these packages are
+not installed (`pip install --no-deps llmcompressor gptqmodel`, and what the quantisation of GPTQModel imports: logbar,
+device-smi, pypcre, threadpoolctl).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.evaluation.divergence import divergence
+from epiloq.evaluation.perplexity import perplexity
+from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, sample, windows
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.model import load_float
+from epiloq.quantize.algorithms.gptq import gptq
+from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
+from epiloq.quantize.calibration import work
+from epiloq.quantize.calibration.calibrate import calibrate
+from epiloq.weights.grid import Grid, QuantizedWeight
+from epiloq.weights.rounding import Parameters
+
+COUNT, LENGTH, EVALUATED, EVALUATED_LENGTH = 8, 256, 3 * 512, 512
+GRIDS = {
+    "w4a16-g64": Grid(4, 64),
+    "w4a16 per channel": Grid(4, -1),
+    "w3a16-g64": Grid(3, 64),
+    "w2a16-g32": Grid(2, 32),
+}
+Rounding = Callable[..., QuantizedWeight]
+STEPS = 30
+SHORT = f"autoround ({STEPS} steps)"
+PEERS: dict[str, Callable[[], Rounding | None]] = {
+    "llm-compressor": lambda: llm_compressor(),
+    "GPTQModel": lambda: gptqmodel(),
+}
+ROWS = [
+    *((grid, algorithm) for algorithm in ("gptq", "gptq-guided", "gptq+refine") for grid in GRIDS),
+    *(("w4a16-g64", peer) for peer in PEERS),
+    *((grid, SHORT) for grid in GRIDS),
+]
+
+
+def measure(model: Path, texts: Path, grid: str, algorithm: str) -> dict[str, Any] | None:
+    """A row: perplexity, KL divergence, and seconds of CPU time; None where its package is not installed."""
+    tokenizer = load_tokenizer(model)
+    cut = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), 512), COUNT, 0)
+    evaluated = first_tokens(windows(tokenizer, read_texts(texts / "evaluation.txt"), EVALUATED_LENGTH), EVALUATED)
+    teacher, student = (load_float(Checkpoint(model)).float() for _ in range(2))
+    rounding = PEERS[algorithm]() if algorithm in PEERS else gptq
+    if rounding is None:
+        return None
+    known = {SHORT: Algorithm("autoround", "", learn=STEPS), **dict.fromkeys(PEERS, ALGORITHMS["gptq"])}
+    start = time.process_time()
+    with patch.object(work, "gptq", rounding):
+        for _ in calibrate(
+            student, [window[:, :LENGTH] for window in cut], GRIDS[grid], known.get(algorithm) or ALGORITHMS[algorithm]
+        ):
+            pass
+    seconds = time.process_time() - start
+    return {
+        "perplexity": round(perplexity(student, evaluated), 3),
+        "kl": round(divergence(teacher, student, evaluated), 5),
+        "seconds": round(seconds),
+    }
+
+
+def alone(package: str, parts: Sequence[str], **attributes: Any) -> bool:
+    """Let modules of a package be imported without what it imports itself. False where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    root = Path(spec.submodule_search_locations[0])
+    for part in ("", *parts):
+        module: Any = types.ModuleType(f"{package}.{part}".rstrip("."))
+        module.__path__ = [str(root / part.replace(".", "/"))]
+        sys.modules[module.__name__] = module
+    vars(sys.modules[package]).update(attributes)
+    return True
+
+
+def llm_compressor() -> Rounding | None:
+    """Its GPTQ, in the place of epiloq's."""
+    if not alone("llmcompressor", ("modifiers", "modifiers.gptq")):
+        return None
+    theirs: Any = importlib.import_module("llmcompressor.modifiers.gptq.gptq_quantize")
+    quantization: Any = importlib.import_module("compressed_tensors.quantization")
+    qparams: Any = importlib.import_module("compressed_tensors.quantization.utils").calculate_qparams
+
+    def rounded(weight: Tensor, hessian: Tensor, grid: Grid, moments: Tensor | None = None) -> QuantizedWeight:
+        rows, columns = weight.shape
+        length, grouped = grid.length(columns), grid.group_size != -1
+        arguments = quantization.QuantizationArgs(
+            num_bits=grid.bits,
+            type="int",
+            symmetric=False,
+            strategy="group" if grouped else "channel",
+            group_size=length if grouped else None,
+            actorder=quantization.ActivationOrdering.WEIGHT if grouped else None,
+        )
+        groups = weight.float().view(rows, columns // length, length)
+        scale, zero = qparams(groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), arguments)
+        exact = weight.float()[None].clone(), hessian.float()[None].clone()
+        values, _, fell_back = theirs.quantize_weight(*exact, scale[None], zero[None], None, arguments)
+        assert not fell_back.any()
+        # Its integers are signed.
+        return on_grid(values[0], scale.float(), zero.float() + (1 << (grid.bits - 1)), grid)
+
+    return rounded
+
+
+def gptqmodel() -> Rounding | None:
+    """Its GPTQ, in the place of epiloq's."""
+    if not alone("gptqmodel", ("looper", "models", "nn_modules"), DEBUG_ON=False):
+        return None
+    theirs: Any = importlib.import_module("gptqmodel.quantization.gptq").GPTQ
+    config: Any = importlib.import_module("gptqmodel.quantization.config").QuantizeConfig
+    named: Any = importlib.import_module("gptqmodel.looper.named_module").NamedModule
+
+    def rounded(weight: Tensor, hessian: Tensor, grid: Grid, moments: Tensor | None = None) -> QuantizedWeight:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight.data.copy_(weight)
+        asked = config(bits=grid.bits, group_size=grid.group_size, sym=False, desc_act=False, fallback=None)
+        task = theirs(named(layer, name="layer", full_name="layer", layer_index=0), asked)
+        task.quantizer.configure(perchannel=True)
+        matrix = hessian.double() / hessian.diagonal().mean()
+        matrix.diagonal().add_(1e-9)
+        # It takes inputs: such as have this sum of products.
+        task.add_batch(torch.linalg.cholesky(matrix).t().float()[None], None)
+        values, scale, zero, *_ = task.quantize()
+        return on_grid(values.float(), scale.float(), zero.float(), grid)
+
+    return rounded
+
+
+def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> QuantizedWeight:
+    """Rounded weights as the integers that they stand for."""
+    rows, columns = values.shape
+    codes = (values.view(rows, scale.shape[1], -1) / scale[..., None]).round() + zero[..., None]
+    found = grid.kept(codes.view(rows, columns).to(torch.uint8), Parameters(scale, zero))
+    torch.testing.assert_close(found.dequantize(), values, rtol=0, atol=1e-4)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Perplexity and KL divergence by grid, an algorithm a row."""
+    lines = [
+        f"| algorithm | {' | '.join(GRIDS)} | CPU minutes |",
+        f"|---|{'--:|' * (len(GRIDS) + 1)}",
+    ]
+    for algorithm in dict.fromkeys(algorithm for _, algorithm in ROWS):
+        rows = [found.get(f"{grid} {algorithm}") for grid in GRIDS]
+        cells = ["" if row is None else f"{row['kl']:.4f} ({row['perplexity']:.2f})" for row in rows]
+        took = [row["seconds"] / 60 for row in rows if row is not None]
+        if took:
+            spent = f"{min(took):.1f}" if max(took) - min(took) < 0.05 else f"{min(took):.1f} to {max(took):.1f}"
+            lines.append(f"| {algorithm} | {' | '.join(cells)} | {spent} |")
+    return "\n".join(lines)
