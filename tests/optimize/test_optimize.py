@@ -19,7 +19,8 @@ from epiloq.optimize import optimize_
 from epiloq.optimize.siblings import siblings_of
 from small_models import FAMILIES, SIZES, logits, quantised, relative, rounding_noise, tokens
 
-EXACT = ("w4a16-g32", "w8a16", "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
+FLOAT_INPUTS = ("w4a16-g32", "w8a16", "w4a16-mxfp4", "w8a16-fp8", "w8a16-fp8-block")
+EXACT = (*FLOAT_INPUTS, "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
 SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
 
 
@@ -38,9 +39,9 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
     before = copy.deepcopy(model)
     expected = logits(model, x)
     report = optimize_(model)
-    # Key and value have 64 rows, and blocks 128: those layers of fp8-block stay apart, and their attention as it is.
+    # Key and value have 64 rows, and blocks 128: those layers stay apart, and their attention as it is.
     merged, fused = FAMILIES[family][2:]
-    apart = 2 if scheme == "fp8-block" else 0
+    apart = 2 if scheme.endswith("fp8-block") else 0
     assert len(report.merged) == merged - apart
     assert len(report.fused) == fused - apart
     differences = [relative(logits(model, x), expected)]
@@ -54,6 +55,36 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
             differences.append(relative(logits(model, x), logits(before, x)))
         assert min(differences) <= 1e-5, differences
     assert_same_state(model, before)
+
+
+def test_nvfp4_is_merged_where_the_scale_of_the_weight_is_one(seed: int) -> None:
+    """As other tools write the layers of one input; scales of their own are named, and all else is still joined."""
+    model, x = quantised("llama", "w4a16-nvfp4"), tokens()
+    expected = logits(model, x)
+    plain = copy.deepcopy(model)
+    report = optimize_(model)
+    assert not report.merged and set(report.left.values()) == {"different weight_global_scale"}
+    assert report.fused and relative(logits(model, x), expected) <= 1e-5
+    for block in plain.model.layers:
+        for name in ("up_proj", "gate_proj"):
+            block.mlp.get_submodule(name).weight_global_scale.data.fill_(2500.0)
+    expected = logits(plain, x)
+    assert len(optimize_(plain).merged) == 2
+    assert relative(logits(plain, x), expected) <= 1e-5
+
+
+def test_a_kind_that_is_not_merged_is_named(seed: int) -> None:
+    model, x = quantised("llama", "w8a16"), tokens()
+    for block in model.model.layers:
+        for name in ("up_proj", "gate_proj"):
+            layer = block.mlp.get_submodule(name)
+            linear = nn.Linear(layer.in_features, layer.out_features, False)
+            table = epiloq.nn.TableLinear(layer.in_features, layer.out_features, False, dtype=torch.float32)
+                block.mlp.set_submodule(name, table.eval())
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert report.left["model.layers.1.mlp.{gate_proj,up_proj}"] == "TableLinear has no merged form"
+    assert relative(logits(model, x), expected) <= 1e-5
 
 
 def test_nothing_is_held_twice(seed: int) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from epiloq.nn import W4A8Linear
+from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
-from epiloq.optimize.siblings import ROWS, Siblings, reason_against, siblings_of
+from epiloq.optimize.siblings import Siblings, reason_against, siblings_of
 
 __all__ = ["Report", "optimize_"]
 
@@ -72,7 +73,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
         raise ValueError(
             "epiloq.optimize_: model: expected eval mode, got a model in training; call model.eval() first"
         )
-    if not any(type(module) in ROWS for module in model.modules()):
+    if not any(isinstance(module, FrozenLinear) for module in model.modules()):
         raise ValueError(
             "epiloq.optimize_: model: expected quantised linear layers, got none; "
             "call epiloq.quantize_(model, scheme) first, or open a quantised checkpoint"
@@ -107,7 +108,7 @@ def _set_weight_only_below(model: nn.Module, below: int) -> None:
 def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report) -> None:
     children = [module._modules.get(child) for child in names]
     layers = [child for child in children if child is not None]
-    if len(layers) < len(names) or not any(type(layer) in ROWS for layer in layers) or siblings_of(*layers):
+    if len(layers) < len(names) or not any(isinstance(layer, FrozenLinear) for layer in layers) or siblings_of(*layers):
         return
     group = f"{name}.{{{','.join(names)}}}" if name else f"{{{','.join(names)}}}"
     reason = reason_against(layers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from math import lcm
 from operator import attrgetter, is_
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,7 +21,16 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
 from epiloq._torch.parameters import FrozenParameter
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
+from epiloq.nn import (
+    Fp4Linear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    Fp8WeightOnlyLinear,
+    Int8Linear,
+    OnlineQuantLinear,
+    W4A8Linear,
+    WeightOnlyLinear,
+)
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
 from epiloq.optimize.guards import untouched
 from epiloq.optimize.tokens import Quantized, multiply
@@ -34,10 +44,14 @@ ROWS: dict[type[nn.Module], int] = {
     WeightOnlyLinear: PANEL_ROWS,
     W4A8Linear: PANEL_ROWS,
     OnlineQuantLinear: 4,
+    Fp4Linear: PANEL_ROWS,
+    Fp8WeightOnlyLinear: N_MULTIPLE,
 }
 # Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.
 ROW_DIMENSION = {"weight_parameters": -1}
-SHARED = ("input_scale", "input_zero_point", "weight_perm")
+SHARED = ("input_scale", "input_zero_point", "weight_perm", "weight_global_scale")
+# Whose tensors are read with as many rows as they have.
+_NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear)
 
 
 def reason_against(layers: Sequence[Any]) -> str | None:
@@ -47,13 +61,15 @@ def reason_against(layers: Sequence[Any]) -> str | None:
         return "a layer's forward was replaced"
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return "a layer has hooks"
-    if type(first) not in ROWS or any(type(layer) is not type(first) for layer in layers):
+    if any(type(layer) is not type(first) for layer in layers):
         return "not layers of one quantised kind: " + ", ".join(type(layer).__name__ for layer in layers)
+    if type(first) not in ROWS:
+        return f"{type(first).__name__} has no merged form"
     if any(_options(layer) != _options(first) for layer in layers):
         return "layers of different options"
     if len({id(layer) for layer in layers}) != len(layers):
         return "one layer under several names"
-    rows = ROWS[type(first)]
+    rows = _multiple(first)
     uneven = [layer.out_features for layer in layers[:-1] if layer.out_features % rows]
     if uneven:
         return f"{uneven[0]} output features, not a multiple of {rows}"
@@ -71,6 +87,12 @@ def reason_against(layers: Sequence[Any]) -> str | None:
     return None
 
 
+def _multiple(layer: Any) -> int:
+    """Of which every layer but the last has a multiple of rows."""
+    rows = ROWS[type(layer)]
+    return lcm(rows, layer.block[0]) if isinstance(layer, Fp8WeightOnlyLinear) and layer.block[0] > 1 else rows
+
+
 def _options(layer: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(layer).items() if not k.startswith("_") and k not in ("out_features", "training")}
 
@@ -79,6 +101,8 @@ def _rows_of(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """A stored tensor with its rows; one scale for all of a weight, once for each output feature."""
     if isinstance(layer, Fp8Linear) and name == "weight_scale" and layer.weight_scales == "tensor":
         return tensor.expand(layer.out_features)
+    if isinstance(layer, Fp8WeightOnlyLinear) and name == "weight_scale" and layer.block[0] == -1:
+        return tensor.expand(layer.out_features, -1)
     return tensor
 
 
@@ -93,6 +117,8 @@ def concatenated(layers: Sequence[Any]) -> Any:
     merged.out_features = sum(layer.out_features for layer in layers)
     if isinstance(first, Fp8Linear):
         merged.weight_scales = "channel"
+    if isinstance(first, Fp8WeightOnlyLinear) and first.block[0] == -1:
+        merged.block = (1, first.block[1])
     for name in first._parameters:
         tensors = [_rows_of(layer, name, t) for layer in layers if (t := layer._parameters[name]) is not None]
         if not tensors or name in SHARED:
@@ -102,7 +128,7 @@ def concatenated(layers: Sequence[Any]) -> Any:
         whole = torch.cat([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors], dimension)
         merged._store(name, whole.view(tensors[0].dtype) if whole.dtype != tensors[0].dtype else whole)
     if hasattr(first, "_padded_shapes"):
-        multiples = {"weight_scale_inv": 1}
+        multiples = {"weight_scale_inv": 1} | (dict.fromkeys(first._parameters, 1) if kind in _NOT_PADDED else {})
         merged._padded_shapes = {
             name: (-(-held.shape[0] // (m := multiples.get(name, N_MULTIPLE))) * m, *first._padded_shapes[name][1:])
             if name not in SHARED
