@@ -78,9 +78,8 @@ def test_a_kind_that_is_not_merged_is_named(seed: int) -> None:
     for block in model.model.layers:
         for name in ("up_proj", "gate_proj"):
             layer = block.mlp.get_submodule(name)
-            linear = nn.Linear(layer.in_features, layer.out_features, False)
             table = epiloq.nn.TableLinear(layer.in_features, layer.out_features, False, dtype=torch.float32)
-                block.mlp.set_submodule(name, table.eval())
+            block.mlp.set_submodule(name, table.eval())
     expected = logits(model, x)
     report = optimize_(model)
     assert report.left["model.layers.1.mlp.{gate_proj,up_proj}"] == "TableLinear has no merged form"
