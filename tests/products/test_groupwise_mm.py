@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from torch import Tensor
 
 import epiloq
-import tile_rows
-from groupwise_reference import RECIPES, Problem, Recipe, assert_close, make, up
+from groupwise_reference import RECIPES, Recipe, assert_close, call, make
 from reference import poisoned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def call(p: Problem, bias: Tensor | None = None, **kwargs: object) -> Tensor:
-    return epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, bias, recipe=p.recipe, **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -196,131 +188,3 @@ def test_explain_names_what_sizes_do_not_fit(
 ) -> None:
     with pytest.raises(kind, match=f"^epiloq.{name}: {message}"):
         epiloq.explain(name, **said)
-
-
-def test_every_tile_is_chosen_somewhere() -> None:
-    sizes_m, sizes_n = (1, 64, 65, 128, 200, 256, 1024, 4096), (64, 512, 2112, 4096, 6144, 7168, 8192, 24576, 28672)
-
-    def explain(name: str, **sizes: object) -> str:
-        return epiloq.explain(name, **sizes).partition(", K over")[0]
-
-    dense = {explain("groupwise_mm", m=m, n=n, k=4096) for m, n in itertools.product(sizes_m, sizes_n)}
-    assert len(dense) == tile_rows.GROUPS, sorted(dense)
-    columns = {
-        explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True) for m, n in itertools.product(sizes_m, sizes_n)
-    }
-    assert len(columns) == tile_rows.COLUMNS, sorted(columns)
-    assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
-
-
-# M, N, K that pick every tile of SM90.
-SIZES = [
-    *itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576), (640,)),
-    *[(130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064), (130, 6144, 2064)],
-]
-
-
-@pytest.mark.parametrize(("tiles", "column_scales"), [(tile_rows.GROUPS, False), (tile_rows.COLUMNS, True)])
-def test_sizes_reach_every_tile(tiles: int, column_scales: bool) -> None:
-    how = {"arch": "sm90", "sm_count": 132, "column_scales": column_scales}
-    answers = (epiloq.explain("groupwise_mm", m=m, n=n, k=k, **how) for m, n, k in SIZES)
-    kernels = {answer.partition(", K over")[0] for answer in answers}
-    assert len(kernels) == tiles, kernels
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("columns", [0, 1, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, columns: int) -> None:
-    kernels = set()
-    for m, n, k in SIZES:
-        p = make(m, n, k, device="cuda", recipe=recipe)  # an odd number of blocks
-        if columns:
-            p = p.in_columns(columns)
-        bias = torch.randn(n).to(dtype).cuda()
-        out = poisoned((m, n), dtype, "cuda")
-        call(p, bias, out=out)
-        assert_close(out, *p.operands(), bias)
-        kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
-    assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (100, 512), (264, 16384), (4096, 1536), (6144, 640), (16, 1000)])
-def test_every_way_of_copying_scales_for_few_tokens(seed: int, n: int, k: int) -> None:
-    for m in (1, 4, 7, 16, 33, 64):
-        p = make(m, n, k, device="cuda")
-        expected = call(p)
-        assert_close(expected, *p.operands())
-        blocks = p.scale_b.shape[0]
-        for pitch, first in ((blocks, 0), (up(blocks, 4) * 4, 0), (up(blocks, 4) * 4 + 1, 0), (up(blocks, 4) * 4, 1)):
-            memory = torch.full((p.scale_b.shape[1] * pitch + first,), float("nan"), device="cuda")
-            rows = memory[first:].view(-1, pitch)[:, :blocks]
-            rows.copy_(p.scale_b.t())
-            for columns in (p, p.in_columns(1), p.in_columns(4)):
-                assert torch.equal(epiloq.groupwise_mm(p.a, p.b, columns.scale_a, rows.t()), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sm89_tiles_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> None:
-    kernels = set()
-    with epiloq.config(arch="sm89"):
-        for (m, n), k in itertools.product([(1, 16), (64, 264), (65, 40), (300, 1032)], (16, 128, 400, 2064)):
-            p = make(m, n, k, device="cuda", recipe=recipe)
-            bias = torch.randn(n).to(dtype).cuda()
-            out = poisoned((m, n), dtype, "cuda")
-            call(p, bias, out=out)
-            assert_close(out, *p.operands(), bias)
-            kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
-        assert len(kernels) == 2 and all("mma.sync" in kernel for kernel in kernels), kernels
-        counts = [0, 1, 129, 70, 0, 300, 64, 2]
-        p = make(sum(counts), 520, 640, device="cuda", experts=len(counts))
-        out = poisoned((sum(counts), 520), dtype, "cuda")
-        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-        epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, out=out)
-    left, right = p.operands()
-    for expert, rows in enumerate(torch.arange(sum(counts), device="cuda").split(counts)):
-        assert_close(out[rows], left[rows], right[expert])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("counts", [[0, 1, 129, 700, 0, 1300, 64, 2000], [1, 0, 3, 2] * 16])
-def test_experts_of_many_tiles_on_a_gpu(seed: int, counts: list[int], masked: bool) -> None:
-    """Blocks that go on from one expert to another, on large tiles and on small ones."""
-    experts, most = len(counts), max(counts)
-    n, k = 4096, 640
-    if masked:
-        p = make(most * experts, n, k, device="cuda", experts=experts)
-        a, scale_a = p.a.view(experts, most, k), p.scale_a.view(experts, most, -1)
-        out = poisoned((experts, most, n), torch.bfloat16, "cuda")
-        masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
-        epiloq.grouped_mm(a, p.b, scale_a, p.scale_b, masked_m=masked_m, out=out)
-        rows = [slice(e * most, e * most + count) for e, count in enumerate(counts)]
-        out = out.view(-1, n)
-    else:
-        p = make(sum(counts), n, k, device="cuda", experts=experts).in_columns(4)
-        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-        out = poisoned((sum(counts), n), torch.bfloat16, "cuda")
-        epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, out=out)
-        rows = [slice(int(end) - count, int(end)) for end, count in zip(ends, counts, strict=True)]
-    left, right = p.operands()
-    for expert, part in enumerate(rows):
-        assert_close(out[part], left[part], right[expert])
-
-
-@pytest.mark.gpu
-def test_graphs_and_repeats_give_the_same_bits(seed: int) -> None:
-    p = make(77, 4096, 2048, device="cuda").in_columns(4)
-    expected, out = call(p), torch.empty(77, 4096, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            call(p, out=out)
-    for _ in range(50):
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import re
 from pathlib import Path
@@ -29,7 +28,7 @@ from epiloq.layer_filter import default_filter
 from epiloq.nn import WeightOnlyLinear
 from epiloq.quantize import job as jobs
 from epiloq.quantize import report as report_page
-from epiloq.quantize.budget import amount, candidates, knapsack, search, sensitivity
+from epiloq.quantize.budget import amount, candidates, search, sensitivity
 from epiloq.quantize.budget.probe import Probe, in_float32
 from epiloq.quantize.calibration.blocks import find_blocks
 from epiloq.quantize.calibration.inputs import InputGroup
@@ -65,53 +64,6 @@ def sharpen(model: Any) -> None:
 def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
     model, _ = models.load(Checkpoint(folder))
     return {name: m for name, m in model.named_modules() if isinstance(m, WeightOnlyLinear)}
-
-
-@pytest.mark.parametrize("trial", range(20))
-def test_the_choice_is_the_best_of_all(seed: int, trial: int) -> None:
-    generator = np.random.default_rng(seed + trial)
-    items = int(generator.integers(1, 6))
-    sizes = [generator.integers(1, 50, int(generator.integers(1, 5))).tolist() for _ in range(items)]
-    losses = [generator.random(len(each)).tolist() for each in sizes]
-    least, largest = sum(map(min, sizes)), sum(map(max, sizes))
-    most = int(generator.integers(least, largest + 10))
-    chosen = knapsack.choose(sizes, losses, most)
-
-    def total(values: list[list[float]], options: Any) -> float:
-        return sum(each[option] for each, option in zip(values, options, strict=True))
-
-    every = itertools.product(*(range(len(each)) for each in sizes))
-    best = min(total(losses, options) for options in every if total(sizes, options) <= most)
-    assert total(sizes, chosen) <= most
-    assert total(losses, chosen) == pytest.approx(best)
-    with pytest.raises(ValueError, match=f"at least {least}"):
-        knapsack.choose(sizes, losses, least - 1)
-
-
-def test_a_choice_by_coarse_units_stays_within(seed: int) -> None:
-    """Sizes of millions without a common divisor, in rounded units: no more than allowed, nearly all of it."""
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(10**6, 10**7, (60, 4)).tolist()
-    losses = [sorted(generator.random(4), reverse=True) for _ in sizes]
-    sizes = [sorted(each) for each in sizes]
-    most = (sum(map(min, sizes)) + sum(map(max, sizes))) // 2
-    chosen = knapsack.choose(sizes, losses, most)
-    spent = sum(each[option] for each, option in zip(sizes, chosen, strict=True))
-    assert most - 10**7 < spent <= most
-
-
-@pytest.mark.parametrize(
-    ("said", "count"),
-    [("90MB", 90_000_000), ("1.5 GiB", 3 << 29), ("7kB", 7000), ("123456B", 123456), (".5mb", 500_000)],
-)
-def test_sizes_are_read(said: str, count: int) -> None:
-    assert amount.parse_bytes(said) == count
-
-
-@pytest.mark.parametrize("said", ["", "90", "MB", "-3MB", "90 MBit", "1e9B", "0MB", "nan", "9O MB", "1..5MB"])
-def test_other_sizes_are_refused(said: str) -> None:
-    with pytest.raises(ValueError, match=r"--bytes: expected a number and a unit .* as in 90MB"):
-        amount.parse_bytes(said)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def bench(
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     settle: Annotated[
         float | None,
-        option("On a GPU, milliseconds of a turn that do not count; from 100 on each contender has its own clock. [8]"),
+        option("On a GPU, warm-up milliseconds of each turn; from 100 on each contender runs at its own clock. [8]"),
     ] = None,
     commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
     json: Annotated[Path | None, option("Write everything to FILE after every case; -: to standard output.")] = None,

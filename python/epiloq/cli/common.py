@@ -37,7 +37,7 @@ def complain(command: str, message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print on standard error what a user should know before the work begins."""
+    """Print a warning on standard error before the work begins."""
     from rich.console import Console
 
     Console(stderr=True).print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -61,7 +61,7 @@ def check_installed(what: str, missing: list[str], extra: str) -> None:
 
 
 def _disk_failures() -> tuple[type[Exception], ...]:
-    """What a disk that fails or is full raises: safetensors has an exception of its own for it."""
+    """Exceptions of a disk that fails or is full: safetensors has its own."""
     from safetensors import SafetensorError
 
     return OSError, SafetensorError
@@ -140,7 +140,7 @@ def check_target(path: Path | None, option: str = "--json") -> None:
 
 
 def quiet() -> None:
-    """Keep transformers off the network and its bars and warnings off our display."""
+    """Keep transformers offline, without progress bars and warnings."""
     from epiloq.demo.teacher import keep_offline
 
     keep_offline()

@@ -15,7 +15,7 @@ from epiloq.formats.table import FORMATS
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make. It must not exist.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to create. It must not exist.")],
     layout: Annotated[str, choices("The format to write", FORMATS, "--format", "FORMAT")],
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:

@@ -43,7 +43,7 @@ def choose_schemes(asked: str | None) -> tuple[str, ...]:
 
 
 def choose_devices(asked: str) -> tuple[str, ...]:
-    """The devices to measure on: ``auto`` is the CPU and, where there is one, the GPU beside it."""
+    """The devices to measure on: ``auto`` is the CPU and, if there is one, the GPU."""
     import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
@@ -185,10 +185,10 @@ def demo(
         int, typer.Option(min=FEWEST_TOKENS, max=MOST_TOKENS, help="Tokens of text to evaluate on.")
     ] = 3072,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the CPU and, where there is one, the GPU beside it.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the CPU and, if there is one, the GPU.")
     ] = "auto",
 ) -> None:
-    """Quantise a real language model: perplexity, size, speed and layer errors beside the original's."""
+    """Quantise a real language model: perplexity, size, speed and layer errors, compared with the original."""
     from epiloq.demo import DemoError
     from epiloq.demo.teacher import NAME, find_gguf, is_model, keep_offline
 

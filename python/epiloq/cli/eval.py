@@ -160,7 +160,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int, typer.Option(min=ALL, help="Documents of each task at most; 0 for all.")] = ALL,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
-    force: Annotated[bool, typer.Option("--force", help="Go on although the text is too short to tell much.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Evaluate although the text is too short.")] = False,
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
     """Measure a model's perplexity on a text, its divergence from another model, or what it achieves in tasks.

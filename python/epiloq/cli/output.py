@@ -20,7 +20,7 @@ STDOUT = Path("-")
 
 @dataclass
 class Display:
-    """What the user asked for, whichever command runs."""
+    """Output options, shared by all commands."""
 
     quiet: bool = False
 

@@ -96,7 +96,7 @@ def budget_of(scheme: str | None, file_bytes: str | None, bits: float | None, ca
 
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to make. It must not exist.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to create. It must not exist.")],
     scheme: Annotated[
         str | None,
         choices("What the layers become; or a budget, --bytes or --bits", available(), "--scheme", "SCHEME"),
@@ -106,7 +106,7 @@ def quantize(
         typer.Option(
             "--bytes",
             metavar="SIZE",
-            help="In the place of a scheme, the size of the weight files, such as 90MB: schemes are chosen for each "
+            help="Instead of a scheme, the size of the weight files, such as 90MB: schemes are chosen for each "
             "layer, for the least KL divergence.",
             show_default=False,
         ),

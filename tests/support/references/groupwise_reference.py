@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import epiloq
 from reference import ulp
 
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
@@ -81,3 +82,8 @@ def assert_close(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None =
             out.double().square().sum() + reference.square().sum()
         )
         assert difference < 1e-3
+
+
+def call(p: Problem, bias: Tensor | None = None, **kwargs: object) -> Tensor:
+    """`epiloq.groupwise_mm` of a problem."""
+    return epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, bias, recipe=p.recipe, **kwargs)  # type: ignore[arg-type]
