@@ -20,7 +20,7 @@ from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
-from epiloq.weights.tensor_checks import check_memory
+from epiloq.weights.tensor_checks import check_apart, check_memory
 
 _NAME = "grouped_packed_mm"
 # Rows of an expert on average above which products of one expert after the other are faster than the kernel that
@@ -121,6 +121,10 @@ def run(
         check_out_dtype(x, result.dtype)
     elif result.dtype != x.dtype:
         _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
+    if out is not None:
+        read = {"x": x, "scale_a": scale_a, "masked_m" if offs is None else "offs": counts}
+        parts = {"weight.q": q, "weight.scale": scale, "weight.zero": zero, "weight.offset": offset}
+        check_apart("out", out, read | parts, _NAME)
     whole, rows = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size), n // experts
     if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
         if out is not None:

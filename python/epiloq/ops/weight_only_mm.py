@@ -19,6 +19,7 @@ from epiloq._torch.library import (
 )
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
+from epiloq.weights.tensor_checks import check_memory
 
 _NAME = "weight_only_mm"
 _WIDER = "; weight.in_bits(4) is the same weight, as epiloq.nn.WeightOnlyLinear holds it on a GPU"
@@ -125,6 +126,7 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
         raise ValueError(f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
     if perm.shape != (k,):
         raise ValueError(f"epiloq.{_NAME}: weight.perm: expected [{k}], got {list(perm.shape)}")
+    check_memory("weight.perm", perm, x.device, _NAME)  # torch selects anything by an index on the meta device
     return x.index_select(-1, perm)
 
 

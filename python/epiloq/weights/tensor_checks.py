@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NoReturn
 
@@ -50,6 +51,13 @@ def check_written(name: str, tensor: Tensor, shape: tuple[int, ...], operation: 
         rows = tensor.view(-1, shape[-1])
         if rows.stride(0) < shape[-1]:
             refuse(operation, name, "rows that do not overlap", described(tensor))
+
+
+def check_apart(name: str, tensor: Tensor, others: Mapping[str, Tensor | None], operation: str) -> None:
+    """Raise ValueError where what is written shares memory with what is read."""
+    for other, read in others.items():
+        if read is not None and overlap(tensor, read):
+            refuse(operation, name, f"memory apart from {other}'s", "an overlap")
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -114,7 +114,7 @@ def _run(
     target = _empty(x, n, kernel, place) if out is None else out
     sizes = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
-    rows = target.permute(0, 2, 3, 1)
+    rows = _rows(target)
     arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads_for(x))
     if _core.conv2d_weight_only(rows, pixels, *arguments):
         pass
@@ -163,6 +163,13 @@ def _pixels(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous()
 
 
+def _rows(out: Tensor) -> Tensor:
+    """out as ``[B, P, Q, Co]``."""
+    if out.ndim != 4:
+        raise ValueError(f"epiloq.{_NAME}: out: expected 4 dimensions [B, Co, P, Q], got {list(out.shape)}")
+    return out.permute(0, 2, 3, 1)
+
+
 def _empty(x: Tensor, n: int, kernel: tuple[int, int], where: Geometry) -> Tensor:
     p, q = where.output_size(x.shape[2:], kernel)
     # Sizes are checked with everything else, once, in C++; here they only must not break the allocation.
@@ -189,7 +196,7 @@ def explain(
     out = _empty(x, w.n, w.kernel, where) if out is None else out
     packed = (w.q, w.scale, w.zero, w.offset, bias)
     arguments: tuple[Any, ...] = (*packed, *numbers[:6], w.depthwise, *numbers[6:])
-    return _core.explain_conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments)
+    return _core.explain_conv2d_weight_only(_rows(out), pixels, *arguments)
 
 
 def _run_lists(*arguments: Any, out: Tensor | None = None) -> Tensor:
