@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import epiloq
 from command_line import run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -116,3 +117,40 @@ def test_experts_as_modelopt_has_them(epiloq_in_transformers: None, seed: int, t
     assert torch.equal(*found)
     expert = "model.layers.1.block_sparse_moe.experts.3.w1"
     assert f"{expert}.weight_scale_2" in Checkpoint(tmp_path / "modelopt").files
+
+
+@torch.no_grad()
+def test_layers_that_engines_multiply_as_one_share_a_global_scale(seed: int, tmp_path: Path) -> None:
+    """Of the largest number in any of them, in memory and on the command line; others have their own."""
+    model = deepseek()
+    weights = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights |= {
+        f"{EXPERTS}.{e}.{part}": module.get_parameter(stack)[e]
+        for name, module in model.named_modules()
+        if name == EXPERTS
+        for e in range(8)
+        for part, stack in (("gate_proj", "gate_up_proj"), ("down_proj", "down_proj"))
+    }
+    model.save_pretrained(tmp_path / "model")
+    options = ("--scheme", "w4a16-nvfp4", "--algorithm", "rtn", "--output", tmp_path / "out")
+    assert run("quantize", tmp_path / "model", *options).exit_code == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    found = {
+        name.removesuffix(".weight_global_scale"): t for name, t in tensors.items() if name.endswith("global_scale")
+    }
+    latent = "model.layers.0.self_attn.q_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa"
+    dense = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
+    for names in (latent, dense):
+        expected = 2688 / max(weights[name].abs().max() for name in names)
+        for name in names:
+            torch.testing.assert_close(found[name].squeeze(), expected)
+    for e in range(8):
+        both = weights[f"{EXPERTS}.{e}.gate_proj"]  # gate and up
+        for part, weight in (("gate", both), ("up", both), ("down", weights[f"{EXPERTS}.{e}.down_proj"])):
+            torch.testing.assert_close(found[f"{EXPERTS}.{e}.{part}_proj"].squeeze(), 2688 / weight.abs().max())
+    experts = epiloq.quantize_(model, "w4a16-nvfp4").get_submodule(EXPERTS)
+    assert isinstance(experts, GatedExperts)
+    assert experts.gate_up._made[2].numel() == 8  # one product
+    for name, tensor in experts.file_state().items():
+        if name.endswith("global_scale"):
+            assert torch.equal(tensor, tensors[f"{EXPERTS}.{name}"])

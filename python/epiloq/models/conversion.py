@@ -12,7 +12,9 @@ from epiloq.layer_filter import Filter
 from epiloq.models.choice import choose
 from epiloq.models.conv1d import transposed
 from epiloq.models.mixtures import apart, left_stacked, settle_
+from epiloq.models.multiplied_as_one import together
 from epiloq.observers import Observer, evaluating, input_quantizers
+from epiloq.weights.fp4 import divisor_of
 
 if TYPE_CHECKING:
     from epiloq.schemes import Scheme
@@ -62,6 +64,8 @@ def _convert(
         layers = {names[0]: model.get_submodule(names[0]) for names in groups}
         with evaluating(model):
             inputs = input_quantizers(layers, lambda: calibrate(model), observer, symmetric=symmetric)
+    if chosen.options.get("format") == "nvfp4":
+        inputs = _shared_divisors(model, groups)
     for names, seen in zip(groups, inputs, strict=True):
         quantised = chosen.convert(model.get_submodule(names[0]), **seen)
         for name in names:
@@ -69,3 +73,13 @@ def _convert(
             setattr(model.get_submodule(parent), leaf, quantised)
         # As soon as a layer's experts are complete, their float weights are released.
         settle_(model, names[0].rpartition(".")[0].rpartition(".")[0])
+
+
+def _shared_divisors(model: nn.Module, groups: list[list[str]]) -> list[dict[str, Any]]:
+    """The divisor of each layer of NVFP4, given its names: that of all layers which engines multiply as one."""
+    found: dict[str, Any] = {}
+    for names in together(names[0] for names in groups):
+        weights: list[Any] = [model.get_submodule(name).weight for name in names]
+        if not any(weight.is_meta for weight in weights):
+            found |= dict.fromkeys(names, divisor_of(*(weight.detach() for weight in weights)))
+    return [{"divisor": found[names[0]]} if names[0] in found else {} for names in groups]

@@ -99,8 +99,11 @@ class Fp4Linear(PreparedLinear):
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, *, format: str = "nvfp4") -> Fp4Linear:
+    def from_linear(cls, linear: nn.Linear, *, format: str = "nvfp4", divisor: Tensor | None = None) -> Fp4Linear:
         """Round `linear` (left as it is) to the nearest numbers, as `epiloq.fp4_quantize` does.
+
+        `divisor`, float32 ``[1]``, of "nvfp4": the reciprocal of the factor, for layers that share theirs; by default
+        the layer's own.
 
         Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         formats.
@@ -111,7 +114,10 @@ class Fp4Linear(PreparedLinear):
             linear.in_features, linear.out_features, has_bias, format=format, device=weight.device, dtype=weight.dtype
         )
         if not weight.is_meta:
-            divisor = divisor_of(weight) if FORMATS[format].has_global_scale else None
+            if not FORMATS[format].has_global_scale:
+                divisor = None
+            elif divisor is None:
+                divisor = divisor_of(weight)
             factor = None if divisor is None else divisor.reciprocal()
             codes, scale, _ = epiloq.fp4_quantize(weight.detach(), format, global_scale=factor)
             packed = epiloq.pack_fp4_weight(codes, scale, in_features=layer.in_features)

@@ -147,11 +147,11 @@ class Fp4Grid:
         """This one: the format fixes the type of scales."""
         return self
 
-    def for_weight(self, weight: Tensor) -> Fp4Grid:
-        """With the divisor of a weight, where the format has one and it is not known."""
+    def for_weight(self, weight: Tensor, *others: Tensor) -> Fp4Grid:
+        """With the divisor of a weight, or of all that share theirs, where the format has one and it is not known."""
         if self.divisor is not None or not fp4.FORMATS[self.format].has_global_scale:
             return self
-        return replace(self, divisor=fp4.divisor_of(weight).item())
+        return replace(self, divisor=fp4.divisor_of(weight, *others).item())
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales that span `low` to `high`, as far as the format's rule has them do so."""

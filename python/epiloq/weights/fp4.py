@@ -240,15 +240,16 @@ def _no(argument: str, expected: object, got: object) -> NoReturn:
     refuse(_QUANTIZE, argument, expected, got)
 
 
-def divisor_of(weight: Tensor) -> Tensor:
-    """``6 * 448 / max|W|`` of the finite numbers, float32 ``[1]``; 1 of a weight without others than 0.
+def divisor_of(*weights: Tensor) -> Tensor:
+    """``6 * 448 / max|W|`` of the finite numbers of all weights, float32 ``[1]``; 1 where there are none but 0.
 
     compressed-tensors stores it; its reciprocal is the global scale. At most 2^126, whose reciprocal is normal.
     """
-    highest = weight.new_zeros(1, dtype=torch.float32)
-    for rows in row_chunks(weight.shape[0], weight.shape[1], _AT_ONCE) if weight.numel() else ():
-        size = weight[rows].abs()
-        highest = torch.maximum(highest, size.where(size.isfinite(), 0).amax().float())
+    highest = weights[0].new_zeros(1, dtype=torch.float32)
+    for weight in weights:
+        for rows in row_chunks(weight.shape[0], weight.shape[1], _AT_ONCE) if weight.numel() else ():
+            size = weight[rows].abs()
+            highest = torch.maximum(highest, size.where(size.isfinite(), 0).amax().float().to(highest.device))
     divisor = highest.new_tensor(LARGEST * _E4M3.max) / highest
     return torch.where(highest == 0, 1.0, divisor.clamp(max=2.0**126))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from epiloq.models.multiplied_as_one import together
 from epiloq.quantize.algorithms.autoround import autoround
 from epiloq.quantize.algorithms.awq import awq_scale, output_error
 from epiloq.quantize.algorithms.gptq import gptq
@@ -22,7 +23,7 @@ from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_in
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
 from epiloq.quantize.calibration.statistics import InputStatistics
-from epiloq.weights.codebooks import Calibrated
+from epiloq.weights.codebooks import Calibrated, Fp4Grid
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Codebook, rtn
 
@@ -152,13 +153,23 @@ class Work:
         weights: dict[str, Calibrated] = {}
         errors: dict[str, float] = {}
         owners = balanced([layer.weight.numel() for layer in layers.values()], self.ranks.world)
+        grids = self._shared_grids(layers)
         for (name, layer), owner in zip(layers.items(), owners, strict=True):
             if owner == self.ranks.rank:
-                weights[name] = rtn(layer.weight, self.grid_of(name), self._moments(None, layer.weight))
+                weights[name] = rtn(layer.weight, grids[name], self._moments(None, layer.weight))
                 lost = (weights[name].dequantize() - layer.weight.float()).norm()
                 whole = layer.weight.float().norm()
                 errors[name] = float(lost / whole) if whole else 0.0
         return weights, errors
+
+    def _shared_grids(self, layers: Mapping[str, nn.Linear]) -> dict[str, Codebook[Calibrated]]:
+        """The grid of each layer: of FP4 with the scale of whole weights that engines multiply as one."""
+        grids = {name: self.grid_of(name) for name in layers}
+        for names in together(layers):
+            grid = grids[names[0]]
+            if isinstance(grid, Fp4Grid) and all(grids[name] == grid for name in names):
+                grids |= dict.fromkeys(names, grid.for_weight(*(layers[name].weight for name in names)))
+        return grids
 
     def _compensated(
         self, layers: dict[str, nn.Linear], groups: Sequence[InputGroup]
