@@ -1,4 +1,4 @@
-"""What the documentation shows is true: Python runs as it stands, commands and options exist, links lead somewhere."""
+"""The documentation is right: its Python runs, commands and options exist, links have targets."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_commands_and_options_exist(page: Path) -> None:
 
 
 @every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in documents.links(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
@@ -118,7 +118,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_nobody_is_sent_to_an_index() -> None:
-    """epiloq is on none: texts say `pip install '.[extra]'`."""
+    """epiloq is on no package index: texts say `pip install '.[extra]'`."""
     for page in documents.PAGES:
         assert not re.search(r"pip install ['\"]?epiloq\b", page.read_text(encoding="utf-8")), page
 

@@ -97,7 +97,7 @@ def test_int8_restores_floats_as_the_cpu_does(seed: int, dtype: torch.dtype) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pixels", "outputs"), [(20000, 256), (40000, 600), (70000, 24), (5000, 520), (333, 1000)])
 def test_int8_of_many_pixels(seed: int, pixels: int, outputs: int) -> None:
-    """Every tile with more blocks than SMs, and more stages than the ring has; both forms of the operation."""
+    """Every tile with more blocks than SMs, and more K steps than stages; both forms of the operation."""
     for image, kernel in (((pixels, 1), (1, 1)), ((pixels // 50, 50), (3, 3))):
         arguments = int8_arguments(image, kernel, 32, outputs, 1, batch=1) | where(1, kernel[0] // 2, 1)
         expected = conv2d_int8(**arguments, output_scale=1.0)

@@ -59,7 +59,7 @@ def test_weight_only_kernels(seed: int, kind: str, bits: int, arch: str) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_weight_only_of_a_deep_layer(seed: int, arch: str) -> None:
-    """Long enough for K to be shared by a cluster, and for every stage of the ring to be used again."""
+    """Long enough for K to be shared by a cluster, and for every stage to be used again."""
     for image, dtype in itertools.product(((7, 7), (14, 14)), (torch.float16, torch.bfloat16)):
         arguments = weight_only_arguments(image, (3, 3), 512, 512, 1, "zero", bits=4, group_size=128, dtype=dtype)
         with epiloq.config(arch=arch):

@@ -122,7 +122,7 @@ def test_blocks_of_a_cluster_share_k(seed: int, hopper: None, bits: int, row: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", range(len(TILES)))
 def test_a_block_takes_several_tiles(seed: int, hopper: None, row: int) -> None:
-    """More tiles than SMs: the ring, and the walk over taps, go on from tile to tile."""
+    """More tiles than SMs: the pipeline, and the loop over taps, continue from tile to tile."""
     w, place = integers(130, (3, 3), 64), Place((1, 1), (1, 0, 2, 1))
     x = surrounded((2, 96, 97, 64), torch.bfloat16, integer=True)
     assert_equal(run((row, 1), x, w.packed, place), conv_reference.sums(x, w.exact, place).bfloat16())

@@ -88,7 +88,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def huge(file: Path) -> None:
-    """Ten gigabytes that take no room on the disk."""
+    """A sparse file of ten gigabytes."""
     with file.open("wb") as stream:
         stream.truncate(10 << 30)
 

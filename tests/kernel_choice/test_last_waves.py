@@ -66,7 +66,7 @@ def test_every_tile(seed: int, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_same_bits_behind_one_another(seed: int) -> None:
-    """Each product begins while the one before ends: rings, barriers and slots are in order."""
+    """Each product begins while the one before ends: pipelines, barriers and slots stay consistent."""
     p = make_problem(*IN_A_ROW["int8"], device="cuda", bias=True)
     q = make(*IN_A_ROW["groups"], device="cuda").in_columns(4)
     groups, rows = (q.a, q.b, q.scale_a, q.scale_b), (p.a, p.b, p.scale_a, p.scale_b, p.bias)

@@ -82,7 +82,7 @@ def test_integers_are_exact(seed: int, arch: str, group: int, bits: int) -> None
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_sm75_has_the_bits_of_sm80(seed: int, group: int, bits: int) -> None:
-    """Where one team adds up all of K, the same roundings follow one another."""
+    """With one K group, which sums all of K, the roundings are the same."""
     if not {"sm75", "sm80"} <= set(epiloq._core.built_archs()):
         pytest.skip("built without sm75 or sm80")
     for m, n, k in ((300, 520, 2048), (200, 100, 1000), (1030, 2600, 300)):
@@ -90,7 +90,7 @@ def test_sm75_has_the_bits_of_sm80(seed: int, group: int, bits: int) -> None:
         weight = make_weight(n, k, group, bits=bits, device="cuda").prepared()
         results = []
         for arch in ("sm75", "sm80"):
-            assert "teams 1" in kernel(m, n, k, group, bits, arch)
+            assert "K groups 1" in kernel(m, n, k, group, bits, arch)
             with epiloq.config(arch=arch):
                 results.append(epiloq.online_quant_mm(x, weight, bias=x[0, :1].expand(n).contiguous(), clamp=(-9, 9)))
         assert torch.equal(*results)

@@ -160,7 +160,7 @@ def test_many_rows(seed: int, x_dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("x_dtype", FLOATS)
 def test_many_narrow_rows(seed: int, x_dtype: torch.dtype) -> None:
-    """A warp each and several a block, of which the last has room to spare; nothing is written behind them."""
+    """A warp each and several a block, of which the last is not full; nothing is written after them."""
     for shape in ((2999, 8), (3001, 256), (2202, 1000)):
         x, residual = ((3 * torch.randn(shape)).to(x_dtype).cuda() for _ in range(2))
         weight = (torch.rand(shape[1]) + 0.5).to(x_dtype).cuda()

@@ -51,7 +51,7 @@ def invariant() -> Iterator[None]:
 
 
 def counts(seed: int, most: int = MOST) -> list[int]:
-    """Every number of rows that chooses another kernel somewhere, and some more."""
+    """Every number of rows from which another kernel may be chosen, and some more."""
     edges = {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 255, 256, 257, most}
     return sorted({m for m in edges if m <= most} | set(Random(seed).sample(range(1, most + 1), 12)))
 

@@ -249,7 +249,7 @@ def test_repr_and_bytes() -> None:
 
 
 def test_packing_is_quick() -> None:
-    """A weight of 117 million in a second or two; here a fourteenth of it, with room for a busy machine."""
+    """A weight of 117 million in a second or two; here a fourteenth of it, with a margin for a busy machine."""
     q, scale = torch.zeros(2048, 4096, dtype=torch.int8), torch.ones(2048, 32)
     start = time.perf_counter()
     epiloq.pack_weight(q, scale, bits=4, group_size=128)

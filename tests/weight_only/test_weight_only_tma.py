@@ -126,7 +126,7 @@ def test_a_ring_of_stages_goes_round(seed: int, kernel: Kernel, bits: int) -> No
 
 @each_kernel
 def test_a_block_takes_several_tiles(seed: int, kernel: Kernel) -> None:
-    """The ring goes on from tile to tile, while the last one is stored: more tiles than an SM each, again exact."""
+    """The pipeline continues from tile to tile, while the last one is stored: more tiles than SMs, again exact."""
     n, k = 20_001, 640
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)

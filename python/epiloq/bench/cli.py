@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -131,29 +131,13 @@ def _bench_model(
     shares: int,
     options: dict[str, Any],
 ) -> None:
-    from epiloq import schemes
-
     try:
-        ready = [name for name in schemes.available() if not schemes.SCHEMES[name].static]
-        _check_names("scheme", scheme, ready)
-        _check_names("head", options["head"] and [options["head"]], ready)
-        _check_names("cache", options["cache"] and [options["cache"]], CACHES)
-        _check_names("peer", options["peers"], MODEL_PEERS)
+        _check_model_options(scheme, mode, options)
         if shares < 0:
             raise ValueError(f"bench: --shares: expected at least 0, got {shares}")
-        _check_names("mode", mode, MODES)
-        _check_names("form", options["forms"], FORMS)
         target = _device(device)
         _check_targets(json, plot)
-        counts = {
-            "layers": [layers or 1],
-            "batch": batch or [1],
-            "context": [context],
-            "prompt": [options["prompt"] or 1],
-        }
-        for name, numbers in counts.items():
-            if min(numbers) < 1:
-                raise ValueError(f"bench: --{name}: expected at least 1, got {min(numbers)}")
+        _check_counts(layers=[layers or 1], batch=batch or [1], context=[context], prompt=[options["prompt"] or 1])
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
@@ -168,18 +152,39 @@ def _bench_model(
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    to = sys.stderr if json == STDOUT else sys.stdout
-    print(table(results), file=to)
-    for name, reason in beside.left_out.items():
-        print(f"{name} is left out: {reason}", file=to)
-    if beside.shares:
-        print("\n" + shares_table(beside.shares, shares), file=to)
+    _print_models(results, beside, shares, sys.stderr if json == STDOUT else sys.stdout)
     if json == STDOUT:
         write_json(STDOUT, environment, results, beside)
     if plot:
         draw_models(results, plot)
     if plot and beside.shares:
         draw_shares(beside.shares, shares, plot.with_stem(f"{plot.stem}_shares"))
+
+
+def _check_model_options(scheme: list[str] | None, mode: list[str] | None, options: dict[str, Any]) -> None:
+    from epiloq import schemes
+
+    ready = [name for name in schemes.available() if not schemes.SCHEMES[name].static]
+    _check_names("scheme", scheme, ready)
+    _check_names("head", options["head"] and [options["head"]], ready)
+    _check_names("cache", options["cache"] and [options["cache"]], CACHES)
+    _check_names("peer", options["peers"], MODEL_PEERS)
+    _check_names("mode", mode, MODES)
+    _check_names("form", options["forms"], FORMS)
+
+
+def _check_counts(**counts: Sequence[int]) -> None:
+    for name, numbers in counts.items():
+        if min(numbers) < 1:
+            raise ValueError(f"bench: --{name}: expected at least 1, got {min(numbers)}")
+
+
+def _print_models(results: Sequence[Measured], beside: Beside, shares: int, to: TextIO) -> None:
+    print(table(results), file=to)
+    for name, reason in beside.left_out.items():
+        print(f"{name} is left out: {reason}", file=to)
+    if beside.shares:
+        print("\n" + shares_table(beside.shares, shares), file=to)
 
 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:

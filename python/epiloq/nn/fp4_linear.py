@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.prepared_linear import PreparedLinear, check_choice, check_linear
 from epiloq.weights.fp4 import FORMATS, divisor_of
 from epiloq.weights.packed_fp4_weight import (
     PackedFp4Weight,
@@ -156,13 +155,6 @@ class Fp4Linear(PreparedLinear):
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         return self._value(*tensors).row_slice(first, last).dequantize()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
-        self._check_width(x)
-        if x.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
-        return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         bias = None if tensors[1] is None else tensors[1].to(x.dtype)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.base.fp8_weight import fp8_weight_product
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
 
 # What `quantize_fp8` calls the blocks for which it measures scales.
 _GRANULARITIES: dict[tuple[int, ...], str] = {(1, -1): "token", (-1, -1): "tensor", (FP8_BLOCK, FP8_BLOCK): "block"}
@@ -99,13 +98,6 @@ class Fp8WeightOnlyLinear(PreparedLinear):
             scale = scale.repeat_interleave(columns, 1)[:, : self.in_features]
         found: Tensor = weight_q[first:last, : self.in_features].to(torch.float32) * scale
         return found
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
-        self._check_width(x)
-        if x.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
-        return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         refuse_batch_invariant("epiloq.nn.Fp8WeightOnlyLinear", DENSE_PRODUCT)

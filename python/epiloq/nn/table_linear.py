@@ -9,8 +9,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.prepared_linear import PreparedLinear
 from epiloq.ops.table_mm import dequantized
 
 ENTRIES = 16
@@ -68,13 +67,6 @@ class TableLinear(PreparedLinear):
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, table, scale = tensors
         return dequantized(weight_q, table, scale, self.in_features, self.block_size, range(first, last))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
-        self._check_width(x)
-        if x.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
-        return self._call(x, self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, table, scale = tensors

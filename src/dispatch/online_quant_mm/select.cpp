@@ -247,7 +247,7 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
   bool const sm75 = choice.family == Family::kSm75;
   BlockwiseConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
   text << (sm75 ? "sm75" : "sm80") << " mma.sync" << operands.str() << c.tile_m() << 'x' << c.tile_n() << "x128 warp "
-       << c.warp_m << 'x' << c.warp_n << " teams " << c.k_groups << " stages " << c.stages;
+       << c.warp_m << 'x' << c.warp_n << " K groups " << c.k_groups << " stages " << c.stages;
   return text.str();
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 int between(std::mt19937& random, int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); }
 
-// Any shape, with kernels larger than the image where the padding makes room for them.
+// Any shape, with kernels larger than the image if the padding allows it.
 conv::Shape random_shape(std::mt19937& random) {
   auto const pick = [&random](int low, int high) { return between(random, low, high); };
   conv::Shape s{};

@@ -19,7 +19,7 @@ _DTYPES = ("F32", "F16", "BF16", "F64", "I8", "U8", "I32", "I64", "F8_E4M3", "BO
 
 
 def change_json(rng: Random, value: Any) -> Any:
-    """A copy with one entry, somewhere, replaced, removed, renamed or doubled."""
+    """A copy with a random entry replaced, removed, renamed or doubled."""
     found = json.loads(json.dumps(value))
     places = list(_places(found))
     if not places:

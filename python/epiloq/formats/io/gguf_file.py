@@ -146,7 +146,7 @@ class _Cursor:
         return found
 
     def count(self, number: int, least: int) -> int:
-        """A number of things of at least so many bytes each, which the rest of the bytes must have room for."""
+        """A number of things of at least so many bytes each, which the remaining bytes must suffice for."""
         if number * least > len(self.data) - self.at:
             raise ValueError(f"expected at most {len(self.data) - self.at} bytes at {self.at}, for {number} entries")
         return number

@@ -14,7 +14,7 @@ from epiloq._torch.library import PLAIN
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.frozen import FrozenLinear
-from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT
+from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
 from epiloq.weights.computed import check_finite, refresh
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,6 +152,13 @@ class PreparedLinear(FrozenLinear):
     def _padded(self, name: str) -> Tensor | None:
         stored = self._values if name == "weight_q" else self._stored(name)
         return None if stored is None else padded(stored, self._padded_shapes[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = convert_input(self, x)
+        self._check_width(x)
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
+        return self._call(x, self._made)
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -51,7 +51,7 @@ def choose(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], mo
 def _spend(
     chosen: list[int], sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most: int
 ) -> list[int]:
-    """Take the single exchange that gains most for as long as one fits, which rounding may have left room for."""
+    """Take the single exchange that gains most for as long as one fits, which rounding may have made possible."""
     left = most - sum(each[option] for each, option in zip(sizes, chosen, strict=True))
     while True:
         gains = [

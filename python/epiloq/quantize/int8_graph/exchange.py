@@ -39,7 +39,7 @@ def exchange_int8(
       were calibrated on one tensor do), the layer requantises its sums to those.
     - Between them, int8 goes through what moves values alone: reshaping, permuting, concatenating, enlarging to
       nearest neighbours, shuffling pixels, pooling maxima (`int8_kinds.MOVES`). The results are those of quantising
-      later, exactly; floats that need more room afterwards are quantised before.
+      later, exactly; floats that need more memory afterwards are quantised before.
     - With `calibrate`, functions of single values between layers (hard swish, sigmoid, factors and terms;
       `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each dequantised value
       gives, exactly. The layer before needs a scale of its own for that, of the range that `observer` ("min-max",
