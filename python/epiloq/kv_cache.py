@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,15 @@ class _Scaled:
     value_scale: Any = None
     config: Any = None
     """Of the model, which says how it attends now."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Scaled:
+        """A copy for the same model, whose configuration it shares, unless that is being copied too."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            shared = name == "config"
+            setattr(copied, name, memo.get(id(value), value) if shared else copy.deepcopy(value, memo))
+        return copied
 
     @property
     def nbytes(self) -> int:
@@ -209,15 +219,21 @@ class QuantizedCache(Cache):
         max_cache_len: tokens of a cache of fixed size; None for one that grows.
 
     Raises:
-        ValueError: another `dtype`, fewer than 1 token, or a model with layers of another kind than full attention
-            and sliding windows (linear attention, indexed attention), which the message names.
+        ValueError: another `dtype`, something else than a configuration, fewer than 1 token, or a model with layers of
+            another kind than full attention and sliding windows (linear attention, indexed attention), which the
+            message names.
     """
 
     def __init__(self, config: Any, dtype: str = "int8", max_cache_len: int | None = None) -> None:
         if dtype not in KINDS:
             raise ValueError(f"epiloq.QuantizedCache: dtype: expected {' or '.join(KINDS)}, got {dtype!r}")
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"epiloq.QuantizedCache: max_cache_len: expected at least 1, got {max_cache_len}")
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(
+                f"epiloq.QuantizedCache: config: expected the model's configuration, model.config, got "
+                f"{type(config).__name__}"
+            )
+        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+            raise ValueError(f"epiloq.QuantizedCache: max_cache_len: expected at least 1 token, got {max_cache_len!r}")
         if max_cache_len is None:
             layers = DynamicCache(config=config).layers
         else:

@@ -84,8 +84,8 @@ def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
     ("kind", "target", "said"),
     [
         ("int8 channel", "awq", "cannot represent 8 bits"),
-        ("w8a8", "gptq", "activations cannot be said"),
-        ("w8a8", "awq", "activations cannot be said"),
+        ("w8a8", "gptq", "cannot represent quantised activations"),
+        ("w8a8", "awq", "cannot represent quantised activations"),
         ("int4 asymmetric", "deepseek-fp8", "cannot represent integers of 4 bits, only FP8 in blocks of 128 x 128"),
         ("int4 asymmetric", "compressed-tensors", "is in the format compressed-tensors already"),
         ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, modelopt, epiloq"),
@@ -102,8 +102,8 @@ def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, said: st
 @pytest.mark.parametrize("scheme", ["w8a8-block", "w4a8-block"])
 def test_what_only_epiloq_says(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(**ROUND), scheme), tmp_path / "in")
-    for target in ("compressed-tensors", "gptq", "awq", "deepseek-fp8"):
-        with pytest.raises(FormatError, match=r"cannot represent OnlineQuantLinear\("):
+    for target in ("compressed-tensors", "gptq", "awq", "deepseek-fp8", "modelopt"):
+        with pytest.raises(FormatError, match=rf": {target}: cannot represent OnlineQuantLinear\("):
             convert.prepare(tmp_path / "in", tmp_path / "out", target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -170,12 +171,36 @@ def test_sliding_layers_keep_the_models_type(seed: int) -> None:
         assert 0 < float((logits - expected).norm() / expected.norm()) < 0.02
 
 
+@pytest.mark.parametrize("length", [None, 40])
+@torch.no_grad()
+def test_a_copy_is_of_the_same_model(length: int | None, seed: int) -> None:
+    """As a prompt that several answers begin with: the model may attend in another way by then."""
+    made = epiloq.quantize_(model(), "w8a16")
+    ids, name = torch.randint(0, 64, (2, 5)), argument(made)
+    cache = epiloq.QuantizedCache(made.config, max_cache_len=length)
+    before = copy.deepcopy(cache)
+    epiloq.optimize_(made)
+    made(ids, **{name: cache})
+    copied, both = copy.deepcopy(cache), copy.deepcopy((made, cache))
+    expected = made(ids[:, :1], **{name: cache}).logits
+    assert torch.equal(both[0](ids[:, :1], **{name: both[1]}).logits, expected)
+    made.set_attn_implementation("eager")
+    both[0].set_attn_implementation("eager")
+    for each, states in ((made, copied), (both[0], copy.deepcopy(both[1]))):
+        assert each(ids[:, :1], **{name: states}).logits.isfinite().all()
+    assert before.layers[0].config is made.config
+
+
 def test_refused() -> None:
     config = model().config
     with pytest.raises(ValueError, match="dtype: expected int8 or fp8, got 'int4'"):
         epiloq.QuantizedCache(config, "int4")
-    with pytest.raises(ValueError, match="max_cache_len: expected at least 1, got 0"):
-        epiloq.QuantizedCache(config, max_cache_len=0)
+    for wrong in (0, 2.5, "9"):
+        with pytest.raises(ValueError, match=f"max_cache_len: expected at least 1 token, got {wrong!r}"):
+            epiloq.QuantizedCache(config, max_cache_len=wrong)  # type: ignore[arg-type]
+    for given in (None, model()):
+        with pytest.raises(ValueError, match=r"config: expected the model's configuration, model.config, got"):
+            epiloq.QuantizedCache(given)
     hybrid = getattr(transformers, "Qwen3NextConfig", None)
     if hybrid is not None:
         with pytest.raises(ValueError, match="expected layers of full attention or sliding windows, got Linear"):

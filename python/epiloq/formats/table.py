@@ -108,7 +108,7 @@ def _as_model(dtype: torch.dtype, quantization: Quantization | None) -> torch.dt
 def _weights_only(name: str, weight: Weight, quantization: Quantization | None) -> QuantizedWeight:
     """A weight that a format can take which knows float16 scales and nothing of activations."""
     if quantization is not None and quantization.activations:
-        raise FormatError(f"{name}: quantised activations cannot be said; use compressed-tensors or epiloq")
+        raise FormatError(f"{name}: cannot represent quantised activations; use compressed-tensors or epiloq")
     value = on_grid(weight, name)
     exact(value.scale, (torch.float16,), name)
     return value
@@ -144,8 +144,8 @@ def _describe_compressed(weight: Weight, quantization: Quantization | None) -> D
     return of_grid(described, compressed_tensors.INTEGER if in_bytes else compressed_tensors.PACKED)
 
 
-def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
-    """FP8 and FP4 weights of a module that `Description.module` names."""
+def _describe_float8(weight: BlockWeight | ModuleWeight, name: str = "compressed-tensors") -> Description:
+    """FP8 and FP4 weights of a module that `Description.module` names, for the format `name`."""
     layout, group = compressed_config.FLOAT, Inputs("fp8", "group", group_size=FP8_BLOCK)
     if isinstance(weight, BlockWeight):
         return Description(layout, "fp8", strategy="block", block=(weight.rows, FP8_BLOCK), inputs=group)
@@ -162,7 +162,7 @@ def _describe_float8(weight: BlockWeight | ModuleWeight) -> Description:
         strategy = {(-1, -1): "tensor", (1, -1): "channel"}.get(block, "block")
         if min(block) > 0 or strategy != "block":
             return Description(layout, "fp8", strategy=strategy, block=(rows, columns) if strategy == "block" else None)
-    raise FormatError(f"compressed-tensors: cannot represent {weight.described}")
+    raise FormatError(f"{name}: cannot represent {weight.described}")
 
 
 def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _to_compressed(weight: Weight, quantization: Quantization | None, dtype: tor
         float8.whole_groups(weight.q.shape[1])
     if isinstance(weight, QuantizedWeight) and weight.perm is not None:
         # The package's own reader ignores it since 0.20.
-        raise FormatError("compressed-tensors: groups in activation order cannot be said; use static groups")
+        raise FormatError("compressed-tensors: cannot represent groups in activation order; use static groups")
     described = _describe_compressed(weight, quantization)
     return LAYOUTS[described.layout].to_tensors(weight, described, dtype)
 
@@ -187,7 +187,9 @@ def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.d
         said = f"FP8 in blocks of {weight.rows} x {FP8_BLOCK}"
     else:
         said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
-    raise FormatError(f"deepseek-fp8: cannot represent {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}")
+    raise FormatError(
+        f"deepseek-fp8: cannot represent {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}, activations too"
+    )
 
 
 def _blocks_config(written: Written) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Des
     if not isinstance(weight, ModuleWeight):
         said = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
         raise FormatError(f"modelopt: cannot represent {said}, only NVFP4, and FP8 per tensor or channel")
-    described = _describe_float8(weight)
+    described = _describe_float8(weight, "modelopt")
     if described.layout == compressed_config.NVFP4:
         return replace(described, layout=modelopt_config.NVFP4)
     inputs = described.inputs

@@ -64,7 +64,8 @@ def check_request(settings: Settings) -> None:
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
         raise ValueError(f"{settings.algorithm} has no alpha: expected no --alpha")
     if needs_text(settings) and settings.calibration is None:
-        raise ValueError(f"{settings.scheme} by {settings.algorithm} needs calibration text (--calibration FILE)")
+        reader = "--tune" if settings.tune else f"{settings.scheme} by {settings.algorithm}"
+        raise ValueError(f"{reader} needs calibration text (--calibration FILE)")
 
 
 def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
