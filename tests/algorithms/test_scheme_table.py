@@ -90,22 +90,22 @@ def test_the_document_has_the_table_of_the_kept_figures() -> None:
 def test_a_row_for_each_algorithm() -> None:
     found = {
         "w4a16-g64 gptq": {"perplexity": 17.61, "kl": 0.07706, "seconds": 66},
-        "w2a16-g32 gptq": {"perplexity": 40.0, "kl": 0.9, "seconds": 90},
-        "w4a16-g64 gptq-guided": {"perplexity": 17.5, "kl": 0.07, "seconds": 60},
+        "w2a16-g32 gptq, first blocks": {"perplexity": 40.0, "kl": 0.9, "seconds": 90},
+        "w4a16-g64 gptq, first blocks": {"perplexity": 17.5, "kl": 0.07, "seconds": 60},
     }
     rows = cells(algorithm_rows.table(found))
-    assert rows["gptq"] == ["0.0771 (17.61)", "", "", "0.9000 (40.00)", "1.1 to 1.5"]
-    assert rows["gptq-guided"] == ["0.0700 (17.50)", "", "", "", "1.0"]
-    assert "gptq+refine" not in rows
+    assert rows["whole model, gptq"] == ["0.0771 (17.61)", "", "", "", "66"]
+    assert rows["first 3 blocks, gptq"] == ["0.0700", "", "", "0.9000", "60 to 90"]
+    assert len(rows) == 4
 
 
 def test_a_row_is_measured(tmp_path: Path) -> None:
-    """On a tiny model: the divergence is that of the rounded weights, and another package's row needs the package."""
+    """On a tiny model; another package's row needs the package."""
     save(tmp_path / "model", tiny_model(**ROUND))
     for name in ("calibration", "evaluation"):
         (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i * i % 26) for i in range(4000)))
-    row = algorithm_rows.measure(tmp_path / "model", tmp_path, "w2a16-g32", "gptq")
+    row = algorithm_rows.measure(tmp_path / "model", tmp_path, algorithm_rows.Row("w2a16-g32", "gptq", True))
     assert row is not None and row["kl"] > 0 and row["perplexity"] > 1
     for peer, package in (("llm-compressor", "llmcompressor"), ("GPTQModel", "gptqmodel")):
         if importlib.util.find_spec(package) is None:
-            assert algorithm_rows.measure(tmp_path / "model", tmp_path, "w4a16-g64", peer) is None
+            assert algorithm_rows.measure(tmp_path / "model", tmp_path, algorithm_rows.Row("w4a16-g64", peer)) is None

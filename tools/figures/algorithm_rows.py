@@ -14,8 +14,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -41,34 +42,57 @@ GRIDS = {
     "w2a16-g32": Grid(2, 32),
 }
 Rounding = Callable[..., QuantizedWeight]
-STEPS = 30
+FIRST, FEW_EVALUATED, FEW_LENGTH = 3, 2 * 256, 256
+"""Rows of the first blocks alone, and the text that they are measured on."""
+STEPS = 100
 SHORT = f"autoround ({STEPS} steps)"
+
+
 PEERS: dict[str, Callable[[], Rounding | None]] = {
     "llm-compressor": lambda: llm_compressor(),
     "GPTQModel": lambda: gptqmodel(),
 }
+
+
+class Row(NamedTuple):
+    """A grid by an algorithm, of the whole model or of its first blocks."""
+
+    grid: str
+    algorithm: str
+    first: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.grid} {self.algorithm}{', first blocks' if self.first else ''}"
+
+
 ROWS = [
-    *((grid, algorithm) for algorithm in ("gptq", "gptq-guided", "gptq+refine") for grid in GRIDS),
-    *(("w4a16-g64", peer) for peer in PEERS),
-    *((grid, SHORT) for grid in GRIDS),
+    *(
+        Row(grid, algorithm, True)
+        for algorithm in ("rtn", "gptq", "gptq+refine", "gptq-guided", SHORT)
+        for grid in GRIDS
+    ),
+    *(Row(grid, peer, True) for peer in PEERS for grid in ("w4a16-g64", "w3a16-g64")),
+    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq", "gptq-guided", *PEERS)),
 ]
 
 
-def measure(model: Path, texts: Path, grid: str, algorithm: str) -> dict[str, Any] | None:
-    """A row: perplexity, KL divergence, and seconds of CPU time; None where its package is not installed."""
-    tokenizer = load_tokenizer(model)
-    cut = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), 512), COUNT, 0)
-    evaluated = first_tokens(windows(tokenizer, read_texts(texts / "evaluation.txt"), EVALUATED_LENGTH), EVALUATED)
-    teacher, student = (load_float(Checkpoint(model)).float() for _ in range(2))
-    rounding = PEERS[algorithm]() if algorithm in PEERS else gptq
+def measure(model: Path, texts: Path, row: Row) -> dict[str, Any] | None:
+    """Perplexity, KL divergence, and seconds of CPU time; None where its package is not installed."""
+    rounding = PEERS[row.algorithm]() if row.algorithm in PEERS else gptq
     if rounding is None:
         return None
+    tokenizer = load_tokenizer(model)
+    cut = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), 512), COUNT, 0)
+    length, count = (FEW_LENGTH, FEW_EVALUATED) if row.first else (EVALUATED_LENGTH, EVALUATED)
+    evaluated = first_tokens(windows(tokenizer, read_texts(texts / "evaluation.txt"), length), count)
+    teacher, student = (load_float(Checkpoint(model)).float() for _ in range(2))
     known = {SHORT: Algorithm("autoround", "", learn=STEPS), **dict.fromkeys(PEERS, ALGORITHMS["gptq"])}
+    algorithm = known.get(row.algorithm) or ALGORITHMS[row.algorithm]
     start = time.process_time()
     with patch.object(work, "gptq", rounding):
-        for _ in calibrate(
-            student, [window[:, :LENGTH] for window in cut], GRIDS[grid], known.get(algorithm) or ALGORITHMS[algorithm]
-        ):
+        blocks = calibrate(student, [window[:, :LENGTH] for window in cut], GRIDS[row.grid], algorithm)
+        for _ in islice(blocks, FIRST if row.first else None):
             pass
     seconds = time.process_time() - start
     return {
@@ -156,16 +180,22 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Quantize
 
 
 def table(found: dict[str, Any]) -> str:
-    """Perplexity and KL divergence by grid, an algorithm a row."""
-    lines = [
-        f"| algorithm | {' | '.join(GRIDS)} | CPU minutes |",
-        f"|---|{'--:|' * (len(GRIDS) + 1)}",
-    ]
-    for algorithm in dict.fromkeys(algorithm for _, algorithm in ROWS):
-        rows = [found.get(f"{grid} {algorithm}") for grid in GRIDS]
-        cells = ["" if row is None else f"{row['kl']:.4f} ({row['perplexity']:.2f})" for row in rows]
-        took = [row["seconds"] / 60 for row in rows if row is not None]
-        if took:
-            spent = f"{min(took):.1f}" if max(took) - min(took) < 0.05 else f"{min(took):.1f} to {max(took):.1f}"
-            lines.append(f"| {algorithm} | {' | '.join(cells)} | {spent} |")
+    """KL divergence, and perplexity of whole models, by grid, an algorithm a row."""
+    lines = [f"| | {' | '.join(GRIDS)} | seconds of CPU |", f"|---|{'--:|' * (len(GRIDS) + 1)}"]
+    for first, algorithm in dict.fromkeys((row.first, row.algorithm) for row in ROWS):
+        rows = [found.get(Row(grid, algorithm, first).name) for grid in GRIDS]
+        there = [row for row in rows if row is not None]
+        if there:
+            where = f"first {FIRST} blocks" if first else "whole model"
+            cells = ["" if row is None else _cell(row, first) for row in rows]
+            lines.append(f"| {where}, {algorithm} | {' | '.join(cells)} | {_spent(there)} |")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any], first: bool) -> str:
+    return f"{row['kl']:.4f}" if first else f"{row['kl']:.4f} ({row['perplexity']:.2f})"
+
+
+def _spent(rows: Sequence[dict[str, Any]]) -> str:
+    low, high = (choose(row["seconds"] for row in rows) for choose in (min, max))
+    return f"{low}" if low == high else f"{low} to {high}"

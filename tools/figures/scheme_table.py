@@ -185,13 +185,12 @@ def algorithms(model: Path, texts: Texts, results: Results = RESULTS) -> None:
 
     found = read(results)
     rows = found.setdefault(ALGORITHMS, {})
-    for grid, algorithm in algorithm_rows.ROWS:
-        name = f"{grid} {algorithm}"
-        row = None if name in rows else algorithm_rows.measure(model, texts, grid, algorithm)
-        if row is not None:
-            rows[name] = row
+    for row in algorithm_rows.ROWS:
+        seen = None if row.name in rows else algorithm_rows.measure(model, texts, row)
+        if seen is not None:
+            rows[row.name] = seen
             keep(results, found)
-            print(name, row, flush=True)
+            print(row.name, seen, flush=True)
 
 
 @app.command()

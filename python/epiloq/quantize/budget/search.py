@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from epiloq.files import write_text
@@ -105,23 +106,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
     in_bytes, dtype = budget.file_bytes is not None, next(model.parameters()).dtype
     sizes = Sizes(grids(budget.candidates, symmetric), layout.name, dtype, HEADER if in_bytes else 0)
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    kept, left, free = 0, 0, list[End]()
-    if in_bytes:
-        asked = {"head": settings.head, "embedding": settings.embedding}
-        free = budget_ends.free(model, plan.ends, asked, budget.candidates, layout, symmetric)
-        chosen_later = {layer for end in free for layer in end.layers}
-        ends = {
-            name: (weight, how)
-            for name, weight, how in rounded_ends(model, plan.ends, layout, symmetric)
-            if name not in chosen_later
-        }
-        apart = {*layers, *ends, *plan.ends.names, *chosen_later}
-        rest = {name: tensor for name, tensor in distinct(model).items() if name.removesuffix(".weight") not in apart}
-        for layer, (weight, how) in ends.items():
-            rest |= {f"{layer}.{part}": tensor for part, tensor in layout.to_tensors(weight, how, dtype).items()}
-        kept = sum(tensor.nbytes + HEADER + len(name) for name, tensor in rest.items())
-        vocabulary = {*plan.ends.found.embeddings, *plan.ends.found.heads}
-        left = sum(t.nbytes for name, t in rest.items() if name.removesuffix(".weight") in vocabulary)
+    kept, left, free = _outside(settings, model, plan, dtype) if in_bytes else (0, 0, [])
     most = budget.file_bytes - kept if budget.file_bytes is not None else int((budget.bits or 0) * weights / 8)
     each = {name: sizes.options({name: layer}) for name, layer in layers.items()}
     without = [name for name, found in each.items() if not found]
@@ -139,6 +124,22 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
             "--candidates, such as w3a16-g64"
         )
     return Prices(kept, sizes, most, free, left)
+
+
+def _outside(settings: Settings, model: nn.Module, plan: Plan, dtype: torch.dtype) -> tuple[int, int, list[End]]:
+    """Bytes of files beside the blocks' layers, those of ends in floating point among them, and ends to choose."""
+    assert settings.budget is not None
+    layout, asked = FORMATS[plan.layout], {"head": settings.head, "embedding": settings.embedding}
+    free = budget_ends.free(model, plan.ends, asked, settings.budget.candidates, layout, settings.symmetric)
+    fixed = budget_ends.settle(plan.ends, {role: budget_ends.FLOAT for end in free for role in end.roles})
+    ends = {name: (weight, how) for name, weight, how in rounded_ends(model, fixed, layout, settings.symmetric)}
+    apart = {*plan.layers, *ends, *plan.ends.names, *(layer for end in free for layer in end.layers)}
+    rest = {name: tensor for name, tensor in distinct(model).items() if name.removesuffix(".weight") not in apart}
+    for layer, (weight, how) in ends.items():
+        rest |= {f"{layer}.{part}": tensor for part, tensor in layout.to_tensors(weight, how, dtype).items()}
+    vocabulary = {*plan.ends.found.embeddings, *plan.ends.found.heads}
+    left = sum(tensor.nbytes for name, tensor in rest.items() if name.removesuffix(".weight") in vocabulary)
+    return sum(tensor.nbytes + HEADER + len(name) for name, tensor in rest.items()), left, free
 
 
 def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
