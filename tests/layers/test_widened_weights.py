@@ -125,11 +125,12 @@ def test_transformers_saves_three_bits_again(seed: int, tmp_path: Path) -> None:
     pytest.importorskip("typer", reason="the command needs the extra hf")
     from safetensors.torch import load_file
 
-    from command_line import ROUND, quantize, teacher_and_text
+    from command_line import ROUND, quantize, run, teacher_and_text
 
     teacher = teacher_and_text(tmp_path, ROUND)
     result = quantize(teacher, tmp_path / "three", "--bits", 5, "--candidates", "w3a16-g32", "--algorithm", "rtn")
     assert result.exit_code == 0, result.output
+    assert "3 bits: on CUDA held in 4 bits, exactly" in " ".join(run("inspect", tmp_path / "three").output.split())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "three", dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, WeightOnlyLinear)]
     assert layers and all((layer.bits, layer.stored_bits) == (4, 3) for layer in layers)

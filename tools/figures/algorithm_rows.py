@@ -67,13 +67,10 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    *(
-        Row(grid, algorithm, True)
-        for algorithm in ("rtn", "gptq", "gptq+refine", "gptq-guided", SHORT)
-        for grid in GRIDS
-    ),
-    *(Row(grid, peer, True) for peer in PEERS for grid in ("w4a16-g64", "w3a16-g64")),
-    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq", "gptq-guided", *PEERS)),
+    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq", "gptq-guided", "llm-compressor")),
+    *(Row(grid, algorithm, True) for algorithm in ("gptq", "gptq+refine", SHORT) for grid in reversed(GRIDS)),
+    *(Row("w4a16-g64", peer, True) for peer in PEERS),
+    *(Row(grid, "gptq-guided", True) for grid in reversed(GRIDS)),
 ]
 
 
