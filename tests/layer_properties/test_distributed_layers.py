@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from every_layer import LAYERS, arguments, run
@@ -79,6 +79,16 @@ def _shards(name: str, model: Model, given: tuple[Any, ...], folder: Path) -> No
     assert _same(plain, model) and torch.equal(plain(x, *given), model(x, *given)), name
 
 
+def _mixed(name: str, model: Model, given: tuple[Any, ...]) -> None:
+    """Sharded without a policy of its own, a layer keeps its scales' type beside layers in bfloat16."""
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    mixed = copy.deepcopy(model)
+    fully_shard(mixed.inner)
+    fully_shard(mixed, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+    expected = run(name, model.inner, given) + copy.deepcopy(model.head).bfloat16()(x).sum()
+    assert torch.equal(mixed(x, *given), expected), name
+
+
 def _rank(rank: int, names: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
@@ -88,6 +98,7 @@ def _rank(rank: int, names: list[str], folder: str) -> None:
             given = arguments(name, SIZE[0])
             _broadcast(name, model, given, rank)
             _shards(name, model, given, Path(folder) / name)
+            _mixed(name, model, given)
             (Path(folder) / f"{name}.{rank}").touch()
     finally:
         dist.destroy_process_group()
