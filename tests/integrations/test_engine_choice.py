@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from epiloq import _core
-from epiloq.integrations.engines.choice import KERNELS, VARIABLE, chosen_layers, runs_on
+from epiloq.integrations.engines.choice import BY_DEFAULT, KERNELS, VARIABLE, chosen_layers, runs_on
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (None, tuple(KERNELS)),
+        (None, BY_DEFAULT),
         ("all", tuple(KERNELS)),
         ("none", ()),
         ("", ()),

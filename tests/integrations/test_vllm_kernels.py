@@ -322,12 +322,6 @@ def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128))
 
 
-def test_batch_invariance_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    possible, reason = kernels.EpiloqInt8LinearKernel.is_supported()
-    assert not possible and "depend on the batch" in str(reason)
-
-
 def test_epiloq_is_first_on_gpus_and_last_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     integration.register()

@@ -15,18 +15,26 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "fp8-block": _FLOAT8,
     "w4a16": _INTEGER,
     "w8a16": _INTEGER,
+    "w8a16-fp8": _INTEGER,
+    "w4a16-fp4": _INTEGER,
 }
 """The kinds of layers, each with the architectures that have tensor-core kernels for it."""
+BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16")
+"""The kinds that epiloq runs unless it is told otherwise. Products of the others dequantise the whole weight in each
+call of more than 64 tokens: who serves long prompts may be better off with the engine's own."""
 _NEWEST = 90
 
 
 def chosen_layers() -> tuple[str, ...]:
-    """The kinds of layers of other formats that epiloq may run: of ``EPILOQ_ENGINE_LAYERS``, all unless it is set.
+    """The kinds of layers of other formats that epiloq may run: of ``EPILOQ_ENGINE_LAYERS``, `BY_DEFAULT` without it.
 
     The variable holds kinds, separated by commas, or "all" or "none". Layers of epiloq's own format do not depend on
     it. Raises ValueError for other words.
     """
-    words = [word.strip() for word in os.environ.get(VARIABLE, "all").split(",") if word.strip()]
+    said = os.environ.get(VARIABLE)
+    if said is None:
+        return BY_DEFAULT
+    words = [word.strip() for word in said.split(",") if word.strip()]
     if words == ["all"]:
         return tuple(KERNELS)
     if words == ["none"] or not words:

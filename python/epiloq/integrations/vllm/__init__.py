@@ -12,13 +12,19 @@ __all__ = ["register"]
 def register() -> None:
     """Register ``quantization="epiloq"``, and epiloq's kernels before vLLM's own for the layers that are chosen.
 
-    On a CPU the kernels come after vLLM's own, for what those do not run. It may be called any number of times.
+    On a CPU the kernels come after vLLM's own, for what those do not run. With ``VLLM_BATCH_INVARIANT`` epiloq's sums
+    are batch-invariant, too, in this process. It may be called any number of times.
 
     Raises ValueError for an ``EPILOQ_ENGINE_LAYERS`` that names no kinds of layers.
     """
+    import vllm.envs as envs
+
+    import epiloq
     from epiloq.integrations.engines.choice import chosen_layers
     from epiloq.integrations.vllm import checkpoint, kernels
 
     chosen_layers()
+    if envs.VLLM_BATCH_INVARIANT:
+        epiloq.set_batch_invariant()
     kernels.register()
     checkpoint.register()

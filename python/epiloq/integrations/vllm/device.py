@@ -12,11 +12,14 @@ from epiloq.integrations.engines.choice import runs_on
 Answer: TypeAlias = tuple[bool, str | None]
 """Whether something is so, and otherwise why not."""
 
+_DEPENDS_ON_BATCH = ("w8a16-fp8",)
+"""Kinds without a product that gives a token the same bits in every batch (``epiloq.set_batch_invariant``)."""
+
 
 def supported(kind: str, capability: int | None = None) -> Answer:
     """Whether epiloq may run a kind of layer here; `capability` is the device's unless given."""
-    if envs.VLLM_BATCH_INVARIANT:
-        return False, "epiloq divides K among CTAs as the number of tokens has it: its sums depend on the batch"
+    if envs.VLLM_BATCH_INVARIANT and kind in _DEPENDS_ON_BATCH:
+        return False, f"the sums of epiloq's {kind} depend on the number of tokens"
     if current_platform.is_cuda():
         if capability is None:
             found = current_platform.get_device_capability()

@@ -14,6 +14,12 @@ from vllm.platforms import PlatformEnum
 
 import epiloq
 from epiloq.integrations.vllm.device import Answer, supported
+from epiloq.integrations.vllm.float_weights import (
+    EpiloqFp8OnOlderLinearKernel,
+    EpiloqFp8WeightOnlyLinearKernel,
+    EpiloqMxFp4LinearKernel,
+    EpiloqNvFp4LinearKernel,
+)
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, padded
 
@@ -136,18 +142,25 @@ def register() -> None:
 
     All are listed, whatever is chosen: they answer for themselves, with a reason, and vLLM's messages show it.
     """
-    lists = (
-        (engine._POSSIBLE_INT8_KERNELS, EpiloqInt8LinearKernel),
-        (engine._POSSIBLE_FP8_KERNELS, EpiloqFp8LinearKernel),
-        (engine._POSSIBLE_FP8_BLOCK_KERNELS, EpiloqFp8BlockLinearKernel),
-        (engine._POSSIBLE_KERNELS, EpiloqMixedPrecisionLinearKernel),
+    older, marlin = EpiloqFp8OnOlderLinearKernel, (engine.MarlinNvFp4LinearKernel, engine.MarlinMxFp4LinearKernel)
+    first: tuple[type, ...] = ()
+    # Lists, what goes into them, and before what: kernels that multiply FP4 by FP4 stay first.
+    lists: tuple[tuple[Any, Any, Any], ...] = (
+        (engine._POSSIBLE_INT8_KERNELS, EpiloqInt8LinearKernel, first),
+        (engine._POSSIBLE_FP8_KERNELS, older, first),
+        (engine._POSSIBLE_FP8_KERNELS, EpiloqFp8LinearKernel, first),
+        (engine._POSSIBLE_FP8_BLOCK_KERNELS, EpiloqFp8BlockLinearKernel, first),
+        (engine._POSSIBLE_KERNELS, EpiloqMixedPrecisionLinearKernel, first),
+        (engine._POSSIBLE_WFP8A16_KERNELS, EpiloqFp8WeightOnlyLinearKernel, first),
+        (engine._POSSIBLE_NVFP4_KERNELS, EpiloqNvFp4LinearKernel, marlin),
+        (engine._POSSIBLE_MXFP4_KERNELS, EpiloqMxFp4LinearKernel, marlin),
     )
-    for by_platform, kernel in lists:
+    for by_platform, kernel, before in lists:
         cuda = by_platform.setdefault(PlatformEnum.CUDA, [])
         cpu = by_platform.setdefault(PlatformEnum.CPU, [])
         if kernel not in cuda:
-            cuda.insert(0, kernel)
-        if kernel not in cpu:
+            cuda.insert(next((i for i, other in enumerate(cuda) if other in before), 0), kernel)
+        if kernel not in cpu and kernel is not older:
             cpu.append(kernel)
 
 
