@@ -300,7 +300,7 @@ std::string explain(GroupwiseMm const& call) {
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     std::int64_t const rows = std::max<std::int64_t>(sizes.a.rows / sizes.experts, 1);
     std::string const words =
-        call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_way(rows).name;
+        call.a.dtype == DType::kInt8 ? describe_int8(rows) : std::string("cpu, ") + float8_routine(rows).name;
     return has_experts(call) ? words + ", expert by expert" : words;
   }
   return tuning::explain<ops::groupwise_mm::Selection>(problem_of(call, sizes), target_of(call),

@@ -216,7 +216,7 @@ std::string explain(ScaledBmm const& call) {
   Sizes const sizes = checked(call);
   if (call.out.numel() == 0) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return is_float8(call) ? std::string("cpu, ") + float8_way(sizes.a.rows).name : describe_int8(sizes.a.rows);
+    return is_float8(call) ? std::string("cpu, ") + float8_routine(sizes.a.rows).name : describe_int8(sizes.a.rows);
   }
   return ops::scaled_mm::describe(choice_of(call, problem_of(call, sizes)));
 }

@@ -217,7 +217,7 @@ std::string explain(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
-    return is_float8(call) ? std::string("cpu, ") + float8_way(sizes.a.rows).name : describe_int8(sizes.a.rows);
+    return is_float8(call) ? std::string("cpu, ") + float8_routine(sizes.a.rows).name : describe_int8(sizes.a.rows);
   }
   return tuning::explain<ops::scaled_mm::Selection>(problem_of(call, sizes), target_of(call),
                                                     tuning::index_of(call.a.device));

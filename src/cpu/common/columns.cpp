@@ -9,7 +9,7 @@
 namespace epiloq {
 namespace {
 
-// A product's part: `columns` of `count` rows, which begin at `out`.
+// A part of an output: `columns` columns of `count` rows, beginning at `out`.
 struct Part {
   Columns const& to;
   int count, column, columns;

@@ -14,8 +14,8 @@ struct Columns {
   float lo, hi;  // NaN stays
 };
 
-// `columns` columns, kMostColumns at most, from `column` on of `count` rows from `row` on, of sums that are `stride`
-// apart. Up to a multiple of 16 are read of each row.
+// Applies it to `columns` columns (at most kMostColumns) from `column` on, of `count` rows from `row` on. Rows of sums
+// are `stride` apart and are read up to a multiple of 16.
 inline constexpr int kMostColumns = 32;
 void write(Columns const& to, int row, int count, int column, int columns, float const* sums, int stride);
 

@@ -8,7 +8,7 @@
 
 namespace epiloq {
 
-// call<tokens>(m) for blocks of kMost tokens from m on, and what is left.
+// Calls call<tokens>(m) for blocks of kMost tokens from m on, and for the rest.
 template <int kMost, class Call>
 [[gnu::always_inline]] inline void by_blocks(int count, Call const& call) {
   int m = 0;
@@ -21,7 +21,7 @@ template <int kMost, class Call>
 template <int kLanes>
 struct ColumnsByTokens {
   static constexpr int kParts = 16 / kLanes;
-  // Tokens whose sums registers hold, of every instruction set.
+  // Tokens whose sums fit the registers of every instruction set.
   static constexpr int kBlock = 6;
   using Floats = typename Vectors<kLanes>::Floats;
 

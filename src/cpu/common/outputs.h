@@ -10,7 +10,7 @@
 
 namespace epiloq {
 
-// As in half.h, by vectors.
+// Vectorised versions of the conversions in half.h.
 template <int kLanes>
 struct Rounding {
   using Floats = typename Vectors<kLanes>::Floats;
@@ -56,14 +56,14 @@ template <DType kType>
 using OutputElement = std::conditional_t<kType == DType::kFloat32, float,
                                          std::conditional_t<kType == DType::kInt8, std::int8_t, std::uint16_t>>;
 
-// Of D's rows each is on a page of its own, and a store waits for memory: rows are asked for so many ahead.
+// Rows of D lie on different pages, and stores wait for memory: rows are prefetched this far ahead.
 inline constexpr int kRowsAhead = 8;
 template <class Element>
 [[gnu::always_inline]] inline void expect_row(Element const* row, int columns) {
   __builtin_prefetch(row, 1), __builtin_prefetch(row + columns - 1, 1);
 }
 
-// The first `count` of 16 values to `out`: float32 ones rounded, int8 ones as they are.
+// Stores the first `count` of 16 values to `out`, float32 rounded, int8 unchanged.
 template <DType kType, int kLanes, class Value>
 [[gnu::always_inline]] inline void put(Value const (&values)[kOutputsTogether], int count, OutputElement<kType>* out) {
   OutputElement<kType> some[kOutputsTogether];

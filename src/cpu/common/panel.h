@@ -1,7 +1,7 @@
 #pragma once
 
-// kRows rows of a weight by some tokens (dot_bytes.h): words of four columns of each row lie side by side, made
-// unsigned by a zero that the tokens' sums take back.
+// kRows weight rows by a few tokens (dot_bytes.h): words of four columns of the rows are interleaved, and made unsigned
+// by an offset that is corrected with the tokens' sums.
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@ namespace epiloq {
 
 // Reordered at a time: words of 16 columns of each row, or of 128 at 4 bits.
 inline constexpr int kUnit = 64;  // bytes of a row
-// Bytes from where a row is read to what is asked for: hardware does not follow as many rows as are read together.
+// Prefetch distance in bytes: hardware prefetchers do not follow as many rows as are read together.
 inline constexpr int kAhead = 512;
 
 template <class Bytes>
@@ -19,20 +19,20 @@ struct BytePanel {
   static constexpr int kLanes = Bytes::kLanes, kRows = Bytes::kRows, kParts = kRows / kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
-  // A word of each row, and what is made of it.
+  // A word of each row, and the converted word.
   struct alignas(64) Column {
     std::int32_t values[kRows];
   };
   struct Rows {
     std::int8_t const* bytes[kRows];
 
-    // Those past the last are the last one again.
+    // Rows past the end repeat the last one.
     Rows(std::int8_t const* first, std::int64_t stride, int count) {
       for (int i = 0; i < kRows; ++i) bytes[i] = first + std::min(i, count - 1) * stride;
     }
   };
 
-  // The unit that begins at byte `at`, from rows to columns.
+  // Transposes the unit that begins at byte `at`.
   [[gnu::always_inline]] static void transpose(Rows const& rows, std::int64_t at, Column* out) {
     constexpr int kWordsOfUnit = kUnit / 4;
     if constexpr (kLanes == kWordsOfUnit) {
@@ -64,7 +64,7 @@ struct BytePanel {
     }
   }
 
-  // 8-bit columns from `first` on, of which a row has `end`, a unit at a time.
+  // 8-bit columns `first` to `end`, a unit at a time.
   [[gnu::always_inline]] static void order8(Rows const& rows, std::int64_t first, std::int64_t columns,
                                             std::int64_t end, Column* to) {
     for (std::int64_t column = first; column < first + columns; column += kUnit, to += kUnit / 4) {
@@ -95,11 +95,10 @@ struct BytePanel {
     }
   }
 
-  // Whether `dot` is there: where words are as bytes lie.
+  // Whether `dot` exists: if words are in memory order.
   static constexpr bool kHasDot = Bytes::kWords == 1;
 
-  // Adds the products of 8-bit rows, made unsigned, by one token: columns lie in lanes, and nothing is brought into
-  // order.
+  // Adds the products of 8-bit rows, made unsigned, by one token: columns are lanes, without reordering.
   [[gnu::always_inline]] static void dot(Rows const& rows, std::int64_t columns, std::int32_t const* x,
                                          std::int32_t* sums) {
     for (int part = 0; part < kParts; ++part) {
@@ -134,7 +133,7 @@ struct BytePanel {
     }
   }
 
-  // call.template operator()<kCount>(first) for all of `count` tokens, as many at a time as registers hold.
+  // call.template operator()<kCount>(first) for all `count` tokens, as many at a time as fit the registers.
   template <class Call>
   [[gnu::always_inline]] static void by_tokens(int count, Call const& call) {
     int first = 0;

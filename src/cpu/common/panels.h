@@ -10,8 +10,8 @@
 
 namespace epiloq {
 
-// Rows `row` to `row + count` of columns `column` to `column + columns`. Up to a multiple of kTogether may be read of a
-// row.
+// Rows `row` to `row + count` of columns `column` to `column + columns`. Rows may be read up to a
+// multiple of kTogether.
 template <class Sum>
 struct PanelSums {
   static constexpr int kMostColumns = 32, kTogether = 16;
@@ -22,7 +22,7 @@ struct PanelSums {
 template <class Sum>
 using FinishPanel = std::function<void(PanelSums<Sum> const&)>;
 
-// Tokens whose sums are there, up to a multiple of this: of what any kernel takes at a time.
+// Sums are allocated for a multiple of this number of tokens, which every kernel's block divides.
 inline constexpr int kTokensUpTo = 16;
 
 // multiply(row, first token, count, sums [count, panel]) for each `panel` weight rows of `rows` by tokens, `at_once`
@@ -47,9 +47,9 @@ void by_panels(std::int64_t tokens, std::int64_t rows, int panel, std::int64_t a
   });
 }
 
-// As many threads as so many products are worth, `threads` at most.
+// Number of threads worth waking for so many products, at most `threads`.
 inline int threads_for_products(std::int64_t products, int threads) {
-  constexpr std::int64_t kWorth = 1 << 17;  // a few microseconds, which it takes to wake a thread
+  constexpr std::int64_t kWorth = 1 << 17;  // a few microseconds: the time to wake a thread
   return static_cast<int>(std::clamp<std::int64_t>(products / kWorth, 1, std::max(threads, 1)));
 }
 

@@ -21,7 +21,7 @@ EPILOQ_CLONES void write_bfloat16(float const* x, int count, std::uint16_t* out)
   for (int i = 0; i < count; ++i) out[i] = bfloat16_of_float(x[i]);
 }
 
-// Lanes that do not meet until the end: compilers may not reorder a float minimum by themselves.
+// Separate lanes until the end, as compilers may not reorder a float minimum.
 EPILOQ_CLONES Range measure_range(float const* x, int count) {
   constexpr int kLanes = 32;
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -48,7 +48,7 @@ EPILOQ_CLONES Range measure_range(float const* x, int count) {
 
 }  // namespace
 
-// Apart from its clones: gcc exports the resolver of one that others can see, hidden or not.
+// A wrapper around the clones: gcc exports the resolver of a cloned function even if it is hidden.
 Range range_of(float const* x, int count) { return measure_range(x, count); }
 
 void read_row(void const* x, DType dtype, std::int64_t offset, int count, float* out) {

@@ -18,7 +18,7 @@ namespace epiloq {
 
 // `count` elements of x (float32, float16 or bfloat16) from `offset` on as float32,
 void read_row(void const* x, DType dtype, std::int64_t offset, int count, float* out);
-// where they lie, or in `scratch`.
+// in place if they are float32, else in `scratch`.
 float const* as_float(void const* x, DType dtype, std::int64_t offset, int count, std::vector<float>& scratch);
 // And back, rounded.
 void write_row(float const* row, int count, DType dtype, void* out, std::int64_t offset);

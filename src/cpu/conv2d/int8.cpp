@@ -1,5 +1,5 @@
-// From sums to outputs on the CPU: the definition in float64, in loops that compilers vectorise. Where float32 cannot
-// be wrong about int8, which is nearly everywhere, it decides.
+// Epilogue of int8 convolutions on the CPU: defined in float64; computed in float32 where that provably rounds to the
+// same int8, which is nearly everywhere. Loops vectorise.
 
 #include "cpu/conv2d/int8.h"
 
@@ -12,23 +12,23 @@
 namespace epiloq::ops::conv2d_int8 {
 namespace {
 
-constexpr int kWidth = 256;         // outputs that a loop should have at least,
-constexpr int kMultiple = 64;       // and a multiple of these,
-constexpr int kMaxWidth = 2048;     // unless they become so many
-constexpr float kDoubt = 0x1p-22f;  // three roundings of 2^-24 each, and some
+constexpr int kWidth = 256;         // minimum number of outputs per loop,
+constexpr int kMultiple = 64;       // in multiples of this,
+constexpr int kMaxWidth = 2048;     // and at most this
+constexpr float kDoubt = 0x1p-22f;  // three roundings of 2^-24 each, with a margin
 
 struct Channels {
   float const *scale, *bias, *limit;
   std::int32_t const* correction;
 };
 
-// acc - correction may wrap on the way to a true value that fits.
+// acc - correction may wrap; the true value fits.
 inline std::int32_t corrected(std::int32_t acc, std::int32_t correction) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(acc) - static_cast<std::uint32_t>(correction));
 }
 
-// Whether no output can differ from the definition's; NaN is in doubt. Ends that are rounded give of whole numbers what
-// rounding after them would, so that one clamp does for f's and int8's.
+// Whether no output can differ from the definition; NaN counts as uncertain. Ends that are rounded give of whole
+// numbers what rounding after them would, so that one clamp does for f's and int8's.
 EPILOQ_CLONES bool requantize_fast(std::int32_t const* acc, Channels c, int count, Finish const& f, std::int8_t* out) {
   float const zero = static_cast<float>(f.output_zero), least = -128.f - zero, most = 127.f - zero;
   float const lo = std::clamp(std::nearbyint(f.lo), least, most), hi = std::clamp(std::nearbyint(f.hi), least, most);

@@ -9,12 +9,12 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// From sums to outputs.
+// The epilogue.
 class Finisher {
  public:
   Finisher(Finish const& finish, int co, DType out_dtype, void* out, std::int64_t out_pixel);
 
-  // acc [pixels, co] to the outputs from `pixel` on.
+  // Converts acc [pixels, co] to the outputs from `pixel` on.
   void write(std::int32_t const* acc, std::int64_t pixels, std::int64_t pixel);
 
  private:
@@ -23,12 +23,12 @@ class Finisher {
   DType dtype_;
   void* out_;
   std::int64_t out_pixel_;
-  // Of every channel, for as many pixels side by side as make a loop worth its while.
+  // Per channel, repeated for enough pixels to fill a vector loop.
   std::vector<float> scale_, bias_, limit_, restored_;
   std::vector<std::int32_t> correction_;
 };
 
-// Channels that are summed side by side: a Line of them.
+// Channels that are summed together: one Line.
 inline constexpr int kLanes = 16;
 
 // Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
@@ -36,13 +36,13 @@ inline constexpr int kLanes = 16;
 // channels are apart. Other rows keep their order.
 class TapRows {
  public:
-  // So many pixels more than there are may be read.
+  // This many pixels past the end may be read.
   TapRows(Problem const& problem, int slack);
 
-  // For a row of the output, counted over all images: where each tap, [kh, kw], meets that row's first pixel. Until the
-  // next call.
+  // For a row of the output, counted over all images: the input address of each tap [kh, kw] for the row's first pixel.
+  // Valid until the next call.
   std::vector<float const*> const& of(std::int64_t row);
-  // Values from a pixel that a tap meets to the next, and from a block of channels to the next.
+  // Elements from one pixel of a tap to the next, and from one block of channels to the next.
   [[nodiscard]] std::int64_t step() const { return step_; }
   [[nodiscard]] std::int64_t block() const { return block_; }
 
@@ -51,9 +51,9 @@ class TapRows {
 
   Problem const& problem_;
   bool depthwise_;
-  int apart_;                     // what phases are counted by
-  int pixel_, width_;             // values of a pixel in a block, pixels of a phase
-  std::vector<int> phases_;       // those that taps meet
+  int apart_;                     // number of phases
+  int pixel_, width_;             // elements per pixel of a block, pixels per phase
+  std::vector<int> phases_;       // those used by taps
   std::vector<std::int64_t> at_;  // of each kw, in a row
   std::int64_t step_, block_, size_;
   std::vector<Line> rows_;  // the last is all padding
@@ -61,7 +61,7 @@ class TapRows {
   std::vector<float const*> taps_;
 };
 
-// Convolutions of one group of few channels, and depthwise ones, of so many products a sum that float32 holds it.
+// Convolutions with few channels in one group, and depthwise ones, whose sums float32 holds exactly.
 inline constexpr int kMaxDirectChannels = 4, kMaxDirectTerms = 1024;
 bool has_direct_kernel(conv2d::Shape const& shape);
 // Rows `first` to `last` of the output, counted over all images.

@@ -1,5 +1,5 @@
-// int8 convolutions that add up few products, on the CPU: some pixels at a time for each weight that is read, in
-// float32, which holds every partial sum.
+// Direct int8 convolution on the CPU for sums of few products: several pixels per weight loaded, in float32, which
+// holds every partial sum exactly.
 
 #include <algorithm>
 #include <cstring>
@@ -11,10 +11,10 @@ namespace epiloq::ops::conv2d_int8 {
 namespace {
 
 constexpr int kPixels = 6;
-constexpr int kSumBytes = 1 << 14;       // of a strip's sums, which the first-level cache keeps
+constexpr int kSumBytes = 1 << 14;       // of a strip's sums, which stay in L1
 constexpr int kPixelsOfSmallStrip = 24;  // where channels are many
 
-// kLanes output channels of some pixels side by side.
+// kLanes output channels of several pixels.
 struct Block {
   float const* const* x;  // of each tap, the first pixel of the row
   std::int64_t offset;    // from there
@@ -25,7 +25,7 @@ struct Block {
   int pixels, lanes;      // pixels: a multiple of kPixels
 };
 
-// By registers of kWidth floats: two for each pixel where a Line takes as many, 12 sums for 16 registers.
+// With registers of kWidth floats: one or two per pixel, 12 accumulators in 16 registers.
 template <int kWidth>
 struct Direct {
   using Floats = typename Vectors<kWidth>::Floats;

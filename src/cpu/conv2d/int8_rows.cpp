@@ -68,7 +68,7 @@ std::vector<float const*> const& TapRows::of(std::int64_t row) {
   return taps_;
 }
 
-// The places of padding hold it from the beginning.
+// Padding is written once, in advance.
 void TapRows::fill(std::int8_t const* from, float* to) const {
   conv2d::Shape const& s = problem_.shape;
   std::int64_t const step = apart_ * s.x_pixel;

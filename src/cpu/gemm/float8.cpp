@@ -19,7 +19,7 @@ std::int64_t rounded_up(std::int64_t value, std::int64_t multiple) {
 
 Line* lines_of(float* sums) { return reinterpret_cast<Line*>(sums); }
 
-// Tokens go through the matrix together: as many as fit L2, but enough to repay what is made of it.
+// Tokens per pass over the matrix: as many as fit L2, but enough to amortise its conversion.
 std::int64_t tokens_at_once(std::int64_t columns, std::int64_t cached, std::int64_t least) {
   return std::max(least, cached / std::max<std::int64_t>(columns, 1) / least * least);
 }
@@ -55,7 +55,7 @@ MultiplyFloats multiply_by() {
   return kFew ? Multiplies<Of<Format>::template Few>::here() : Multiplies<Of<Format>::template Many>::here();
 }
 
-// In vectors of the widest registers: a few tokens by rows as they lie, or many by rows that were widened.
+// In vectors of the widest registers: a few tokens by rows in memory order, or many by widened rows.
 template <bool kFew>
 void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   constexpr int kPanelRows = 16;
@@ -148,11 +148,11 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
 
 constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
 
-constexpr Float8Way kWays[] = {
+constexpr Float8Routine kRoutines[] = {
 #ifdef EPILOQ_HAS_CLONES
-    // (One token is multiplied as fast without AMX, and meets its rows' scales faster.)
+    // (One token is as fast without AMX, and its scales are applied faster.)
     {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
-    // (Three and four tokens would take up to half as long again so, though a seventh less in groups of 128.)
+    // (Three and four tokens would take up to 1.5 times as long this way, though 0.86 times in groups of 128.)
     {"16 rows of float8 at a time as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 5, kAny, multiply_columns},
     {"float8 as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 0, kAny, multiply_pairs},
 #endif
@@ -162,17 +162,18 @@ constexpr Float8Way kWays[] = {
 
 }  // namespace
 
-std::span<Float8Way const> float8_ways() { return kWays; }
+std::span<Float8Routine const> float8_routines() { return kRoutines; }
 
-Float8Way const& float8_way(std::int64_t rows) {
+Float8Routine const& float8_routine(std::int64_t rows) {
   std::int64_t const tokens = batch_invariant() ? kAny : rows;
-  return *std::ranges::find_if(
-      kWays, [tokens](Float8Way const& way) { return way.fewest <= tokens && tokens <= way.most && way.is_here(); });
+  return *std::ranges::find_if(kRoutines, [tokens](Float8Routine const& way) {
+    return way.fewest <= tokens && tokens <= way.most && way.is_here();
+  });
 }
 
 void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   threads = threads_for_products(x.rows * w.rows * w.columns, threads);
-  float8_way(x.rows).multiply(x, w, threads, finish);
+  float8_routine(x.rows).multiply(x, w, threads, finish);
 }
 
 }  // namespace epiloq

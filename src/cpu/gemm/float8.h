@@ -32,16 +32,16 @@ using Float8Sums = PanelSums<float>;
 using MultiplyFloat8 = void (*)(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
                                 FinishPanel<float> const& finish);
 
-// A way to do so, for any operands, where the CPU has what it takes; the first that is chosen for so many tokens.
-struct Float8Way {
+// An implementation for `fewest` to `most` tokens; the first one that fits and that the CPU supports is used.
+struct Float8Routine {
   char const* name;
   bool (*is_here)();
   std::int64_t fewest, most;
   MultiplyFloat8 multiply;
 };
-std::span<Float8Way const> float8_ways();
-Float8Way const& float8_way(std::int64_t tokens);
-// By that way, on as many threads as the product is worth.
+std::span<Float8Routine const> float8_routines();
+Float8Routine const& float8_routine(std::int64_t tokens);
+// Runs the chosen implementation on as many threads as the product is worth.
 void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish);
 
 }  // namespace epiloq

@@ -28,7 +28,7 @@ constexpr std::uint16_t bfloat16_of(unsigned code) {
   return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
 }
 
-// 64 codes, and what is looked up for them.
+// 64 codes and their table lookups.
 struct Float8Lookup {
   static constexpr int kCodes = 64;
   using Words = Vectors<16>::Ints;
@@ -92,10 +92,10 @@ struct Float8Tiles {
   }
 };
 
-// The matrix's rows from a row on, the last one again past it.
+// The matrix's rows from a row on; past the end the last one is repeated.
 template <int kRows>
 struct Float8Rows {
-  static constexpr int kAhead = 256;  // bytes: hardware does not follow as many rows as are read together
+  static constexpr int kAhead = 256;  // bytes: hardware prefetchers do not follow as many rows as are read together
   ScaledFloat8 const& w;
   std::int64_t first;
   std::uint8_t const* values[kRows];
@@ -163,7 +163,7 @@ struct RowsByTokens {
                         }
                       }
                     });
-      // Ahead of the sums: looked up for each of them, by gcc 12, they took three times as long as the products.
+      // Before the sums: gcc 12 repeats the lookups for each sum otherwise, at three times the cost of the products.
       float of_row[kRows], of_token[kTokens];
       for (int r = 0; r < kRows; ++r) of_row[r] = w.scale_at(rows.index(r), index);
       for (int m = 0; m < kTokens; ++m) {
@@ -205,7 +205,7 @@ struct Float8InTiles {
   using Floats = Vectors<16>::Floats;
   using Words = Float8Lookup::Words;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
-  // Twos of lines of a row that are widened at a time, or one more: they stay in L1.
+  // Pairs of lines of a row that are widened at a time (or one more): they stay in L1.
   static constexpr int kOfLine = 32, kTwos = 4;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + 2 * kOfLine - 1) / (2 * kOfLine) * 2; }

@@ -32,7 +32,7 @@ struct ColumnsByTokenBlocks {
     transpose(columns[0]), transpose(columns[1]);
   }
 
-  // A block of tokens, the last one again past it.
+  // A block of tokens; past the end the last one is repeated.
   [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t block, std::uint32_t* out) {
     Float8Lookup const lookup(x.is_e5m2);
     Float8Rows<kPairBlock> const tokens(x, block * kPairBlock);

@@ -21,12 +21,12 @@ struct Float8Codes {
   static constexpr int kEnd = Format::kMantissaBits == 3 ? 0x7f : 0x1f << 2;  // from here on NaN, or infinite
   static constexpr int kSign = static_cast<int>(0x80000000u);
 
-  // What has an exponent and is finite.
+  // Normal numbers.
   [[gnu::always_inline]] static void normal(Floats& out, Ints const& codes) {
     out = (Floats)(((codes >> (24 - kDropped)) & (kSign | 0x7f << kDropped)) + kBias);
   }
 
-  // Anything. Without an exponent, a multiple of the smallest number is 1 + m above and should be 2 m.
+  // Any code. A subnormal comes out of the shift as 1 + m, in units of the smallest number, and should be 2 m.
   [[gnu::always_inline]] static void any(Floats& out, Ints const& codes) {
     constexpr float kUnit = std::bit_cast<float>(kBias + (1 << 23));
     Ints const code = codes >> 24 & 0x7f;
@@ -40,10 +40,10 @@ struct Float8Codes {
   }
 };
 
-// Tokens that FewFloat8 takes at a time.
+// Tokens per block of FewFloat8.
 inline constexpr int kFewFloatTokens = 4;
 
-// Whether all of some codes have an exponent and are finite.
+// Whether all codes are normal numbers.
 template <class Format, int kBytes>
 struct AllNormal {
   typedef std::uint64_t Words __attribute__((vector_size(kBytes)));
@@ -75,7 +75,7 @@ struct WidenFloat8 {
   [[gnu::always_inline]] static void vector(Floats& out, std::uint8_t const* from, float scale) {
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof(bytes));
-    // In two steps: gcc 12 makes one of four a byte at a time.
+    // In two steps: gcc 12 compiles a conversion of four bytes at once byte by byte.
     Float8Codes<Format, kLanes>::any(out, __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints) << 24);
     out *= scale;
   }
@@ -116,7 +116,7 @@ struct FloatTokens {
 // 5, 9 .. and so on. Tokens are there up to a multiple of kTokens.
 template <class Format, int kLanes>
 struct FewFloat8 {
-  // As many sums as fit the registers of every instruction set.
+  // Accumulators that fit the registers of every instruction set.
   static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kPanelRows = 16, kKBlock = 4 * kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
@@ -144,7 +144,7 @@ struct FewFloat8 {
     }
   }
 
-  // Columns under one scale a row; all but the last ones of a matrix are whole K blocks.
+  // Columns that share a scale per row; all but the last of a matrix are whole K blocks.
   template <int kRows>
   [[gnu::always_inline]] static void add(Floats (&sums)[kSums], std::uint8_t const* const (&rows)[kRows],
                                          std::int64_t count, float const* x, std::int64_t stride) {

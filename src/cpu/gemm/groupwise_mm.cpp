@@ -25,7 +25,7 @@ ScaledFloat8 matrix(void const* values, std::int64_t rows, std::int64_t k, std::
           .scale_shift = scales.shift};
 }
 
-// One product with group-wise scales.
+// One product with scales per group.
 void multiply_groups(GroupwiseProblem const& p, DType out, int threads) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   Columns const to{p.bias, p.d, out, p.stride_d, -kInfinity, kInfinity};
@@ -41,7 +41,7 @@ std::vector<float> dense(GroupScales const& scales, int count) {
   return values;
 }
 
-// Or of whole rows.
+// Or with scales per row.
 void multiply_rows(GroupwiseProblem const& p, gemm::Types types, int threads) {
   std::vector<float> const scale_a = dense(p.scale_a, p.m), scale_b = dense(p.scale_b, p.n);
   gemm::Problem const product{.m = p.m,

@@ -13,7 +13,7 @@
 namespace epiloq {
 namespace {
 
-// Tokens that go through a panel together: their sums stay in L2.
+// Tokens multiplied by a panel at a time: their sums stay in L2.
 constexpr int kTokensAtOnce = 512;
 constexpr int kFewestInTiles = 3;
 
@@ -29,7 +29,7 @@ struct Int8Tokens {
   std::int64_t stride;
 
   Int8Tokens(Int8Product const& p, int threads) : corrections(p.m) {
-    // Where words are as in memory, nothing is copied.
+    // If words are in memory order, nothing is copied.
     bool const as_they_lie = bytes_here().words == 1 && p.k % 4 == 0 && p.stride_a % 4 == 0;
     stride = as_they_lie ? p.stride_a / 4 : (std::int64_t{p.k} + 3) / 4 * bytes_here().words;
     if (!as_they_lie) copy.resize(p.m * stride);

@@ -15,7 +15,7 @@ struct Int8InTiles {
   using Tiled = RowTiles<RowTileKind::kBytes>;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
   static constexpr int kOfLine = sizeof(Line);
-  // Lines of a row that are brought together at a time, or one more: they stay in L1.
+  // Lines of a row that are arranged in tiles at a time (or one more): they stay in L1.
   static constexpr int kLines = 8;
 
   static std::int64_t lines(std::int64_t columns) { return (columns + kOfLine - 1) / kOfLine; }
@@ -45,7 +45,7 @@ struct Int8InTiles {
       int const end = std::min(begin + at_once, p.k), steps = (end - begin + kOfLine - 1) / kOfLine;
       for (int r = 0; r < kRows; ++r) {
         std::int8_t const* const of_row = p.b + std::min(row + r, p.n - 1) * p.stride_b;
-        // What comes next: of this row, or of the one that has its place 32 rows on. (Hardware does not follow as many
+        // Prefetches the next line of this row, or of the row 32 rows on. (Hardware prefetchers do not follow as many
         // rows as are read together.)
         std::int8_t const* const next =
             end < p.k ? of_row + end : p.b + std::min(row + kRows + r, p.n - 1) * p.stride_b;
@@ -63,7 +63,7 @@ struct Int8InTiles {
   }
 
  private:
-  // A line, or what is left of a row and zeros.
+  // A line; past the end of a row zeros.
   [[gnu::always_inline]] static void copy(void* to, std::int8_t const* from, int left) {
     if (left >= kOfLine) {
       std::memcpy(to, from, kOfLine);

@@ -15,7 +15,7 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// A panel's sums, and what its columns have besides.
+// A panel's sums and the epilogue operands of its columns.
 template <class Sum>
 struct Panel {
   static constexpr int kMost = PanelSums<Sum>::kMostColumns;
@@ -32,7 +32,7 @@ struct Panel {
     if (o.azp_adj != nullptr) std::copy_n(o.azp_adj + sums.column, sums.columns, azp_adj);
   }
 
-  // Of a row of D: operands that are a column's each or the row's.
+  // Epilogue operands of a row of D: per column, or of the row.
   [[gnu::always_inline]] epilogue::Operands of_row(std::int64_t m) const {
     epilogue::Operands const& o = p.operands;
     return {.scale_a = o.scale_a + (o.scale_a_is_vector ? m : 0),
@@ -45,7 +45,7 @@ struct Panel {
   }
 };
 
-// The epilogue of a panel, and its way to D.
+// Applies the epilogue to a panel and stores it to D.
 template <class Epilogue, class Sum, DType kOut>
 struct Finish {
   using Value = std::conditional_t<kOut == DType::kInt8, std::int8_t, float>;

@@ -1,6 +1,6 @@
 #pragma once
 
-// AMX: tiles of 16 rows of 64 bytes, eight to a core, which the system has to be asked for.
+// AMX: eight tiles of 16 rows of 64 bytes per core; the process must request them from the kernel.
 
 #include "cpu/common/rows.h"
 
@@ -21,7 +21,7 @@ inline constexpr int kTileRows = 16, kTileBytes = 64;
 
 namespace epiloq {
 
-// Whether the CPU multiplies tiles of a kind, and the system lets this process use them.
+// Whether the CPU multiplies this kind of tiles and the kernel grants them to this process.
 enum class TileKind : unsigned { kBFloat16 = 1U << 22, kInt8 = 1U << 25 };  // CPUID 7, EDX
 inline bool has_tiles(TileKind kind) {
   static unsigned const features = [] {
@@ -35,11 +35,11 @@ inline bool has_tiles(TileKind kind) {
   return (features & static_cast<unsigned>(kind)) != 0;
 }
 
-// What the instructions' own functions do not tell the compiler: that they read and write memory.
+// The intrinsics do not tell the compiler that they read and write memory.
 [[gnu::always_inline]] inline void tile_fence() { asm volatile("" ::: "memory"); }
 
-// A thread's tiles for as long as this lives: 0 to 3 of sums, 4 and 5 of rows of so many bytes, 6 and 7 of as many
-// columns' words.
+// Configures a thread's tiles for the lifetime of this object: 0 to 3 accumulators, 4 and 5 rows of so many bytes, 6
+// and 7 words of as many columns.
 class Tiles {
  public:
   [[gnu::target("amx-tile")]] explicit Tiles(int bytes = kTileBytes) {

@@ -1,8 +1,7 @@
 #pragma once
 
-// Rows of a matrix by tokens with AMX: two tiles of 16 rows at a time, as they lie, by one or two tiles of 16 tokens,
-// whose words lie side by side. Nothing of the matrix has to be transposed, and each tile that is read takes part in
-// two products.
+// Rows of a matrix by tokens with AMX: two tiles of 16 rows in memory order by one or two tiles of 16 tokens, whose
+// words are interleaved. The matrix is not transposed, and each loaded tile is used in two products.
 
 #include <algorithm>
 
@@ -106,7 +105,7 @@ struct RowTiles {
   }
 
  private:
-  // (By their numbers: the instructions' own functions are macros that want them spelt out.)
+  // (By number: the intrinsics are macros that require literal tile numbers.)
   template <int kTile>
   [[gnu::always_inline]] static void zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(kTile));

@@ -35,7 +35,7 @@ inline constexpr int kPairBlock = 12;
   out = (even >> 16 & 0xffff) | (odd & ~0xffff);
 }
 
-// (By way of a variable: gcc keeps what an asm names by reference in memory.)
+// (Through a variable: gcc keeps operands that an asm takes by reference in memory.)
 [[gnu::always_inline]] inline void add_pair(Vectors<16>::Floats& sum, Vectors<16>::Floats const& rows,
                                             std::uint32_t const& x) {
   Vectors<16>::Floats onto = sum;

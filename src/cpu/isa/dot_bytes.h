@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #ifdef __x86_64__
-#include <immintrin.h>  // declares what the kernels below use by its name
+#include <immintrin.h>  // intrinsics used by the kernels below
 #endif
 
 #include "cpu/common/rows.h"
@@ -13,7 +13,7 @@
 
 namespace epiloq {
 
-// The shared bytes as the kernels take them: fours as a word, or two of pairs; zeros fill up the last.
+// The shared bytes in the kernels' order: a word of four, or two words of pairs; padded with zeros.
 template <int kWords>
 inline void in_words(std::int8_t const* from, std::int64_t count, std::int32_t* to) {
   auto const four = [&](std::int8_t const* bytes) {
@@ -63,7 +63,7 @@ struct PlainBytes {
 };
 
 #ifdef EPILOQ_HAS_CLONES
-// (gcc warns of how instructions' own functions return vectors, which they do not, being instructions.)
+// (gcc's warning about the ABI of functions that return vectors does not apply to intrinsics.)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"
 struct PairedBytes {
@@ -98,7 +98,7 @@ struct VnniBytes {
 #pragma GCC diagnostic pop
 #endif
 
-// call(bytes) with what this machine has.
+// Calls call(bytes) for this machine's instruction set.
 template <class Call>
 auto with_bytes(Call const& call) {
 #ifdef EPILOQ_HAS_CLONES

@@ -37,7 +37,7 @@ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
   return {scale, azp == azp ? azp : 0.f};
 }
 
-// As the GPU converts: past int32 the nearest value that is one.
+// As the GPU converts: saturated to int32.
 std::int32_t saturate(float value) {
   constexpr double kMin = std::numeric_limits<std::int32_t>::min(), kMax = std::numeric_limits<std::int32_t>::max();
   return static_cast<std::int32_t>(std::clamp(static_cast<double>(value), kMin, kMax));

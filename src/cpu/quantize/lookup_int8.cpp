@@ -1,5 +1,5 @@
-// Table lookups on the CPU: 64 at a time where permutations of 128 bytes are an instruction, which compilers do not
-// make of a loop.
+// Table lookups on the CPU: 64 at a time with the 128-byte permutation of AVX-512 VBMI, which compilers do not generate
+// from a loop.
 
 #include "cpu/quantize/lookup_int8.h"
 
@@ -25,7 +25,7 @@ __attribute__((target("avx512f,avx512bw,avx512vbmi"))) void look_up_64(std::int8
   for (std::int64_t i = 0; i < count; i += 64) {
     __mmask64 const some = count - i < 64 ? (std::uint64_t{1} << (count - i)) - 1 : ~std::uint64_t{0};
     __m512i const bits = _mm512_maskz_loadu_epi8(some, x + i);
-    // The permutations look at seven bits.
+    // The permutations use seven bits of the index.
     __m512i const positive = _mm512_permutex2var_epi8(part[0], bits, part[1]);
     __m512i const negative = _mm512_permutex2var_epi8(part[2], bits, part[3]);
     _mm512_mask_storeu_epi8(out + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(bits), positive, negative));

@@ -128,7 +128,7 @@ void test_width() {
 }
 
 // Every output once, by one thread, and what lies around it not at all.
-void test_way(Float8Way const& way, Operand const& x, Operand const& w) {
+void test_way(Float8Routine const& way, Operand const& x, Operand const& w) {
   std::vector<float> out(x.rows * w.rows, std::numeric_limits<float>::quiet_NaN());
   std::vector<int> written(out.size());
   way.multiply(x.view(), w.view(), 1, [&](Float8Sums const& sums) {
@@ -154,7 +154,7 @@ void test_ways() {
       bool const of_x = random() % 2, of_w = random() % 2;
       Operand const x(random, tokens, columns, random() % 2, 0, of_x && columns > 0);
       Operand const w(random, 1 + static_cast<int>(random() % 70), columns, random() % 2, 0, of_w && columns > 0);
-      for (Float8Way const& way : float8_ways()) {
+      for (Float8Routine const& way : float8_routines()) {
         if (way.is_here()) test_way(way, x, w);
       }
     }
@@ -162,7 +162,7 @@ void test_ways() {
   // More columns than tokens go through together, and more tokens.
   for (auto const& [tokens, columns] : {std::pair{130, 9000}, {300, 2100}}) {
     Operand const x(random, tokens, columns, false), w(random, 33, columns, false, 0, true);
-    for (Float8Way const& way : float8_ways()) {
+    for (Float8Routine const& way : float8_routines()) {
       if (way.is_here()) test_way(way, x, w);
     }
   }
@@ -176,7 +176,7 @@ void test_every_code() {
   for (int m = 0; m < 3; ++m) unit[m * kColumns + 7 + m] = 0x38;  // 1 in E4M3
   for (bool is_e5m2 : {false, true}) {
     ScaledFloat8 const w{codes.data(), kCodes, kColumns, kColumns, is_e5m2}, x{unit.data(), 3, kColumns, kColumns};
-    for (Float8Way const& way : float8_ways()) {
+    for (Float8Routine const& way : float8_routines()) {
       if (!way.is_here()) continue;
       way.multiply(x, w, 1, [&](Float8Sums const& sums) {
         for (int m = 0; m < sums.count; ++m) {
