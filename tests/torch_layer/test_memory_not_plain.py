@@ -1,4 +1,4 @@
-"""Tensors that are not what their memory says: storage that was freed, and signs that are turned lazily."""
+"""Tensors that are not what their memory says: freed storage, no storage, and signs that are turned lazily."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import epiloq
+import every_layer
 from operator_calls import operator_calls
 
 
@@ -44,6 +45,25 @@ def test_an_absent_bias_is_not_a_freed_one() -> None:
         epiloq.weight_only_mm(x, weight, freed(bias))
     with pytest.raises(ValueError, match=r"epiloq\.weight_only_mm: x: expected memory"):
         epiloq.weight_only_mm(torch._efficientzerotensor((3, 256)), weight)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", every_layer.LAYERS)
+def test_a_layer_of_which_a_part_is_on_the_meta_device(name: str, gradient: bool, seed: int) -> None:
+    """As a checkpoint without that part leaves it. torch itself would add or select by what has no values."""
+    layer, given = every_layer.LAYERS[name](64, 48), every_layer.arguments(name, 64)
+    if gradient and given[0].is_floating_point():
+        given[0].requires_grad_()
+    every_layer.run(name, layer, given)
+    for key, tensor in list(layer.state_dict().items()):
+        path, _, leaf = key.rpartition(".")
+        owner = layer.get_submodule(path)
+        before, without = getattr(owner, leaf), tensor.to("meta")
+        setattr(owner, leaf, nn.Parameter(without, False) if isinstance(before, nn.Parameter) else without)
+        with pytest.raises((ValueError, NotImplementedError)):
+            every_layer.run(name, layer, given)
+        setattr(owner, leaf, before)
+    every_layer.run(name, layer, given)
 
 
 def lazily_negated(tensor: Tensor) -> Tensor:
