@@ -37,12 +37,12 @@ SEEDS = 1 << 63
 
 def check_request(settings: Settings) -> None:
     """Raise ValueError for settings that fit no model, or an output that cannot be made."""
-    choose(settings.scheme, settings.layout, settings.symmetric)
-    output, target = settings.output, TARGETS[settings.scheme]
     if settings.budget is not None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
-        if ALGORITHMS[settings.algorithm].learn:
-            raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
+    choose(settings.scheme, settings.layout, settings.symmetric)
+    output, target = settings.output, TARGETS[settings.scheme]
+    if settings.budget is not None and ALGORITHMS[settings.algorithm].learn:
+        raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
     for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
         if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
             raise ValueError(f"{option} {CHOSEN}: expected --bytes beside it, which counts all weights")
