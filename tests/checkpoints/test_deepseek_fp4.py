@@ -137,3 +137,35 @@ def test_numbers_that_the_configuration_denies(seed: int, tmp_path: Path) -> Non
         (folder / "config.json").write_text(json.dumps(said))
         with pytest.raises(FormatError, match=message):
             models.load(Checkpoint(folder))
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
+def test_experts_with_gates_of_their_own(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    """DeepSeek-V4's, which have a limit, are refused with the reason, though its files have names of their own."""
+    heads = {"num_attention_heads": 2, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 64}
+    sizes = {"vocab_size": 64, "hidden_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 4}
+    kinds = {"layer_types": ["heavily_compressed_attention"], "mlp_layer_types": ["moe"], "num_hidden_layers": 1}
+    config = transformers.DeepseekV4Config(
+        **heads, **sizes, **kinds, o_groups=2, num_experts_per_tok=2, index_n_heads=2, index_head_dim=32, index_topk=4
+    )
+    folder = tmp_path / "v4"
+    transformers.DeepseekV4ForCausalLM(config).save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name] = tensor
+        if ".ffn.experts." in name:
+            n, k = tensor.shape
+            tensors[name] = torch.zeros(n, k // 2, dtype=torch.int8)
+            scale = torch.full((n, k // 32), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            tensors[name.replace(".weight", ".scale")] = scale
+    assert any(name.endswith(".ffn.experts.3.w2.scale") for name in tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    found = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4", "quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(found))
+    reason = r"for model\.layers\.0\.mlp\.experts cannot be taken apart: gated in a way of their own"
+    with pytest.raises(FormatError, match=reason):
+        models.load(Checkpoint(folder))
+    with pytest.raises(FormatError, match=reason):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -12,6 +12,7 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.io.names import named_in
 from epiloq.formats.io.unused import buffers_of, check_unused
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, readers, shared, unused_scales
@@ -156,7 +157,7 @@ class Layers:
         checkpoint = self.checkpoint
         for layer in self.readers:
             if layer not in self.linears and layer not in self.tables:
-                why = why_stacked(self.model, layer)
+                why = why_stacked(self.model, named_in(self.model, layer))
                 raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model{why}")
         targets = self.model.state_dict(keep_vars=True)
         for layer, source in self.shared.items():

@@ -54,6 +54,13 @@ class Names:
         return found
 
 
+def named_in(model: nn.Module, layer: str) -> str:
+    """What a layer of files is called in a model of transformers, whether or not the model has it."""
+    if not hasattr(model, "base_model_prefix"):
+        return layer
+    return Names(model).of(f"{layer}.weight").removesuffix(".weight")
+
+
 def apart(model: nn.Module) -> list[str]:
     """The names of the weights of experts that are apart: those of each stack's first expert, as files name them."""
     stacks = [(name, module.projections) for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
