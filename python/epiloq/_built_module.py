@@ -27,7 +27,7 @@ def load() -> None:
     except ImportError as error:
         raise ImportError(
             f"epiloq: the built module does not load ({error}): {_REMEDY}", name="epiloq._core", path=error.path
-        ) from error
+        ) from None
     expected = interface_hash()
     found = core.interface_hash() if hasattr(core, "interface_hash") else "none"
     if expected is not None and found != expected:

@@ -154,3 +154,30 @@ def test_a_text_that_does_not_fit_leaves_what_was_there(tmp_path: Path, old: str
     with files_of_at_most(10), pytest.raises(OSError, match="too large"):
         write_text(file, "x" * 11)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == ({} if old is None else {file.name: old})
+
+
+def test_a_model_below_the_source_is_not_carried_over(teacher: Path, tmp_path: Path) -> None:
+    """What an earlier run wrote into the model's own folder; other folders are."""
+    model = shutil.copytree(teacher, tmp_path / "model")
+    assert quantize(teacher, model / "int8" / "first", *W8).exit_code == 0
+    (model / "int8" / "notes.txt").write_text("notes")
+    assert run("quantize", model, "--output", tmp_path / "out", *W8).exit_code == 0
+    below = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {name for name in below if "/" in name} == {"int8/notes.txt"}
+
+
+def test_of_two_conversions_at_once_the_later_leaves_the_first(
+    quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = checkpoint.Writer.close
+
+    def meanwhile(writer: checkpoint.Writer, config: Any) -> None:
+        close(writer, config)
+        monkeypatch.undo()
+        assert run("convert", quantised, tmp_path / "out", "--format", "epiloq").exit_code == 0
+
+    monkeypatch.setattr(checkpoint.Writer, "close", meanwhile)
+    result = run("convert", quantised, tmp_path / "out", "--format", "gptq")
+    assert result.exit_code == 1 and f"{tmp_path / 'out'} appeared meanwhile" in result.output, result.output
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["format"] == "epiloq" and [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -257,7 +257,8 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 def written_whole(folder: str | Path) -> Iterator[Path]:
     """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
 
-    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists or cannot be.
+    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists or cannot be,
+    FileExistsError where another process made it meanwhile.
     """
     folder = Path(folder)
     check_new(folder)
@@ -266,6 +267,8 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     try:
         with held(_lock(aside)):
             yield aside
+            if folder.exists() or folder.is_symlink():
+                raise FileExistsError(f"{folder} appeared meanwhile: choose another output, or move it away")
             aside.rename(folder)
     finally:
         _remove(aside)
@@ -291,14 +294,17 @@ def _remove_abandoned(folder: Path) -> None:
 
 def carried(source: Path) -> list[Path]:
     """What belongs to a model beside weights and configuration, relative to its directory: tokenizer, generation,
-    templates, notes, code. Hidden files and linked folders are left out.
+    templates, notes, code. Hidden files, linked folders and folders that are models of their own are left out.
 
     Raises FormatError for a special file, a link to nothing, or a directory that is not there any more.
     """
     found: list[Path] = []
     for place, folders, files in os.walk(source, onerror=_raise):
-        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         here = Path(place).relative_to(source)
+        if here != Path() and "config.json" in files and any(Path(name).suffix in WEIGHTS for name in files):
+            folders.clear()
+            continue
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         for name in sorted(files):
             described = here == Path() and (name in DESCRIPTIONS or name.endswith(".index.json"))
             if not described and not name.startswith(".") and Path(name).suffix not in WEIGHTS:
