@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shutil
 import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,19 +25,17 @@ from transformers.distributed import DistributedConfig
 import epiloq
 import epiloq.integrations.transformers as integration
 from epiloq import environment
-from epiloq._torch import threads
 from epiloq.formats import epiloq_modules
 from epiloq.integrations.hf_quantizer import parallel
 from epiloq.nn import ExpertLinears, Int8Linear
 from epiloq.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
+from gloo_ranks import SECONDS, Ranks
 from opened_models import logits
 
 integration.unregister()
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
 )
-SECONDS = 60
-"""In which every rank ends after one has died."""
 # The function in which a rank dies.
 DEATHS: dict[str, tuple[Any, str]] = {
     "while files are compared": (parallel, "_fingerprint"),
@@ -78,46 +73,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(folder: Path, world: int, **plan: str) -> Any:
     asked = DistributedConfig(tp_size=world, tp_plan=plan or "auto")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=asked)
-
-
-class Ranks:
-    """Processes of a group that run a function to its end: their exit codes, and what each raised."""
-
-    def __init__(self, where: Path, world: int, run: Callable[[int], None]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        context = multiprocessing.get_context("fork")
-        self.said = [where / f"said-{rank}" for rank in range(world)]
-        ranks = [
-            context.Process(target=self._rank, args=(rank, world, port, self.said[rank], run)) for rank in range(world)
-        ]
-        start = time.monotonic()
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(timeout=SECONDS + 60)
-            each.kill()
-        self.seconds = time.monotonic() - start
-        self.codes = [each.exitcode for each in ranks]
-
-    @staticmethod
-    def _rank(rank: int, world: int, port: str, said: Path, run: Callable[[int], None]) -> None:
-        threads.forked = False  # or its first operation brings a forked process back to one thread
-        torch.set_num_threads(1)
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        try:
-            dist.init_process_group("gloo", init_method="env://")
-            integration.register()
-            run(rank)
-        except BaseException as error:
-            said.write_text(f"{type(error).__name__}: {error}")
-            os._exit(3)
-        os._exit(0)
-
-    def message(self, rank: int) -> str:
-        return self.said[rank].read_text() if self.said[rank].exists() else ""
 
 
 @pytest.mark.parametrize("death", DEATHS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -19,6 +20,7 @@ import epiloq
 import epiloq.integrations.transformers as integration
 import fp4_reference
 from epiloq.nn import Fp4Experts
+from gloo_ranks import Ranks
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -116,6 +118,34 @@ def test_experts_stay_in_four_bits(folder: Path, tmp_path: Path) -> None:
     again = load_file(tmp_path / "saved" / "model.safetensors")
     assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
     assert torch.equal(logits(opened(tmp_path / "saved", torch.bfloat16)), logits(half))
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_have_some_of_the_experts(folder: Path, tmp_path: Path, world: int) -> None:
+    """Logits are those of one process but for the order of sums; what is saved is the same bytes."""
+    integration.register()
+    try:
+        expected = logits(opened(folder))
+    finally:
+        integration.unregister()
+    stored = load_file(folder / "model.safetensors")
+
+    def run(rank: int) -> None:
+        ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto")
+        experts = ours.get_submodule(LAYER)
+        assert experts.experts == (EXPERTS if world == 1 else [3, 2][rank])
+        found = logits(ours)
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+        half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, tp_plan="auto")
+        half.save_pretrained(tmp_path / "saved")
+        dist.barrier()
+        again = load_file(tmp_path / "saved" / "model.safetensors")
+        assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+        assert half.get_submodule(LAYER).experts == experts.experts
+
+    ranks = Ranks(tmp_path, world, run)
+    assert ranks.codes == [0] * world, [ranks.message(rank) for rank in range(world)]
 
 
 def blocks(experts: Fp4Experts, dtype: torch.dtype) -> dict[str, Tensor]:

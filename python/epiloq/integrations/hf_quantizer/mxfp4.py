@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.formats.configs.keys import check_keys, excludes, names
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -31,6 +31,23 @@ class StoredExperts(nn.Module):
             dtype = experts.get_parameter(part).dtype if part.endswith("_bias") else torch.uint8
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        outline: Fp4Experts = self.__dict__["outline"]
+        return outline.experts
+
+    def leave_to(self, read: Callable[[str], Tensor]) -> None:
+        """Let `opened_part` read the tensors by their last names, which nobody else will load."""
+        self.__dict__["read"] = read
+        self._parameters.clear()
+
+    def opened_part(self, part: range) -> Fp4Experts:
+        """The experts of `part` alone, whose tensors alone are copied from the files."""
+        outline: Fp4Experts = self.__dict__["outline"]
+        read: Callable[[str], Tensor] = self.__dict__["read"]
+        return outline.some(part, {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()})
 
     def opened(self) -> Fp4Experts:
         """The experts. Raises FormatError, which names file and tensor, for a tensor without values."""
@@ -79,6 +96,14 @@ def open_experts_(model: nn.Module) -> None:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredExperts)
         _put(model, name, stored.opened())
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Experts:
+    """All experts of a layer, of what `file_state` gives of its parts, in their order."""
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    made = like.some(range(like.whole or like.experts), whole)
+    made.part = made.whole = None
+    return made
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

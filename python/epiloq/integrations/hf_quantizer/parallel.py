@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from epiloq.environment import arithmetic
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
+from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
 from epiloq.models.mixtures import put_, settle_
-from epiloq.nn import ExpertLinears
+from epiloq.nn import ExpertLinears, Fp4Experts
 from epiloq.parallel.experts import as_linears, join_experts
 from epiloq.parallel.ranks import check_same, ended, to_first, together
 from epiloq.parallel.shards import bare, join, part_of
@@ -41,6 +43,7 @@ _STYLES: dict[str, ParallelStyle | None] = {
     "replicated_with_grad_allreduce": None,
     "mla_kv_a_proj": None,
 }
+_EXPERTS = (ExpertLinears, mxfp4.StoredExperts)
 _SAMPLE = 4096
 """Bytes at either end of each tensor by which ranks tell files apart."""
 
@@ -68,13 +71,20 @@ class Split:
         self.checkpoint, self.names = checkpoint, list[str]()
         """Names of layers of which each rank has a part."""
         stored = {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
-        self.experts = [name for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
+        self.experts = [name for name, module in model.named_modules() if isinstance(module, _EXPERTS)]
+        for name in self.experts:
+            if isinstance(module := model.get_submodule(name), mxfp4.StoredExperts):
+                module.leave_to(partial(self._of_experts, name))
         for module in stored.values():
             module.leave_to(self._reader(module))
         known = model._keys_to_ignore_on_load_unexpected or ()
-        patterns = {rf"(^|\.){re.sub(r'[0-9]+', '[0-9]+', re.escape(name))}\." for name in stored}
+        left = (*stored, *self.experts)
+        patterns = {rf"(^|\.){re.sub(r'[0-9]+', '[0-9]+', re.escape(name))}\." for name in left}
         model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
         self.plan = self._without(model)
+
+    def _of_experts(self, name: str, part: str) -> Tensor:
+        return self.checkpoint.tensor(f"{name}.{part}")
 
     def _reader(self, module: StoredLinear) -> Any:
         def read() -> dict[str, Tensor]:
@@ -113,8 +123,10 @@ class Split:
         plan = self.plan | dict(model.tp_plan)
         with together():
             for name in self.experts:
-                own = part_of(model.get_submodule(name).experts, mesh.get_local_rank(), mesh.size())
-                put_(model, name, _opened_experts(model.get_submodule(name), own).to(device))
+                module = model.get_submodule(name)
+                own = part_of(module.experts, mesh.get_local_rank(), mesh.size())
+                is_fp4 = isinstance(module, mxfp4.StoredExperts)
+                put_(model, name, (module.opened_part(own) if is_fp4 else _opened_experts(module, own)).to(device))
                 settle_(model, name)
                 sum_experts(model.get_submodule(name), mesh)
                 self.names.append(name)
@@ -137,10 +149,10 @@ class Split:
         try:
             for name in self.names:
                 part = model.get_submodule(name)
-                gathered = to_first(as_linears(part) if name in self.experts else bare(part), group)
+                gathered = to_first(_sent(part, name in self.experts), group)
                 if gathered is not None:
                     parts[name] = part
-                    put_(model, name, join_experts(gathered) if name in self.experts else join(gathered))
+                    put_(model, name, _received(gathered, part, name in self.experts))
             yield torch.distributed.get_rank(group) == 0
         finally:
             for name, part in parts.items():
@@ -159,6 +171,20 @@ class Split:
                 if first:
                     found[name] = whole.detach().cpu()
         return found
+
+
+def _sent(part: Any, is_experts: bool) -> Any:
+    """A part of a layer as it travels."""
+    if isinstance(part, Fp4Experts):
+        return {name: tensor.cpu() for name, tensor in part.file_state().items()}
+    return as_linears(part) if is_experts else bare(part)
+
+
+def _received(parts: list[Any], like: Any, is_experts: bool) -> nn.Module:
+    """The whole layer of its parts."""
+    if isinstance(like, Fp4Experts):
+        return mxfp4.joined(parts, like)
+    return join_experts(parts) if is_experts else join(parts)
 
 
 def _opened_experts(module: Any, own: range) -> ExpertLinears:
@@ -191,7 +217,7 @@ def _check(model: Any, asked: Any) -> None:
             raise ValueError(f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {asked.tp_size}")
     for name, module in model.named_modules():
         if (
-            isinstance(module, ExpertLinears)
+            isinstance(module, _EXPERTS)
             and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1
         ):
             raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as there are experts, {module.experts}")

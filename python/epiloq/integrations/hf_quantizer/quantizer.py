@@ -87,8 +87,6 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
-            if self._is_mxfp4 and parallel:
-                raise ValueError(f"{_NAME}: tp_plan: expected none for experts of {mxfp4.METHOD}, got one")
             # What one rank finds wrong with its files ends the others, too.
             with together() if parallel else nullcontext():
                 checkpoint = self._store(model, Path(checkpoint_files[0]).parent)

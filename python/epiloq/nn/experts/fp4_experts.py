@@ -35,11 +35,16 @@ class Fp4Experts(StoredTensors):
         down_proj_q, down_proj_scale        likewise of ``[E H, I]``
     `file_state` gives, and `from_blocks` takes, what the checkpoints hold (`shapes`).
 
+    part, whole
+        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
+
     Raises ValueError for sizes that blocks of 32 do not fill, for other shapes of inputs, and on a CPU for numbers of
     experts that there are not.
     """
 
     FOLLOWS = frozenset({"gate_up_proj_bias", "down_proj_bias"})
+    part: range | None = None
+    whole: int | None = None
 
     def __init__(
         self,
@@ -110,6 +115,14 @@ class Fp4Experts(StoredTensors):
             made._store(f"{name}_bias", tensors[f"{name}_bias"])
         return made.train(self.training)
 
+    def some(self, part: range, tensors: Mapping[str, Tensor]) -> Fp4Experts:
+        """The experts of `part` alone, of the checkpoints' tensors of these; their share of each token's sum."""
+        sizes = (len(part), self.hidden, self.intermediate)
+        outline = Fp4Experts(*sizes, alpha=self.alpha, limit=self.limit, device="meta", dtype=self._dtype)
+        made = outline.train(self.training).from_blocks(tensors)
+        made.part, made.whole = part, self.experts
+        return made
+
     def packed(self, name: str) -> PackedFp4Weight:
         """All experts' matrices of "gate_up_proj" or "down_proj", which share the parameters."""
         rows, columns = self._sizes(name)
@@ -128,8 +141,8 @@ class Fp4Experts(StoredTensors):
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         x = convert_input(self, hidden_states)
-        check_routing("Fp4Experts", x, router_indices, routing_weights, self.hidden, self.experts)
-        routing = Routing.of(router_indices, self.experts)
+        check_routing("Fp4Experts", x, router_indices, routing_weights, self.hidden, self.whole or self.experts)
+        routing = Routing.of(router_indices, self.experts, self.part)
         gate_up = self._product(_PROJECTIONS[0], x[routing.tokens], routing.ends)
         return routing.combined(self._product(_PROJECTIONS[1], self._gated(gate_up), routing.ends), routing_weights)
 
