@@ -2,6 +2,8 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "epiloq/device.h"
 #include "epiloq/export.h"
@@ -95,10 +97,17 @@ EPILOQ_API bool weight_only_mm(WeightOnlyMm const& call, Stream stream);
 // On the CPU or on CUDA.
 EPILOQ_API void dequantize_weight(DequantizeWeight const& call, Stream stream);
 
-// Name of the kernel chosen for a problem.
+// Name of the kernel chosen for a problem; with `terms`, the cost model's terms of it and of the
+// runner-up.
 EPILOQ_API std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count,
-                                              int memory_gb_s);
-EPILOQ_API std::string explain(WeightOnlyMm const& call);
+                                              int memory_gb_s, bool terms = false);
+EPILOQ_API std::string explain(WeightOnlyMm const& call, bool terms = false);
 EPILOQ_API KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device);  // as of scaled_mm.h
+
+// The numbers of SM90's cost model, by name; and the problem's `candidates` with the microseconds that it expects with
+// other numbers, in that order. For fitting them (tools/tune.py).
+EPILOQ_API std::vector<std::pair<std::string, double>> weight_only_mm_costs();
+EPILOQ_API std::vector<std::pair<WeightOnlyMmKernel, double>> expected_weight_only_mm(
+    WeightOnlyMmProblem const& problem, int memory_gb_s, std::vector<double> const& costs);
 
 }  // namespace epiloq

@@ -297,6 +297,9 @@ def evaluate_epilogue(
     azp_adj: Tensor | None = None,
     azp: Tensor | None = None,
 ) -> None: ...
+def expected_weight_only_mm(
+    m: int, n: int, k: int, bits: int, memory_gb_s: int, costs: Sequence[float]
+) -> list[tuple[tuple[str, int, int], float]]: ...
 def explain_conv2d_int8(
     out: Tensor,
     x: Tensor,
@@ -520,6 +523,24 @@ def explain_weight_only_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
     memory_gb_s: int = 0,
+    terms: bool = False,
+) -> str: ...
+def explain_weight_only_mm_terms(
+    out: Tensor,
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    n: int,
+    k: int,
+    group_size: int,
+    lo: float,
+    hi: float,
+    kernel: tuple[str, int, int] | None = None,
+    threads: int = 1,
 ) -> str: ...
 def finish_conv2d_int8(
     out: Tensor,
@@ -776,6 +797,7 @@ def weight_only_mm(
     kernel: tuple[str, int, int] | None = None,
     threads: int = 1,
 ) -> bool: ...
+def weight_only_mm_costs() -> list[tuple[str, float]]: ...
 def widen_tokens(out: Tensor, x_q: Tensor, scale_a: Tensor) -> None: ...
 
 __version__: str = "0.2.0"

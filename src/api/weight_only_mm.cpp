@@ -4,6 +4,7 @@
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "dispatch/choice_cache.h"
+#include "dispatch/weight_only_mm/cost/parameters.h"
 #include "dispatch/weight_only_mm/launch.h"
 #include "dispatch/weight_only_mm/select.h"
 #include "problems/weight_only.h"
@@ -104,27 +105,49 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
   wo::launch_dequantize(problem, call.out.device.index, stream);
 }
 
-std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
+std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s,
+                                   bool terms) {
   wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
   Target target = nominal(KernelSet::kWeightOnly, arch);
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
-  return wo::describe(wo::Selection::choose(problem, target));
+  wo::Choice const choice = wo::Selection::choose(problem, target);
+  return terms ? wo::explain_terms(problem, target, choice, false) : wo::describe(choice);
 }
 
-std::string explain(WeightOnlyMm const& call) {
+std::string explain(WeightOnlyMm const& call, bool terms) {
   wo::Problem const problem = checked(call);
   if (is_empty(problem)) return "nothing to launch: the output is empty";
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return wo::describe_on_host(problem, call.x.dtype);
   }
   if (call.kernel) return wo::describe(choice_of(problem, call));
-  return tuning::explain<wo::Selection>(problem_of(problem, call), target_of(call), tuning::index_of(call.x.device));
+  WeightOnlyMmProblem const p = problem_of(problem, call);
+  Target const target = target_of(call);
+  int const device = tuning::index_of(call.x.device);
+  if (!terms) return tuning::explain<wo::Selection>(p, target, device);
+  auto const chosen = tuning::choose<wo::Selection>(p, target, device);
+  return wo::explain_terms(p, target, chosen.choice, chosen.tuned);
 }
 
 KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device) {
   wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
   return tuning::candidates<wo::Selection>(problem, target_of_index("weight_only_mm", KernelSet::kWeightOnly, device));
+}
+
+std::vector<std::pair<std::string, double>> weight_only_mm_costs() { return wo::parameters_of(wo::kSm90Costs); }
+
+std::vector<std::pair<WeightOnlyMmKernel, double>> expected_weight_only_mm(WeightOnlyMmProblem const& problem,
+                                                                           int memory_gb_s,
+                                                                           std::vector<double> const& costs) {
+  wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
+  Target target = nominal(KernelSet::kWeightOnly, Arch::kSm90);
+  target.memory_gb_s = memory_gb_s;
+  std::vector<std::pair<WeightOnlyMmKernel, double>> all;
+  for (auto const& [choice, us] : wo::timed_candidates(problem, target, wo::with_parameters(costs))) {
+    all.push_back({{choice.family, choice.row, choice.split}, us});
+  }
+  return all;
 }
 
 }  // namespace epiloq

@@ -43,7 +43,7 @@ def behind(row: dict[str, Any]) -> float | None:
 
 
 def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
-    """The bounds are what was found. weight_only_mm counts by the same code, whose numbers are fitted more often."""
+    """The bounds are what was found."""
     found = [behind(row) for row in measured("conv2d_weight_only_h200")]
     ratios = [ratio for ratio in found if ratio is not None]
     assert len(ratios) == 6 and geometric_mean(ratios) <= 1.015 and max(ratios) <= 1.06

@@ -1,4 +1,4 @@
-"""What tools/kernel_times/weight_only_fit.py and online_quant_fit.py fit is what the library's choices are made of."""
+"""What tools/kernel_times/online_quant_fit.py fits is what the library's choices are made of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 
 import epiloq
 import online_quant_fit
-import weight_only_fit
 from times_fit import MEMORY, Bools, Floats, Model, Problems, Subject, climb, cost, fit
 
-SUBJECTS = {"weight_only_mm": weight_only_fit.SUBJECT, "online_quant_mm": online_quant_fit.SUBJECT}
+SUBJECTS = {"online_quant_mm": online_quant_fit.SUBJECT}
 NAMED = pytest.mark.parametrize("name", SUBJECTS)
 LAYERS = ((100, 128), (576, 1536), (2112, 7168), (4096, 4096), (4096, 14336), (28672, 4096), (24576, 1536))
 pytestmark = pytest.mark.skipif(
@@ -55,7 +54,7 @@ def test_the_least_time_is_what_the_library_chooses(name: str, memory: int) -> N
         first = len(model.times(model.numbers()))
         names = model.add(problem, memory)
         assert names[int(model.times(model.numbers())[first:].argmin())] == subject.name(explained), problem
-    assert families == ({"stream", "ring", "wgmma"} if name == "weight_only_mm" else {"sm80", "sm90"})
+    assert families == {"sm80", "sm90"}
 
 
 def cost_of(model: Model, problems: Problems, numbers: Floats) -> float:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import epiloq
+from cost_fit import name_in_sweep
 from epiloq import _core
 from sweeps import measured
-from weight_only_sweep import name_in_sweep
 
 # GB/s: the product of the memory's clock and width.
 H200, H100 = 4917, 3352

@@ -1,4 +1,4 @@
-"""Fits the numbers of a costs.h to sweeps, for weight_only_fit.py and online_quant_fit.py.
+"""Fits the numbers of a costs.h to sweeps, for online_quant_fit.py.
 
 What a kernel is said to take is asked of the library's own code, compiled with the numbers as variables. What a fit
 makes small is what choices are expected to lose, a kernel being the likelier chosen the less time it is said to take;

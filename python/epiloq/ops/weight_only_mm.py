@@ -160,13 +160,16 @@ def explain(
     *,
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
+    terms: bool = False,
 ) -> str:
-    """`epiloq.explain` for `weight_only_mm` by its own arguments."""
+    """`epiloq.explain` for `weight_only_mm` by its own arguments; with `terms`, the cost model's of the chosen kernel
+    and of the runner-up."""
     w = _expect(weight)
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
-    said = _core.explain_weight_only_mm(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm
+    said = ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
     return said + (_WIDER if x.is_cuda and w.bits < 4 else "")
 
 

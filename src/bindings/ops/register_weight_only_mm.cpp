@@ -14,11 +14,19 @@ PackedWeight weight_of(TensorArg const& q, TensorArg const& scale, Optional cons
 
 using KernelArg = std::tuple<std::string, int, int>;
 
+constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"stream", WeightOnlyMmFamily::kStream},
+                                                                    {"tiled", WeightOnlyMmFamily::kTiled},
+                                                                    {"ring", WeightOnlyMmFamily::kRing},
+                                                                    {"wgmma", WeightOnlyMmFamily::kWgmma}};
+
+char const* name_of(WeightOnlyMmFamily family) {
+  for (auto const& [name, known] : kFamilies) {
+    if (family == known) return name;
+  }
+  return "dense";
+}
+
 WeightOnlyMmKernel kernel_of(KernelArg const& kernel) {
-  constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"stream", WeightOnlyMmFamily::kStream},
-                                                                      {"tiled", WeightOnlyMmFamily::kTiled},
-                                                                      {"ring", WeightOnlyMmFamily::kRing},
-                                                                      {"wgmma", WeightOnlyMmFamily::kWgmma}};
   auto const& [name, row, split] = kernel;
   for (auto const& [known, family] : kFamilies) {
     if (name == known) return {family, row, split};
@@ -54,6 +62,8 @@ void register_weight_only_mm(py::module_& module) {
   });
   define("check_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { check(call); });
   define("explain_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { return explain(call); });
+  define("explain_weight_only_mm_terms",
+         [](WeightOnlyMm const& call, TensorArg const&) { return explain(call, true); });
 
   module.def(
       "dequantize_weight",
@@ -67,17 +77,28 @@ void register_weight_only_mm(py::module_& module) {
   module.def(
       "explain_weight_only_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, int bits, std::int64_t group_size, std::string const& arch,
-         int sm_count, int memory_gb_s) {
+         int sm_count, int memory_gb_s, bool terms) {
         WeightOnlyMmProblem problem;
         problem.m = m;
         problem.n = n;
         problem.k = k;
         problem.bits = bits;
         problem.group_size = group_size;
-        return explain_weight_only_mm(problem, parse_arch(arch), sm_count, memory_gb_s);
+        return explain_weight_only_mm(problem, parse_arch(arch), sm_count, memory_gb_s, terms);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("bits") = 4, py::arg("group_size") = 128,
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("memory_gb_s") = 0);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("memory_gb_s") = 0, py::arg("terms") = false);
+  module.def("weight_only_mm_costs", &weight_only_mm_costs);
+  module.def(
+      "expected_weight_only_mm",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, int bits, int memory_gb_s, std::vector<double> const& costs) {
+        std::vector<std::pair<KernelArg, double>> all;
+        for (auto const& [kernel, us] : expected_weight_only_mm({m, n, k, bits}, memory_gb_s, costs)) {
+          all.push_back({{name_of(kernel.family), kernel.row, kernel.split}, us});
+        }
+        return all;
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("memory_gb_s"), py::arg("costs"));
 }
 
 }  // namespace epiloq::bindings

@@ -1,6 +1,7 @@
 #include "dispatch/conv2d_weight_only/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <sstream>
 
 #include "core/ceil_div.h"
@@ -8,6 +9,7 @@
 #include "dispatch/conv2d_weight_only/tables.h"
 #include "dispatch/weight_only_mm/select.h"
 #include "epiloq/error.h"
+#include "kernels/common/w4a16/sizes.h"
 #include "kernels/conv2d/image_boxes.h"
 #include "kernels/sm90/w4a16/w4a16_stage_layout.h"
 
@@ -79,6 +81,22 @@ double time_of_dense(WeightOnlyMmProblem const& p) {
   return kDenseTime.call + weights * (kDenseTime.weight + p.m * kDenseTime.product);
 }
 
+// Waves of CTAs, each with whole K steps.
+double time_of(int row, WeightOnlyMmProblem const& p, int split, Target const& t) {
+  wo::WgmmaConfig const& c = kWgmmaRows[row];
+  TileTime const& time = kWgmmaTimes[row];
+  std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
+  std::int64_t const at_once = wo::clusters(split, 1, t), waves = ceil_div(high * wide, at_once);
+  // Weights of a step. Tiles of the same rows are neighbours: memory delivers them once.
+  double const of_cta = c.rows() * wo::kPadding * p.bits / 8;
+  double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_cta;
+  double const reading = std::max(of_all / (kReading.rate * wo::memory_rate(t)), of_cta / kReading.sm);
+  double const exponent = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
+  double const step = std::pow(std::pow(time.step, exponent) + std::pow(reading, exponent), 1 / exponent);
+  auto const steps = static_cast<double>(ceil_div(ceil_div(p.k, wo::kPadding), split));
+  return static_cast<double>(waves) * (steps * step + time.cta);
+}
+
 // The faster of the WGMMA kernels and a dense convolution.
 Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   Choice best = dense("many pixels");
@@ -86,7 +104,7 @@ Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target cons
   for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
     if (!is_there(Family::kWgmma, row, p, product, t)) continue;
     for (int split = 1; split <= most_splits(product, t); ++split) {
-      double const time = wo::time_of(kWgmmaRows[row], kWgmmaTimes[row], product, split, t);
+      double const time = time_of(row, product, split, t);
       if (time < least) best = {Family::kWgmma, row, split}, least = time;
     }
   }

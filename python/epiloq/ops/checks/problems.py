@@ -43,7 +43,7 @@ _QUESTIONS = {
         _core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
     ),
     "weight_only_mm": _Question(
-        _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
+        _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s", "terms")
     ),
 }
 

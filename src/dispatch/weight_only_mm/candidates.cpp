@@ -1,0 +1,117 @@
+#include "dispatch/weight_only_mm/candidates.h"
+
+#include <algorithm>
+
+#include "kernels/common/w4a16/sizes.h"
+#include "kernels/common/w4a16/split_k.h"
+#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+// A stage for each K group, and at least two.
+template <class Config>
+bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
+         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
+}
+
+bool fits(GemvConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens() && gemv_bytes(c, p, 1) <= t.shared_bytes;
+}
+bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return shared_bytes(c, p) <= t.shared_bytes;
+}
+bool fits(DecodeConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens && ring_fits(c, p, t);
+}
+
+// Of the family's table, for this target.
+bool is_built(Family family, int row, Target const& t) {
+  if (family == Family::kRing || family == Family::kWgmma) return t.has_wgmma;
+  std::size_t const rows = family == Family::kStream ? kGemvRows.size() : kTiledRows.size();
+  return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
+}
+
+template <class Rows>
+bool row_is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t) && fits(rows[row], p, t);
+}
+
+// No tile of twice as many tokens as there are, or more, was ever the fastest.
+bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
+  return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>((p.m + 1) / 2, kWideTokens) &&
+         (!c.rounds || p.m > kExactTokens);
+}
+// One or two tokens are the GEMV's.
+bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
+  return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
+}
+bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
+bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) { return c.tokens < 2 * std::max<std::int64_t>(p.m, 9); }
+
+template <class Rows>
+void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
+  std::int64_t const steps = ceil_div(p.k, kPadding);
+  int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+  for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
+    if (!weight_only_mm::is_there(family, row, p, t) || !suits(rows[row], p)) continue;
+    for (int split = 1; split <= most; ++split) {
+      if (may_split(family, row, split, p, t)) all.push_back({family, row, split});
+    }
+  }
+}
+
+}  // namespace
+
+bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+  switch (family) {
+    case Family::kStream:
+      return row_is_there(kGemvRows, family, row, p, t);
+    case Family::kTiled:
+      return row_is_there(kTiledRows, family, row, p, t);
+    case Family::kRing:
+      return !p.offsets && row_is_there(kDecodeRows, family, row, p, t);
+    case Family::kWgmma:
+      return !p.offsets && row_is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
+    default:
+      return false;
+  }
+}
+
+// Tiles always have room for the sums.
+bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& p, Target const& t) {
+  return family != Family::kStream || gemv_bytes(kGemvRows[row], p, split) <= t.shared_bytes;
+}
+
+std::vector<Choice> kernels_of(WeightOnlyMmProblem const& p, Target const& t) {
+  std::vector<Choice> all;
+  add(all, Family::kStream, kGemvRows, p, t);
+  if (t.has_wgmma && !p.offsets) {
+    add(all, Family::kRing, kDecodeRows, p, t);
+    add(all, Family::kWgmma, kWgmmaRows, p, t);
+  } else {
+    add(all, Family::kTiled, kTiledRows, p, t);
+  }
+  return all;
+}
+
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return ring_fits(c, p, t); }
+
+std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return std::max<std::int64_t>(
+      c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
+      c.tokens * (c.rows() + 4) * 4);
+}
+
+// Slots for other CTAs' sums, then the warps' pipelines, in whose place their sums come.
+std::int64_t gemv_bytes(GemvConfig const& c, WeightOnlyMmProblem const& p, int split) {
+  int const rows = c.panels_of(p.bits) * kPanelRows;
+  int const received = gemv_received_bytes(static_cast<int>(p.m), rows, split);
+  std::int64_t const stage = stage_bytes(p, rows) + p.m * kPadding * 2;
+  std::int64_t const pipeline = c.stages * stage + (c.digits ? p.m * kDigitBytes : 0);
+  return received + c.warps * std::max<std::int64_t>(pipeline, c.tokens() * (rows + 4) * 4);
+}
+
+}  // namespace epiloq::ops::weight_only_mm

@@ -1,0 +1,39 @@
+#pragma once
+
+// The kernels that a problem may use: rows of the tables in tables.h that fit the device.
+
+#include <cstdint>
+#include <vector>
+
+#include "core/target.h"
+#include "dispatch/weight_only_mm/tables.h"
+#include "epiloq/weight_only_mm.h"
+
+namespace epiloq::ops::weight_only_mm {
+
+using Family = WeightOnlyMmFamily;
+
+struct Choice {
+  Family family;
+  int row = 0;           // of the family's table in tables.h
+  int split = 1;         // CTAs of a cluster that split K
+  char const* why = "";  // kDense: the reason
+};
+
+// Whether the target has the row and its shared memory suffices.
+bool is_there(Family family, int row, WeightOnlyMmProblem const& problem, Target const& target);
+// Whether `split` CTAs of it may split K.
+bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& problem, Target const& target);
+
+// All rows worth considering, with every split of K; without a dense product.
+std::vector<Choice> kernels_of(WeightOnlyMmProblem const& problem, Target const& target);
+
+// For another operation's table of the WGMMA kernel: whether a CTA's shared memory holds the tile.
+bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
+
+// Per CTA: its stages, in whose place its sums come.
+std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
+// Per GEMV CTA, `split` of which split K.
+std::int64_t gemv_bytes(GemvConfig const& config, WeightOnlyMmProblem const& problem, int split);
+
+}  // namespace epiloq::ops::weight_only_mm
