@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from epiloq.bench.cli import bench
 from epiloq.bench.models import contenders, measure
@@ -150,6 +150,16 @@ def test_refusals(options: dict[str, object], message: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as stopped:
         bench(device="cpu", **options)  # type: ignore[arg-type]
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_quantised_directory_is_refused(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another package's reader would open it, and the figures would be that package's."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=32)
+    config.quantization_config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        bench(device="cpu", model=str(tmp_path), scheme=["w4a16-g32"])
+    assert stopped.value.code == 2 and "expected a model in floating point" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

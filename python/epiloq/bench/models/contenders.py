@@ -16,11 +16,16 @@ from epiloq.bench.peers.whole_models import PEERS
 
 def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str) -> Any:
     """The model of a shape's name, with random weights, or of a directory, in eval mode."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if str(model) not in SHAPES:
         if not Path(model).is_dir():
             raise ValueError(f"bench: --model: expected a directory or one of {', '.join(SHAPES)}, got {str(model)!r}")
+        if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
+            raise ValueError(
+                f"bench: --model: expected a model in floating point, which --scheme quantises, got {str(model)!r}, "
+                "which is quantised already"
+            )
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         return loaded.to(device).eval()
     sizes: dict[str, Any] = SHAPES[str(model)] | ({} if layers is None else {"num_hidden_layers": layers})
