@@ -90,10 +90,10 @@ void misfits_are_named() {
   Operands const fitting;
   check(fitting.call);
   refused(__LINE__, [](auto& c) { c.in_features = 99; }, {"epiloq.online_quant_mm: x: expected [.., 99]"});
-  refused(__LINE__, [](auto& c) { c.bits = 4; }, {"w_q: expected int8 [18, 64]"});
+  refused(__LINE__, [](auto& c) { c.bits = 4; }, {"w_q: expected [18, 64], got int8"});
   refused(__LINE__, [](auto& c) { c.bits = 5; }, {"bits: expected 4 or 8"});
-  refused(__LINE__, [](auto& c) { c.group_size = 64; }, {"w_scale: expected float32 [2, 2, 20]"});
-  refused(__LINE__, [](auto& c) { c.parameters.shape[2] = 18; }, {"w_scale: expected float32 [4, 2, 20]"});
+  refused(__LINE__, [](auto& c) { c.group_size = 64; }, {"w_scale: expected [2, 2, 20], got float32"});
+  refused(__LINE__, [](auto& c) { c.parameters.shape[2] = 18; }, {"w_scale: expected [4, 2, 20], got float32"});
   refused(__LINE__, [](auto& c) { c.out.dtype = DType::kFloat16; }, {"out: expected float32"});
   refused(__LINE__, [](auto& c) { c.out.data = c.x.data; }, {"out: expected memory apart from x"});
   refused(__LINE__, [](auto& c) { c.lo = 2, c.hi = 1; }, {"clamp: expected lo <= hi"});
