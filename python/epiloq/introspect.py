@@ -67,6 +67,9 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
     first card's), of the last two ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; a
     wrong one lists them.
 
+    Of `weight_only_mm`, ``terms=True`` adds what the cost model expects of the kernel and of the runner-up: bytes,
+    waves, and microseconds of memory, arithmetic, loads, reduction and store.
+
     Raises what the call itself would raise.
     """
     if name not in _EXPLAIN:
