@@ -20,8 +20,8 @@ MEMORY = {"NVIDIA H200": 4917, "NVIDIA H100 80GB HBM3": 3352}
 
 Floats = NDArray[np.float64]
 
-STREAM = re.compile(r"stream (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
-RING = re.compile(r"ring (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
+GEMV = re.compile(r"gemv (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
+DECODE = re.compile(r"decode (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
 # Least CTAs per SM, which the sweeps' names of GEMV rows have, by panels, warps and stages.
 BLOCKS = {
@@ -31,15 +31,15 @@ BLOCKS = {
 
 
 def name_in_sweep(explained: str) -> str:
-    """What the sweeps of tests/kernel_choice/measured call what `explain` says: "stream panels,warps,stages,blocks",
-    "ring m_groups,k_groups,panels,tokens", "wgmma m_groups,k_groups,blocks,tokens", and perhaps " split 2"."""
+    """What the sweeps of tests/kernel_choice/measured call what `explain` says: "gemv panels,warps,stages,blocks",
+    "decode m_groups,k_groups,panels,tokens", "wgmma m_groups,k_groups,blocks,tokens", and perhaps " split 2"."""
     kernel, _, split = explained.partition(", K over clusters of ")
-    if found := STREAM.fullmatch(kernel):
+    if found := GEMV.fullmatch(kernel):
         row = ",".join(found.groups()[:3])
-        name = f"stream {row},{BLOCKS[row]}" + (",d" if found[4] else "")
-    elif found := RING.fullmatch(kernel):
+        name = f"gemv {row},{BLOCKS[row]}" + (",d" if found[4] else "")
+    elif found := DECODE.fullmatch(kernel):
         rows, tokens, warps, groups = map(int, found.groups())
-        name = f"ring {warps // groups},{groups},{rows * groups // warps // 16},{tokens}"
+        name = f"decode {warps // groups},{groups},{rows * groups // warps // 16},{tokens}"
     else:
         found = WGMMA.fullmatch(kernel)
         assert found, kernel
@@ -219,7 +219,7 @@ def fit(all_problems: Sequence[Timed], iterations: int = 100) -> dict[str, float
     return min(found, key=lambda each: each[0])[1]
 
 
-FAMILIES = {"stream": "kStream", "ring": "kRing", "wgmma": "kWgmma"}
+FAMILIES = {"gemv": "kGemv", "decode": "kDecode", "wgmma": "kWgmma"}
 MISSED = 0.04
 """Over the fastest: a layer that the model misses by more is in the table of measured ones."""
 

@@ -38,12 +38,12 @@ struct PackedWeight {
 };
 
 // kDense: no kernel; the weight is dequantised, then multiplied with a dense product.
-enum class WeightOnlyMmFamily { kDense, kStream, kTiled, kRing, kWgmma };
+enum class WeightOnlyMmFamily { kDense, kGemv, kTiled, kDecode, kWgmma };
 
 // A kernel by name, for tests and tuning: a row of a family's table in
 // src/dispatch/weight_only_mm/tables.h, and the number of slices that K is split into (one CTA of a cluster each).
 struct WeightOnlyMmKernel {
-  WeightOnlyMmFamily family = WeightOnlyMmFamily::kStream;
+  WeightOnlyMmFamily family = WeightOnlyMmFamily::kGemv;
   int row = 0;
   int split = 1;
 };

@@ -208,7 +208,7 @@ def test_what_is_no_tensor_and_no_weight() -> None:
 
 def test_a_kernel_by_name(seed: int) -> None:
     x, weight = torch.randn(3, 64).half(), make_weight(20, 64, group_size=32).packed
-    with pytest.raises(ValueError, match="kernel: expected stream, tiled, ring or wgmma, got cublas"):
+    with pytest.raises(ValueError, match="kernel: expected gemv, tiled, decode or wgmma, got cublas"):
         run_kernel(("cublas", 0, 1), x, weight)
 
 
@@ -229,13 +229,13 @@ def test_gradients_are_refused(seed: int) -> None:
 def test_explain() -> None:
     assert epiloq.explain("weight_only_mm", **call()).startswith("cpu")
     with epiloq.config(arch="sm90"):
-        assert epiloq.explain("weight_only_mm", **call()).startswith(("stream", "ring", "wgmma"))
+        assert epiloq.explain("weight_only_mm", **call()).startswith(("gemv", "decode", "wgmma"))
     numbers = {"n": 4096, "k": 4096, "arch": "sm80"}
     assert "128 tokens" in epiloq.explain("weight_only_mm", m=190, **numbers)
     hopper = {**numbers, "arch": "sm90"}
     for m, exact in ((1, True), (16, True), (128, True), (129, True), (512, False), (1024, False)):
         words = epiloq.explain("weight_only_mm", m=m, **hopper)
-        assert words.startswith(("stream", "ring", "wgmma")) and ("rounded" not in words) == exact, words
+        assert words.startswith(("gemv", "decode", "wgmma")) and ("rounded" not in words) == exact, words
     assert "many tokens" in epiloq.explain("weight_only_mm", m=4096, **numbers)
     assert "2 or 3 bits" in epiloq.explain("weight_only_mm", m=1, bits=3, **numbers)
     assert "group size" in epiloq.explain("weight_only_mm", m=1, group_size=48, **numbers)

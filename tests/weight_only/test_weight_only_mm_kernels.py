@@ -12,8 +12,8 @@ import torch
 import epiloq
 from reference import ulp
 from weight_reference import (
+    DECODE_TOKENS,
     KINDS,
-    RING_TOKENS,
     WGMMA_TOKENS,
     assert_close,
     make_weight,
@@ -38,7 +38,7 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
 
 
 # Of the tables in src/dispatch/weight_only_mm/tables.h; of streams, the first so many are of digits.
-ROWS = {"stream": 14, "tiled": 5, "ring": len(RING_TOKENS), "wgmma": len(WGMMA_TOKENS)}
+ROWS = {"gemv": 14, "tiled": 5, "decode": len(DECODE_TOKENS), "wgmma": len(WGMMA_TOKENS)}
 DIGIT_ROWS = 5
 
 
@@ -111,7 +111,7 @@ def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtyp
         q[:, largest] = 0 if weight.zero is None else weight.zero.to(q.dtype)
         dense[:, largest] = size[:, largest] = 0
         packed = epiloq.pack_weight(q, weight.scale, weight.zero, bits=bits, group_size=block)
-        y = run_kernel(("stream", row, split), x, packed)
+        y = run_kernel(("gemv", row, split), x, packed)
         rows = x.double()
         exact, magnitude = rows @ dense.t(), rows.abs() @ size.t()
         digits = rows.abs().view(m, -1, block).amax(-1).clamp(min=2.0**-98) @ size.view(n, -1, block).sum(-1).t()
@@ -193,12 +193,12 @@ def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
 def test_streams_read_the_tokens_that_are_there(seed: int, k: int) -> None:
     """Every number of them, lines of memory that end anywhere, and NaN wherever a row is not."""
     weight = make_weight(100, k, 4, 128, "zero", device="cuda")
-    for m, row, dtype in itertools.product(range(1, 9), range(ROWS["stream"]), HALVES):
+    for m, row, dtype in itertools.product(range(1, 9), range(ROWS["gemv"]), HALVES):
         if row < DIGIT_ROWS and m > 2:
             continue
         memory = torch.full((m + 2, -(-k // 8) * 8 + 64), math.nan, dtype=dtype, device="cuda")
         x = memory[1:-1, :k].copy_(torch.randn(m, k))
-        assert_close(run_kernel(("stream", row, 1), x, weight.packed), x, weight)
+        assert_close(run_kernel(("gemv", row, 1), x, weight.packed), x, weight)
 
 
 @pytest.mark.gpu

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import epiloq
-from weight_reference import RING_TOKENS, WGMMA_TOKENS, assert_close, make_weight, rounds_weights, run_kernel
+from weight_reference import DECODE_TOKENS, WGMMA_TOKENS, assert_close, make_weight, rounds_weights, run_kernel
 
 HALVES = [torch.float16, torch.bfloat16]
 # Tokens of a tile, by family and row.
 TILES = {
     (family, row): tile
-    for family, tiles in (("ring", RING_TOKENS), ("wgmma", WGMMA_TOKENS))
+    for family, tiles in (("decode", DECODE_TOKENS), ("wgmma", WGMMA_TOKENS))
     for row, tile in enumerate(tiles)
 }
 each_kernel = pytest.mark.parametrize("kernel", TILES, ids=lambda kernel: f"{kernel[0]} {kernel[1]}")
@@ -24,8 +24,8 @@ Kernel = tuple[str, int]
 
 
 def served(kernel: Kernel, sizes: tuple[int, ...]) -> list[int]:
-    """Numbers of tokens; a ring has one tile of them."""
-    return [m for m in sizes if kernel[0] != "ring" or m <= TILES[kernel]]
+    """Numbers of tokens; the decode kernel has one tile of them."""
+    return [m for m in sizes if kernel[0] != "decode" or m <= TILES[kernel]]
 
 
 pytestmark = pytest.mark.gpu

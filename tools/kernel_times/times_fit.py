@@ -256,7 +256,7 @@ def main(subject: Subject, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="*", type=Path, default=[*subject.sweeps])
     parser.add_argument("--tokens", default="0:", help="only problems of so many, from:below [0:]")
-    parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kRing [all]")
+    parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kDecode [all]")
     parser.add_argument("--steps", type=int, default=300, help="by slopes; without any: how good what serves is [300]")
     parser.add_argument("--climb", type=int, default=30000, help="random steps behind those [30000]")
     parser.add_argument("--write", action="store_true", help=f"into {subject.header}")

@@ -14,9 +14,9 @@ PackedWeight weight_of(TensorArg const& q, TensorArg const& scale, Optional cons
 
 using KernelArg = std::tuple<std::string, int, int>;
 
-constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"stream", WeightOnlyMmFamily::kStream},
+constexpr std::pair<char const*, WeightOnlyMmFamily> kFamilies[] = {{"gemv", WeightOnlyMmFamily::kGemv},
                                                                     {"tiled", WeightOnlyMmFamily::kTiled},
-                                                                    {"ring", WeightOnlyMmFamily::kRing},
+                                                                    {"decode", WeightOnlyMmFamily::kDecode},
                                                                     {"wgmma", WeightOnlyMmFamily::kWgmma}};
 
 char const* name_of(WeightOnlyMmFamily family) {
@@ -31,7 +31,7 @@ WeightOnlyMmKernel kernel_of(KernelArg const& kernel) {
   for (auto const& [known, family] : kFamilies) {
     if (name == known) return {family, row, split};
   }
-  throw InvalidArgument("epiloq.weight_only_mm: kernel: expected stream, tiled, ring or wgmma, got " + name);
+  throw InvalidArgument("epiloq.weight_only_mm: kernel: expected gemv, tiled, decode or wgmma, got " + name);
 }
 
 }  // namespace

@@ -29,8 +29,8 @@ bool fits(DecodeConfig const& c, WeightOnlyMmProblem const& p, Target const& t) 
 
 // Of the family's table, for this target.
 bool is_built(Family family, int row, Target const& t) {
-  if (family == Family::kRing || family == Family::kWgmma) return t.has_wgmma;
-  std::size_t const rows = family == Family::kStream ? kGemvRows.size() : kTiledRows.size();
+  if (family == Family::kDecode || family == Family::kWgmma) return t.has_wgmma;
+  std::size_t const rows = family == Family::kGemv ? kGemvRows.size() : kTiledRows.size();
   return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
 }
 
@@ -67,11 +67,11 @@ void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMm
 
 bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   switch (family) {
-    case Family::kStream:
+    case Family::kGemv:
       return row_is_there(kGemvRows, family, row, p, t);
     case Family::kTiled:
       return row_is_there(kTiledRows, family, row, p, t);
-    case Family::kRing:
+    case Family::kDecode:
       return !p.offsets && row_is_there(kDecodeRows, family, row, p, t);
     case Family::kWgmma:
       return !p.offsets && row_is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
@@ -82,14 +82,14 @@ bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const
 
 // Tiles always have room for the sums.
 bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& p, Target const& t) {
-  return family != Family::kStream || gemv_bytes(kGemvRows[row], p, split) <= t.shared_bytes;
+  return family != Family::kGemv || gemv_bytes(kGemvRows[row], p, split) <= t.shared_bytes;
 }
 
 std::vector<Choice> kernels_of(WeightOnlyMmProblem const& p, Target const& t) {
   std::vector<Choice> all;
-  add(all, Family::kStream, kGemvRows, p, t);
+  add(all, Family::kGemv, kGemvRows, p, t);
   if (t.has_wgmma && !p.offsets) {
-    add(all, Family::kRing, kDecodeRows, p, t);
+    add(all, Family::kDecode, kDecodeRows, p, t);
     add(all, Family::kWgmma, kWgmmaRows, p, t);
   } else {
     add(all, Family::kTiled, kTiledRows, p, t);

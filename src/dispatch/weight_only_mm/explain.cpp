@@ -65,14 +65,14 @@ std::string describe(Choice const& choice) {
   std::ostringstream text;
   if (choice.family == Family::kDense) {
     text << "dequantise, then a dense product (" << choice.why << ')';
-  } else if (choice.family == Family::kStream) {
+  } else if (choice.family == Family::kGemv) {
     GemvConfig const& c = kGemvRows[choice.row];
-    text << "stream " << c.panels << " panels of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
+    text << "gemv " << c.panels << " panels of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
          << (c.digits ? ", tokens as digits" : "");
-  } else if (choice.family == Family::kRing) {
+  } else if (choice.family == Family::kDecode) {
     DecodeConfig const& c = kDecodeRows[choice.row];
-    text << "ring " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, " << c.k_groups
-         << " along K";
+    text << "decode " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, "
+         << c.k_groups << " along K";
   } else if (choice.family == Family::kWgmma) {
     WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "wgmma " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warpgroups() << " warpgroups"

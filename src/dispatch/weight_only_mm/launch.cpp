@@ -57,11 +57,11 @@ struct WgmmaFamily {
 
 Launch kernel_of(Choice const& choice, DType x, Weight const& weight) {
   switch (choice.family) {
-    case Family::kStream:
+    case Family::kGemv:
       return variant_of<GemvFamily>(choice.row, x, weight);
     case Family::kTiled:
       return variant_of<TiledFamily>(choice.row, x, weight);
-    case Family::kRing:
+    case Family::kDecode:
       return variant_of<DecodeFamily>(choice.row, x, weight);
     default:
       return variant_of<WgmmaFamily>(choice.row, x, weight);

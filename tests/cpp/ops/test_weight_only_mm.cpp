@@ -142,14 +142,14 @@ void kernels_that_cannot_serve_are_refused() {
   force_arch(Arch::kSm90);
   WeightOnlyMm call = operands.call();
   call.x.dtype = call.out.dtype = DType::kFloat16;
-  CHECK(explain(call).find("stream") == 0 || explain(call).find("ring") == 0);
+  CHECK(explain(call).find("gemv") == 0 || explain(call).find("decode") == 0);
   using enum WeightOnlyMmFamily;
   int const past_gemv = static_cast<int>(wo::kGemvRows.size());
-  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kStream, past_gemv, 1},
+  for (WeightOnlyMmKernel const& kernel : {WeightOnlyMmKernel{kGemv, past_gemv, 1},
                                            {kTiled, -1, 1},
                                            {kTiled, 0, 9},
-                                           {kStream, 0, 2},
-                                           {kRing, 7, 1},
+                                           {kGemv, 0, 2},
+                                           {kDecode, 7, 1},
                                            {kDense, 0, 1}}) {
     call.kernel = kernel;
     CHECK_THROWS(InvalidArgument, explain(call), "kernel: expected one that fits");

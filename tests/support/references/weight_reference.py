@@ -16,8 +16,8 @@ from reference import poisoned, ulp
 # their scales, which must be of x's dtype.
 WGMMA_TOKENS = (32,) * 4 + (64,) * 4 + (128,) * 3 + (256,)
 WGMMA_ROUNDS = (10, 11)
-# Likewise, of kRingRows.
-RING_TOKENS = (8,) * 3 + (16,) * 4
+# Likewise, of kDecodeRows.
+DECODE_TOKENS = (8,) * 3 + (16,) * 4
 KINDS = ("symmetric", "zero", "offset")
 # One part in so many is the rounding of a dense product's weights.
 PRECISION = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}

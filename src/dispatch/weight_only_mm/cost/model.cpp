@@ -104,8 +104,8 @@ Shape add_wgmma(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Ta
 }
 
 double factor_of(Choice const& choice, KernelFactors const& factors) {
-  if (choice.family == Family::kStream) return factors.gemv[choice.row];
-  return choice.family == Family::kRing ? factors.decode[choice.row] : factors.wgmma[choice.row];
+  if (choice.family == Family::kGemv) return factors.gemv[choice.row];
+  return choice.family == Family::kDecode ? factors.decode[choice.row] : factors.wgmma[choice.row];
 }
 
 }  // namespace
@@ -113,9 +113,9 @@ double factor_of(Choice const& choice, KernelFactors const& factors) {
 Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& p, Target const& t, Costs const& costs) {
   Hardware const& hardware = costs.hardware;
   int const split = choice.split;
-  bool const is_gemv = choice.family == Family::kStream;
+  bool const is_gemv = choice.family == Family::kGemv;
   Cost cost;
-  auto const add = is_gemv ? add_gemv : choice.family == Family::kRing ? add_decode : add_wgmma;
+  auto const add = is_gemv ? add_gemv : choice.family == Family::kDecode ? add_decode : add_wgmma;
   Shape const s = add(cost, choice.row, p, split, t, costs);
   cost.ctas = s.tiles() * split, cost.waves = s.waves(), cost.resident = s.resident, cost.steps = s.steps;
 
