@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
 import transformers
 
 
@@ -20,6 +21,17 @@ def tiny_model(**sizes: int) -> Any:
     }
     config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=2, tie_word_embeddings=True, **(odd | sizes))
     return transformers.LlamaForCausalLM(config).train(False)
+
+
+def sharpen(model: Any) -> None:
+    """Give a random model predictions that depend on its layers, on some of them more."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * (0.3 if "layers.0" in name else 0.1)
+                )
 
 
 def save(path: Path, model: Any = None) -> Path:

@@ -104,10 +104,6 @@ class PackedExperts(Experts):
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         return self._value(tensors, self.out_features).row_slice(first, last).dequantize()
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows unchanged, with unused scales."""
-        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
-
     def multiply(
         self,
         q: Tensor,

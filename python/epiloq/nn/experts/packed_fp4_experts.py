@@ -169,10 +169,6 @@ class PackedFp4Experts(Experts):
             found.append(None if part is None else part[expert * each : (expert + 1) * each])
         return found
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as they are, with scales that nothing reads."""
-        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
-
     def multiply(
         self,
         q: Tensor,

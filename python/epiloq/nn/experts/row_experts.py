@@ -117,9 +117,10 @@ class Experts(PreparedLinear):
         scales = slice(-(-begin // self.ROWS_PER_SCALE), end // self.ROWS_PER_SCALE)
         self.get_parameter(self.SCALE)[:, scales] = 0
 
-    @abstractmethod
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[.., R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself."""
+        """Rows ``[.., R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself. Of experts that multiply
+        floating-point rows these, with unused scales."""
+        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
 
     @abstractmethod
     def multiply(
