@@ -1,4 +1,4 @@
-"""The operations: matrix products one file each, `convolutions`, and `quantizers` of activations."""
+"""The operations: one file per matrix product, `convolutions`, `attention`, and `quantizers` of activations."""
 
 from epiloq._torch.threads import share_threads
 from epiloq.ops.attention.scaled_bmm import scaled_bmm

@@ -39,27 +39,27 @@ def fp4_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with ``W[n, k] = e2m1(codes[n, k]) * scale[n, k // block] * global_scale``.
 
-    The type of ``scale`` says which format it is: MXFP4 (E8M0, blocks of 32) or NVFP4 (E4M3, blocks of 16); see
-    `epiloq.fp4_dequantize`. W is computed in float32, rounded once to x's dtype (without a global scale nothing is
-    lost, unless a float16 overflows or is smaller than 2^-14) and multiplied by torch: on the CPU some rows at a time,
-    on CUDA whole. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``.
+    The type of ``scale`` determines the format: MXFP4 (E8M0, blocks of 32) or NVFP4 (E4M3, blocks of 16); see
+    `epiloq.fp4_dequantize`. W is computed in float32, rounded once to x's dtype (without a global scale this is
+    exact, unless a float16 overflows or is smaller than 2^-14) and multiplied by torch: a few rows at a time on the
+    CPU, as a whole on CUDA. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``.
 
     Args:
-        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense; leading dimensions must collapse into one.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows; leading dimensions must collapse into one.
         codes: uint8 ``[N, ceil(K / 2)]``: an even column in the low half of a byte, an odd one in the high half.
         scale: uint8 or float8_e8m0fnu ``[N, ceil(K / 32)]``, or float8_e4m3fn ``[N, ceil(K / 16)]``.
         bias: ``[N]`` of x's dtype.
         global_scale: float32, one element, or ``[N]``: one for each row of W.
-        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]`` of x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[…, M, N]`` of x's dtype. NaN in a token reaches that token's outputs only, one in a scale that column's only.
+        ``[…, M, N]`` of x's dtype. NaN in a token affects only that token's outputs, NaN in a scale only that column's.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient of ``global_scale`` or ``scale`` is asked for: there are those of ``x``
-            and ``bias``.
+        NotImplementedError: in a backward pass that needs a gradient of ``global_scale`` or ``scale``; only ``x`` and
+            ``bias`` have gradients.
     """
     if direct((x, codes, scale), (bias, global_scale, out)):
         return run(x, codes, scale, global_scale, bias, out=out)
@@ -137,7 +137,7 @@ def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_giv
 
 
 def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
-    """On the CPU: some rows of W at a time."""
+    """On the CPU: a few rows of W at a time."""
     n, k = out.shape[-1], x.shape[-1]
     with without_autocast("cpu"):
         for rows in row_chunks(n, k, _AT_ONCE["cpu"]):
@@ -147,7 +147,7 @@ def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> 
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
-    """On CUDA: W in memory, in x's dtype."""
+    """On CUDA: W is dequantised to memory in x's dtype."""
     n, k = out.shape[-1], x.shape[-1]
     dense = x.new_empty((n, k))
     for rows in row_chunks(n, k, _AT_ONCE["cuda"]):
@@ -164,7 +164,7 @@ def explain(
     global_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `fp4_mm` by its own arguments."""
+    """`epiloq.explain` for `fp4_mm`, given the arguments of a call."""
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     optional = {"bias": bias, "global_scale": global_scale, "out": out}
     expect_tensors(_NAME, {"x": x, "codes": codes, "scale": scale}, optional, writes=False)

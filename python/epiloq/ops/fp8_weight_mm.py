@@ -39,29 +39,29 @@ def fp8_weight_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with ``W[i, j] = weight[i, j] * scale[i // rows, j // columns]`` and (rows, columns) = block.
 
-    For FP8 checkpoints on GPUs without FP8 tensor cores, and for decode with 16-bit activations. Up to 64 rows of x,
-    products of x and the FP8 values are not rounded, sums and scales are fp32, and the result is rounded once. On CUDA
-    a kernel reads the weight as it lies if x has 16 bits, K is a multiple of 16 and columns of 64 (or all). Otherwise,
-    and for more rows of x, W is dequantised, rounded once to x's dtype, and multiplied by torch (on the CPU, some rows
-    at a time). `epiloq.explain` says which; docs/numerics.md has the bounds.
+    For FP8 checkpoints on GPUs without FP8 tensor cores, and for decode with 16-bit activations. For up to 64 rows of
+    x, products of x and the FP8 values are not rounded, sums and scales are fp32, and the result is rounded once. On
+    CUDA a kernel reads the FP8 weight directly if x has 16 bits, K is a multiple of 16, and ``columns`` a multiple of
+    64 (or -1). Otherwise, and for more rows of x, W is dequantised, rounded once to x's dtype, and multiplied by torch
+    (a few rows at a time on the CPU). `epiloq.explain` names the method; docs/numerics.md has the bounds.
 
     Args:
-        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
-        weight: float8_e4m3fn ``[N, K]``, rows dense. NaN makes its output channel NaN.
-        scale: float32 ``[ceil(N / rows), ceil(K / columns)]``, or its first dimension alone where the second is 1.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows.
+        weight: float8_e4m3fn ``[N, K]``, contiguous rows. NaN makes its output channel NaN.
+        scale: float32 ``[ceil(N / rows), ceil(K / columns)]``; the second dimension may be omitted if it is 1.
         bias: ``[N]`` of x's dtype, added in fp32.
-        block: rows and columns of the weight that share a scale, -1 for all: ``(1, -1)`` a scale per output channel,
+        block: rows and columns of the weight that share a scale, -1 for all: ``(1, -1)`` is a scale per output channel,
             ``(-1, -1)`` one for the tensor, ``(128, 128)`` DeepSeek's blocks.
-        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]`` of x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, M, N]`` of x's dtype.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: batch invariance is asked for; later, a gradient reaches the result, as there is no
-            derivative (`epiloq.nn.Fp8WeightOnlyLinear` has the input's and the bias's).
+        NotImplementedError: with batch invariance; or in a backward pass, as the operation has no derivative
+            (`epiloq.nn.Fp8WeightOnlyLinear` has gradients of input and bias).
     """
     rows, columns = _sizes(block)
     if direct((x, weight, scale), (bias, out)):
@@ -113,7 +113,7 @@ def _empty(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _row_chunks(n: int, k: int) -> Iterator[range]:
-    """The rows that a CPU dequantises together."""
+    """The rows of the weight that the CPU dequantises at a time."""
     at_once = max(1, _AT_ONCE // max(k, 1))
     for first in range(0, n, at_once):
         yield range(first, min(first + at_once, n))
@@ -138,7 +138,7 @@ def _by_chunks(
 def _dense_product(
     out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
 ) -> None:
-    """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
+    """On CUDA, if the decode kernel does not apply: W is dequantised to memory in x's dtype."""
     dense = x.new_empty(weight[0].shape)
     _core.dequantize_fp8(dense, *weight, *block)
     multiply_dense(out, x, dense, bias)
@@ -153,7 +153,7 @@ def explain(
     block: tuple[int, int] = (1, -1),
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `fp8_weight_mm` by its own arguments."""
+    """`epiloq.explain` for `fp8_weight_mm`, given the arguments of a call."""
     refuse_batch_invariant(f"epiloq.{_NAME}", _BY_M)
     rows, columns = _sizes(block)
     expect_tensors(_NAME, {"x": x, "weight": weight, "scale": scale}, {"bias": bias, "out": out}, writes=False)

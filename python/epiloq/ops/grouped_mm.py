@@ -32,7 +32,7 @@ def grouped_mm(
     launch.
 
     Nothing is read back to the host: ``offs`` and ``masked_m`` are read on the device, so their values are not checked
-    on CUDA. ``offs`` must ascend, and both must stay within M; experts without rows cost nothing.
+    on CUDA. ``offs`` must be ascending, and both must not exceed M. Experts without rows cost nothing.
 
     Args:
         a: float8_e4m3fn, or int8 with scales per row: with ``offs`` ``[M, K]``, rows sorted by expert; with
@@ -41,20 +41,20 @@ def grouped_mm(
         scale_a: float32 ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``, any strides with evenly spaced rows; with
             recipe (1, 1, -1) ``[M, 1]`` or ``[E, M, 1]``.
         scale_b: float32 ``[E, ceil(K / 128), ceil(N / 128)]``, any strides; with recipe (1, 1, 128)
-            ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``. ``scale.transpose(1, 2)`` of scales as
-            `quantize_fp8` and checkpoints have them; left out of square ones, it is not noticed.
-        offs: int32 ``[E]``, the ends of the experts' rows, as ``torch._grouped_mm`` takes them.
+            ``[E, ceil(K / 128), N]``, with (1, 1, -1) ``[E, 1, N]``. For scales from `quantize_fp8` or a checkpoint
+            pass ``scale.transpose(1, 2)``; if they are square, a missing transpose is not detected.
+        offs: int32 ``[E]``, the ends of the experts' rows, as in ``torch._grouped_mm``.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128) or (1, 1, 128), or
-            (1, 1, -1) for all of K, as `scaled_mm` with one scale per token and per channel.
+            (1, 1, -1) for all of K, like `scaled_mm` with one scale per token and per channel.
         out_dtype, out: as for `groupwise_mm`.
 
     Returns:
         ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written. With int8 each expert's rows equal
-        those of `scaled_mm` bit for bit.
+        the result of `scaled_mm` bit for bit.
 
     Raises:
-        ValueError: an argument does not fit (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and
+        ValueError: an argument is invalid (int8: ``K`` is at most 131071), or not exactly one of ``offs`` and
             ``masked_m`` is given.
         TypeError, NotImplementedError: as for `groupwise_mm`.
     """

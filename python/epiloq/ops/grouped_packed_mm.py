@@ -38,32 +38,32 @@ def grouped_packed_mm(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`weight_only_mm`, or with ``scale_a`` `w4a8_mm`, for a mixture of experts: each row times its expert's matrix.
+    """`weight_only_mm` (or `w4a8_mm` with ``scale_a``) for a mixture of experts: each row times its expert's matrix.
 
-    On CUDA, for 4 bits in groups of 32, 64 or 128 times a power of two and 8 bits in the latter, without real offsets,
-    one kernel multiplies all experts, and ``offs`` or ``masked_m`` is read on the device; quantised rows become
-    bfloat16, with their scales. Otherwise, and for more than 64 rows an expert on average outside of a CUDA graph, one
-    expert is multiplied after the other by those operations, and the number of rows of each is read on the host, which
-    waits for a GPU; likewise with batch invariance. The bounds are those of the operations, see docs/numerics.md.
+    On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in groups of
+    32, 64 or 128 times a power of two and for 8 bits in groups of the latter, without real offsets. Quantised rows and
+    their scales are converted to bfloat16. Otherwise, with batch invariance, and for more than 64 rows per expert on
+    average outside a CUDA graph, the experts are multiplied one by one with those operations, and their numbers of rows
+    are read on the host, which synchronises with the GPU. The bounds are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
-            float32, rows dense; with ``scale_a`` int8 or float8_e4m3fn.
-        weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16; without activation order.
+            float32, contiguous rows; with ``scale_a`` int8 or float8_e4m3fn.
+        weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16, not in activation order.
         scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
-        offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. Where they are read on the
-            device, those that do not ascend leave rows unwritten or wrong.
+        offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. This is not checked where
+            they are read on the device; rows are then unwritten or wrong.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
         out_dtype: with ``scale_a`` as for `w4a8_mm`, bfloat16 by default; otherwise x's dtype.
-        out: ``[M, N]`` or ``[E, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[M, N]`` or ``[E, M, N]``, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[M, N]`` or ``[E, M, N]``. Rows that belong to no expert are not written.
 
     Raises:
-        ValueError: an argument does not fit, or not exactly one of ``offs`` and ``masked_m`` is given.
+        ValueError: an argument is invalid, or not exactly one of ``offs`` and ``masked_m`` is given.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight, got {type(weight).__name__}")
@@ -104,7 +104,7 @@ def run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`grouped_packed_mm` for plain tensors, its arguments taken apart."""
+    """`grouped_packed_mm` for plain tensors, with the weight's tensors as separate arguments."""
     counts = masked_m if offs is None else offs
     assert counts is not None
     experts = _checked_experts(counts, n, x, masked_m is not None, k)
@@ -139,7 +139,7 @@ def run(
 
 
 def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) -> int:
-    """How many experts there are."""
+    """Number of experts."""
     name, wanted = ("masked_m", "[E, M, K]") if masked else ("offs", "[M, K]")
     if counts.ndim != 1 or counts.dtype != torch.int32 or counts.device != x.device or len(counts) == 0:
         _refuse(name, f"int32 [E] on {x.device}", f"{counts.dtype} {list(counts.shape)} on {counts.device}")
@@ -153,7 +153,7 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
 
 
 def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> bool:
-    """Whether one kernel multiplies all experts, where it takes their format."""
+    """Whether one kernel multiplies all experts, if it supports their format."""
     if not x.is_cuda or weight.bits not in (4, 8) or weight.offset is not None or _core.batch_invariant():
         return False
     rows = x.shape[-2] if masked else x.shape[0] / experts
@@ -163,7 +163,7 @@ def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> 
 def _by_kernel(
     out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
 ) -> Any:
-    """Whether a kernel computed the product; or, for `explain`, which one would."""
+    """Whether a kernel computed the product or, for `explain`, which one would."""
     x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
@@ -180,7 +180,7 @@ def _by_kernel(
 
 
 def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and where those are."""
+    """Experts that have rows, and the positions of the rows."""
     begin = 0
     for expert, count in enumerate(counts.tolist()):
         if masked:

@@ -41,30 +41,30 @@ def groupwise_mm(
     section 3.3.2). The last blocks of K and N may be partial.
 
     Args:
-        a: float8_e4m3fn ``[…, M, K]``, rows dense and not overlapping, 16-byte aligned, like ``b`` and ``out``; leading
-            dimensions must collapse into one.
+        a: float8_e4m3fn ``[…, M, K]``, contiguous rows that do not overlap, 16-byte aligned (as are ``b`` and ``out``);
+            leading dimensions must collapse into one.
         b: float8_e4m3fn ``[K, N]``, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32 ``[…, M, ceil(K / 128)]``, any strides; the rows may be flattened (`quantize_fp8` with
             granularity "group" returns either layout, and neither is copied; column-major is faster at large M on
             SM90); with recipe (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
-            (1, 1, 128) ``[ceil(K / 128), N]``. With as many blocks in K as in N both orientations have this shape, so
-            a missing ``.t()`` is not noticed.
+            (1, 1, 128) ``[ceil(K / 128), N]``. If K and N have the same number of blocks, a missing ``.t()`` is not
+            detected.
         bias: ``[N]`` in the output's dtype, added in fp32.
         recipe: rows of ``a``, columns of ``b`` and elements of K that share a scale: (1, 128, 128), (128, 128, 128) or
             (1, 1, 128).
-        out_dtype: bfloat16, float16 or float32; ``out``'s dtype where ``out`` is given.
+        out_dtype: bfloat16, float16 or float32; ``out``'s dtype if ``out`` is given.
         constant_b: ``b`` is a model's weight, as for `epiloq.scaled_mm`. Unsafe if a preceding kernel that triggers
             programmatic dependent launch may still be writing ``b``.
-        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]``, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, M, N]``; docs/numerics.md has the bound.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: this build has no CUDA kernels; or, later, a gradient reaches the result.
+        NotImplementedError: this build has no CUDA kernels; or in a backward pass, as there is no derivative.
     """
     rows, columns = granularity_of("groupwise_mm", recipe)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
@@ -125,7 +125,7 @@ def _run(
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `groupwise_mm` and `grouped_mm` by their own arguments."""
+    """`epiloq.explain` for `groupwise_mm` and `grouped_mm`, given the arguments of a call."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         given = signature.bind(*args, **kwargs)

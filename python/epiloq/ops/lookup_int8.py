@@ -13,15 +13,15 @@ def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tenso
     """``table[x + 128]``: any function of an int8 tensor, such as an activation between two grids, exactly.
 
     Args:
-        x: int8, of one dimension or more. Copied unless its memory is dense, in any order of dimensions.
+        x: int8, with one dimension or more. Copied unless its memory is dense, in any order of dimensions.
         table: int8 ``[256]``, the values at -128 to 127.
-        out: int8 of x's shape, rows dense, apart from x and the table; written and returned.
+        out: int8 of x's shape, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         int8 of x's shape, in its memory format if that is dense.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
     if direct((x, table), (out,)):

@@ -39,31 +39,31 @@ def online_quant_mm(
 
         ``y = sum_i  sA (sB sum(q_x q_w) + sumA oB) + oA (sumB sB + g oB)``
 
-    A row of x with NaN or an infinity gives NaN.
+    A row of x that contains NaN or an infinity gives NaN.
 
     Args:
-        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
-        w_q: a `BlockQuantWeight` from `online_quant_weight`, which is prepared once; or int8 ``[N, K]``, or int8
-            ``[N, ceil(K / 2)]`` with two 4-bit values per byte (value 2i in the low half of byte i), prepared in this
-            call.
-        w_scale: float32 ``[N, G]`` with G = ceil(K / group_size), or ``[N, 1]`` or ``[1, G]`` for one per row or one
+        x: ``[…, K]`` float32, float16 or bfloat16, contiguous rows.
+        w_q: a `BlockQuantWeight` from `online_quant_weight`, prepared once; or int8 ``[N, K]``, or int8
+            ``[N, ceil(K / 2)]`` with two 4-bit values per byte (value 2i in the low half of byte i), which each call
+            prepares.
+        w_scale: float32 ``[N, G]`` with G = ceil(K / group_size), or ``[N, 1]`` for one per row, or ``[1, G]`` for one
             per block; None with a prepared weight.
         w_offset: float32 in one of those shapes, or None for weights without offsets.
         group_size: values per block, of x and of the weight; the last block of a row may be shorter. CUDA has fused
             kernels for 32, 64 and 128, and the staged pipeline for others. None with a prepared weight.
         bias: ``[N]`` in x's dtype, added in float32.
-        clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6. NaN passes.
+        clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6. NaN is not clamped.
         staged: on CUDA, run the reference pipeline instead of the fused kernel: the same results up to float32
             rounding, many times slower.
-        out: ``[…, N]`` in x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, N]`` in x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, N]`` in x's dtype.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: no kernel of this build runs on the device; or, later, a gradient reaches the result.
+        NotImplementedError: this build has no kernel for the device; or in a backward pass, as there is no derivative.
     """
     weight = _weight_of(x, w_q, w_scale, w_offset, group_size)
     lo, hi = limits(_NAME, clamp)
@@ -122,7 +122,7 @@ def run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`online_quant_mm` for plain tensors, its arguments taken apart."""
+    """`online_quant_mm` for plain tensors, with the weight's tensors as separate arguments."""
     result = _empty(x, values) if out is None else out
     call = (result, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if x.is_cuda:
@@ -149,7 +149,7 @@ def _launch(call: tuple[Any, ...], staged: bool) -> None:
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` by the call's own arguments."""
+    """`epiloq.explain` given the arguments of a call."""
     try:
         given = inspect.signature(online_quant_mm).bind(*args, **kwargs)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Weights in blocks, prepared for `online_quant_mm`."""
+"""Preparation of blockwise weights for `online_quant_mm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def online_quant_weight(
     bits: int = 8,
     in_features: int | None = None,
 ) -> BlockQuantWeight:
-    """Prepare the weight of `online_quant_mm` once: padding, the kernels' layout, block sums.
+    """Prepare the weight of `online_quant_mm` once: pad it, reorder it for the kernels and compute block sums.
 
     Args:
         w_q: int8 ``[N, K]``; with ``bits=4`` int8 ``[N, ceil(K / 2)]``, two values from -8 to 7 per byte, value 2i in
@@ -30,7 +30,7 @@ def online_quant_weight(
         in_features: K, for 4-bit weights of odd K.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
     """
     expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
     if bits not in RANGES:

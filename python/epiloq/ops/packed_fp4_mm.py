@@ -1,4 +1,4 @@
-"""Products of floating-point activations with packed FP4 weights: of one matrix, or of each expert's rows."""
+"""Products of floating-point activations with packed FP4 weights: one matrix, or one per expert."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ def packed_fp4_mm(
     masked_m: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ W.T + bias`` with packed FP4 weights; with ``offs`` or ``masked_m`` each row times its expert's matrix.
+    """``x @ W.T + bias`` with packed FP4 weights; with ``offs`` or ``masked_m``, each row times its expert's matrix.
 
-    On CUDA a kernel reads the codes of 16-bit x of up to 64 rows, or of experts of so many on average: code times scale
-    is exact there, and the sum in fp32 is multiplied by the factor. Nothing is read back to the host. Otherwise, and on
-    the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
-    expert after the other; how many rows each has is read on the host. docs/numerics.md has the bounds. The gradient of
-    x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) the kernel takes any number of rows and is the
-    only way on CUDA, and the CPU multiplies one row after the other.
+    On CUDA, for 16-bit x with up to 64 rows (per expert on average), a kernel reads the codes directly: code times
+    scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is read back to the host. Otherwise, and
+    on the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
+    expert at a time, whose number of rows is read on the host. docs/numerics.md has the bounds. The gradient of
+    x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) CUDA always uses the kernel, for any number of
+    rows, and the CPU multiplies one row at a time.
 
     Args:
-        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense, leading dimensions collapsing into one; with ``offs``
-            ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows, leading dimensions that collapse into one; with
+            ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``.
         weight: ``[N, K]``, or ``[E N, K]``, the experts' matrices stacked, N a multiple of 16.
-        bias: ``[N]`` of x's dtype; of experts ``[E, N]``.
+        bias: ``[N]`` of x's dtype; ``[E, N]`` with experts.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
-        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]`` of x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, M, N]`` of x's dtype. Rows that belong to no expert are not written.
 
     Raises:
-        ValueError: an argument does not fit, or both of ``offs`` and ``masked_m`` are given.
+        ValueError: an argument is invalid, or both ``offs`` and ``masked_m`` are given.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedFp4Weight`.
-        NotImplementedError: with batch invariance there is no kernel (of float32 on CUDA, of bfloat16 on SM75).
+        NotImplementedError: with batch invariance, if there is no kernel (float32 on CUDA, bfloat16 on SM75).
     """
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
@@ -101,7 +101,7 @@ def run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`packed_fp4_mm` for plain tensors, its arguments taken apart."""
+    """`packed_fp4_mm` for plain tensors, with the weight's tensors as separate arguments."""
     weight, counts = PackedFp4Weight(q, scale, factor, format, n, k), counts_of(offs, masked_m)
     experts = experts_of(x, n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
@@ -115,13 +115,13 @@ def run(
 
 
 def _takes_kernel(x: Tensor, counts: Tensor | None) -> bool:
-    """Whether the kernel that reads codes is the faster way, or gives a row the same bits whatever rows there are."""
+    """Whether to use the kernel that reads codes: because it is faster, or for batch invariance."""
     experts = 1 if counts is None else counts.numel()
     return x.is_cuda and (is_batch_invariant() or prod(x.shape[:-1]) <= _DECODE_ROWS * experts)
 
 
 def _refuse_dense(x: Tensor) -> None:
-    """Raise NotImplementedError where a row's bits would depend on others. Sums of no products do not."""
+    """Raise NotImplementedError if a row's result could depend on other rows. Empty sums do not."""
     if x.is_cuda and x.shape[-1] > 0:
         refuse_batch_invariant(f"epiloq.{NAME}", DENSE_PRODUCT)
 
@@ -159,7 +159,7 @@ def _dequantised(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor |
 
 
 def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and where those are. Raises ValueError for invalid counts."""
+    """Experts that have rows, and the positions of the rows. Raises ValueError for invalid counts."""
     begin, most = 0, x.shape[-2]
     for expert, count in enumerate(counts.tolist()):
         low = 0 if x.ndim == 3 else begin
@@ -172,7 +172,7 @@ def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
-    """Rows ``[M, K]`` by one matrix, dequantised some rows at a time; on CUDA whole before it is multiplied."""
+    """Rows ``[M, K]`` times one matrix, which is dequantised a few rows at a time; as a whole on CUDA."""
     parts = weight.row_chunks(_AT_ONCE[x.device.type])
     with without_autocast(x.device.type):
         if not x.is_cuda:
@@ -201,7 +201,7 @@ def explain(
     masked_m: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `packed_fp4_mm` by its own arguments."""
+    """`epiloq.explain` for `packed_fp4_mm`, given the arguments of a call."""
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
     optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
@@ -236,7 +236,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """``dy @ W`` of each expert's rows, of which those of no expert have none, and sums of rows for the bias."""
+    """``dy @ W`` for each expert's rows (rows of no expert have no gradient), and sums of rows for the bias."""
     q, scale, factor, offs, masked_m = ctx.saved_tensors
     of_x, _, _, of_factor, of_bias, *_ = ctx.needs_input_grad
     if of_factor:

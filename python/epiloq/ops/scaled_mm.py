@@ -33,36 +33,35 @@ def scaled_mm(
 ) -> Tensor:
     """``scale_a * scale_b * (a @ b) + bias``: int32 or fp32 sums, one fp32 epilogue, one rounding.
 
-    In CUTLASS's terms this is ScaledEpilogue, or with ``bias`` ScaledEpilogueBias.
+    In CUTLASS's terms this is ScaledEpilogue, or ScaledEpilogueBias with ``bias``.
 
     Args:
-        a: int8 or float8 (e4m3fn, e5m2) ``[…, M, K]``, rows dense and not overlapping, 16-byte aligned, like ``b`` and
-            ``out``; leading dimensions must collapse into one.
+        a: int8 or float8 (e4m3fn, e5m2) ``[…, M, K]``, contiguous rows that do not overlap, 16-byte aligned (as are
+            ``b`` and ``out``); leading dimensions must collapse into one.
         b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
         scale_a: float32, one element or one per row of ``a``: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
-        scale_b: float32, one element or one per column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as quantising the
-            weight's rows gives it.
+        scale_b: float32, one element or one per column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as returned by
+            quantising the weight's rows.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
-        fast_accum: FP8 on a GPU: whole sums may be left to the tensor cores, whose accumulators have about 14 bits on
-            Hopper. This happens for M > 128 where it is faster; otherwise, and without ``fast_accum``, sums are
-            promoted to fp32 every 128 of K.
-        constant_b: ``b`` is a model's weight, written long before. On SM90 the kernel then loads its first tiles of
-            ``b`` before the preceding kernel has finished: up to 5 % faster at small M. Unsafe if a preceding kernel
-            that triggers programmatic dependent launch may still be writing ``b``. epiloq's kernels are such kernels,
-            eager torch's are not; one of epiloq's quantisers in between makes it safe (docs/numerics.md).
-        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+        fast_accum: FP8 on a GPU: allows whole sums to be accumulated by the tensor cores, whose accumulators have about
+            14 bits on Hopper. This is used for M > 128 where it is faster; otherwise, and without ``fast_accum``, sums
+            are promoted to fp32 every 128 of K.
+        constant_b: ``b`` is a model's weight, written long before the call. On SM90 the kernel then loads its first
+            tiles of ``b`` before the preceding kernel has finished: up to 5 % faster at small M. Unsafe if a preceding
+            kernel that triggers programmatic dependent launch may still be writing ``b``. epiloq's kernels do so, eager
+            torch's do not; one of epiloq's quantisers in between makes it safe (docs/numerics.md).
+        out: ``[…, M, N]``, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, M, N]``; int8 within one unit in the last place of the exact result, FP8 as docs/numerics.md states.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. For int8 ``K`` is at most 131071, where int32 stays
+        ValueError: an argument is invalid; the message names it. For int8 ``K`` is at most 131071, where int32 stays
             exact.
         TypeError: an argument is not a tensor.
-        NotImplementedError: no kernel of this build runs on the device (float8 needs compute capability 8.9); or,
-            later, a gradient reaches the result, as there is no derivative (a compiled graph stops the gradient
-            instead).
+        NotImplementedError: this build has no kernel for the device (float8 needs compute capability 8.9); or in a
+            backward pass, as there is no derivative (a compiled graph stops the gradient instead).
     """
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
@@ -93,13 +92,13 @@ def scaled_mm_azp(
     """``scale_a * scale_b * (a @ b - azp * azp_adj) + bias``: `scaled_mm` for activations with a zero point.
 
     The difference is exact in int32. With ``azp`` this is ScaledEpilogueAzpPerToken; without it ScaledEpilogueAzp,
-    for static activations whose one zero point was multiplied into ``azp_adj`` beforehand.
+    for static activations with a single zero point that was multiplied into ``azp_adj`` beforehand.
 
     Args:
         azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point if
             ``azp`` is None.
         azp: int32, one element or one per row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
-            `quantize_int8` gives.
+            returned by `quantize_int8`.
         constant_b: as for `scaled_mm`. Unsafe if a preceding kernel that triggers programmatic dependent launch may
             still be writing ``b``.
         a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`; int8 operands only.
@@ -179,7 +178,7 @@ def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
 
 
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for a product by its own arguments."""
+    """`epiloq.explain` for a product, given the arguments of a call."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         bound = signature.bind(*args, **kwargs)

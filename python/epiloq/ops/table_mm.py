@@ -1,4 +1,4 @@
-"""Products with weights of 4-bit codes in a table of 16 numbers: NF4 and FP4 as bitsandbytes stores them."""
+"""Products with weights given as 4-bit indices into a table of 16 numbers: NF4 and FP4 of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def table_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with ``W[row, column] = table[code i] * scale[i // block_size]``, ``i = row * K + column``.
 
-    On CUDA for at most 64 rows of a 16-bit x, K a multiple of block_size and that one of 64, a kernel reads the codes
-    once: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. Otherwise, and on the CPU, W
-    is dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU some rows at a time.
+    On CUDA, for at most 64 rows of a 16-bit x, if K is a multiple of block_size and block_size of 64, a kernel reads
+    the codes directly: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. Otherwise, and
+    on the CPU, W is dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU a few rows at a time.
 
     Args:
-        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows.
         codes: uint8 ``[ceil(N K / 2)]``: code ``2 i`` in the high half of byte ``i``, code ``2 i + 1`` in the low half.
         table: float32 ``[16]``.
         scale: float32 ``[ceil(N K / block_size)]``.
         bias: ``[N]`` of x's dtype.
         out_features: N, the rows of W.
-        block_size: weights in a row that share a scale, counted through the rows of W.
-        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        block_size: number of consecutive weights that share a scale, counted across the rows of W.
+        out: ``[…, M, N]`` of x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[…, M, N]`` of x's dtype.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     if direct((x, codes, table, scale), (bias, out)):
         return run(x, codes, table, scale, bias, out_features, block_size, out=out)
@@ -117,7 +117,7 @@ def dequantized(
     rows: range,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Some rows ``[len(rows), k]`` of the weight: products in float32, rounded once to ``dtype``."""
+    """Rows ``[len(rows), k]`` of the weight: products in float32, rounded once to ``dtype``."""
     begin, end = rows.start * k, rows.stop * k
     if torch.compiler.is_compiling():
         # inductor (torch 2.13) reads out of bounds in a slice of odd length of the stacked tensor below.
@@ -138,7 +138,7 @@ def dequantized(
 
 
 def _row_chunks(n: int, k: int) -> Iterator[range]:
-    """The rows that a CPU dequantises together."""
+    """The rows of the weight that the CPU dequantises at a time."""
     at_once = max(1, _AT_ONCE // max(k, 1))
     for first in range(0, n, at_once):
         yield range(first, min(first + at_once, n))
@@ -154,7 +154,7 @@ def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: 
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
-    """On CUDA, where the decode kernel does not fit: W in memory, in x's dtype."""
+    """On CUDA, if the decode kernel does not apply: W is dequantised to memory in x's dtype."""
     k = x.shape[-1]
     dense = x.new_empty((n, k))
     _core.dequantize_table(dense, *weight, n, k, block_size)
@@ -172,7 +172,7 @@ def explain(
     block_size: int,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `table_mm` by its own arguments."""
+    """`epiloq.explain` for `table_mm`, given the arguments of a call."""
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     result = _empty(x, out_features) if out is None else out
     return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)

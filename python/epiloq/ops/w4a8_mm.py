@@ -1,4 +1,4 @@
-"""Products of 8-bit activations with 4-bit weights in scale groups."""
+"""Products of 8-bit activations with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ def w4a8_mm(
     """``scale_a * sum over groups g of scale[n, g] * (x_q @ (q - zero).T)_g + bias``: 8-bit by 4-bit products.
 
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`. Every ``x_q`` and ``q - zero`` is
-    multiplied as it is; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
-    multiplied in 8 bits: with scales per channel by the weight's unpacked integers and `scaled_mm`, float8 by a
-    symmetric weight in groups in a kernel of SM90. Otherwise, for few tokens, which wait for the weight, and with
-    `set_batch_invariant`, activations and their scales become bfloat16 for `weight_only_mm`. docs/numerics.md has the
-    bounds.
+    multiplied without rounding; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many
+    tokens are multiplied in 8 bits: with scales per channel the weight is unpacked for `scaled_mm`, and float8 times a
+    symmetric weight in groups has a kernel for SM90. Otherwise, for few tokens (which are limited by reading the
+    weight) and with `set_batch_invariant`, activations and their scales are converted to bfloat16 for `weight_only_mm`.
+    docs/numerics.md has the bounds.
 
     Args:
-        x_q: float8_e4m3fn or int8 ``[…, M, K]``, as `quantize_fp8` per token or a symmetric `quantize_int8` gives it;
-            rows dense; leading dimensions must collapse into one.
-        weight: ``[N, K]`` of 4 bits, symmetric or with integer zero points; any group size and scale type, and scales
-            per channel as groups of whole rows. Its activation order, if any, permutes ``x_q`` once.
+        x_q: float8_e4m3fn or int8 ``[…, M, K]``, as returned by `quantize_fp8` per token or a symmetric
+            `quantize_int8`; contiguous rows; leading dimensions must collapse into one.
+        weight: ``[N, K]`` with 4 bits, symmetric or with integer zero points; any group size and scale type, including
+            scales per channel (groups of whole rows). ``x_q`` is permuted once if the weight is in activation order.
         scale_a: float32, one element or one per token: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
-        out: ``[…, M, N]``, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]``, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[…, M, N]``. NaN in a token or its scale reaches that token's outputs only, one in a weight's scale that
-        column's only.
+        ``[…, M, N]``. NaN in a token or its scale affects only that token's outputs, NaN in a weight's scale only that
+        column's.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. Weights of other bits and with real offsets are
-            refused.
+        ValueError: an argument is invalid; the message names it. Weights with other bit widths or with real offsets
+            are refused.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     w = _expect(weight)
     numbers = (w.n, w.k, w.group_size)
@@ -110,7 +110,7 @@ def run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`w4a8_mm` for plain tensors, its arguments taken apart."""
+    """`w4a8_mm` for plain tensors, with the weight's tensors as separate arguments."""
     result = _empty(x_q, n, out_dtype) if out is None else out
     weight = PackedWeight(q, scale, zero, None, perm, 4, n, k, group_size)
     call = Call(result, x_q, weight, scale_a, bias)
@@ -130,7 +130,7 @@ def _empty(x_q: Tensor, n: int, out_dtype: torch.dtype) -> Tensor:
 
 
 def multiply(call: Call) -> None:
-    """The product of what was checked, with at least one output."""
+    """The product of checked arguments, with at least one output."""
     weight, m = call.weight, prod(call.x_q.shape[:-1])
     x_q, out = call.x_q.view(m, weight.k), call.out.view(m, weight.n)
     if weight.perm is not None:
@@ -153,7 +153,7 @@ def _may_be_float8(x_q: Tensor) -> bool:
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:
-    """On SM90, with weights that become float8 in registers; False where there is no such kernel."""
+    """On SM90, with weights converted to float8 in registers; False if there is no such kernel."""
     weight = call.weight
     padded_k = -(-weight.k // PADDING) * PADDING
     scratch = x_q.new_empty((len(x_q), padded_k), dtype=torch.uint8)
@@ -162,7 +162,7 @@ def _by_float8_kernel(out: Tensor, x_q: Tensor, call: Call) -> bool:
 
 
 def _product(out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None) -> None:
-    """Some tokens, in the packed order of columns."""
+    """A slice of the tokens, in the packed order of columns."""
     if not x_q.is_cuda and x_q.dtype == torch.int8 and _summed_by_group(len(x_q), weight):
         _finish(out, _sums_of_groups(x_q, weight), scale_a, bias)
     else:
@@ -170,20 +170,20 @@ def _product(out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bi
 
 
 def _finish(out: Tensor, sums: Tensor, scale_a: Tensor, bias: Tensor | None) -> None:
-    """The epilogue, in place of fp32 sums."""
+    """The epilogue, applied in place to fp32 sums."""
     sums.mul_(scale_a)
     out.copy_(sums if bias is None else sums.add_(bias.float()))
 
 
 def _floating(x_q: Tensor) -> torch.dtype:
-    """The type that holds activations exactly, and in which no sum of theirs overflows."""
+    """The type that represents activations exactly, and in which no sum of them overflows."""
     return torch.bfloat16 if x_q.is_cuda else torch.float32
 
 
 def _by_weight_only(
     out: Tensor, x_q: Tensor, weight: PackedWeight, scale_a: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """By `weight_only_mm` of the activations in a floating-point type: float32, which holds them, or `dtype`, to which
+    """`weight_only_mm` with the activations in a floating-point type: float32, which is exact, or `dtype`, to which
     they are rounded with their scales."""
     packed = (weight.q, weight.scale, weight.zero, None, None)
     numbers = (weight.bits, weight.n, weight.k, weight.group_size)
@@ -199,9 +199,9 @@ def _by_weight_only(
 
 
 def widened(x_q: Tensor, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """8-bit tokens ``[.., K]`` times their scales ``[.., 1]``, rounded once to a type, bfloat16 on CUDA.
+    """8-bit tokens ``[…, K]`` times their scales ``[…, 1]``, rounded once to a type, bfloat16 on CUDA.
 
-    Products are in fp32; rows begin on 16 bytes, as kernels read them.
+    Products are in fp32; rows are aligned to 16 bytes, as kernels require.
     """
     k = x_q.shape[-1]
     rows, scales = x_q.flatten(0, -2), scale_a.flatten(0, -2).contiguous()
@@ -235,7 +235,7 @@ def _sums_of_groups(x_q: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _add_groups(out: Tensor, x_q: Tensor, integers: Tensor, scale: Tensor, length: int) -> None:
-    """Some tokens by some rows: whole groups in one batch of products, then a short last one."""
+    """A slice of tokens times a slice of rows: whole groups in one batch of products, then a short last one."""
     k = integers.shape[1]
     whole = k // length
     one, threads = scale.new_ones(1), threads_for(x_q)
@@ -264,7 +264,7 @@ def explain(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `w4a8_mm` by its own arguments."""
+    """`epiloq.explain` for `w4a8_mm`, given the arguments of a call."""
     w = _expect(weight)
     expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, {"bias": bias, "out": out}, writes=False)
     result = _empty(x_q, w.n, out_dtype) if out is None else out

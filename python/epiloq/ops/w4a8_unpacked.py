@@ -1,7 +1,7 @@
 """`w4a8_mm` at large M on a GPU, with scales per channel: the weight unpacked to 8-bit integers for `scaled_mm`.
 
-Unpacking reads 0.5 and writes 1 byte a weight, which a product of many tokens hides; it then runs at the tensor cores'
-8-bit rate. Weights in scale groups, and few tokens, are faster by the packed weight.
+Unpacking reads 0.5 and writes 1 byte per weight, which is negligible for many tokens, and the product then runs at the
+tensor cores' 8-bit rate. Weights in scale groups, and few tokens, are faster with the packed weight.
 """
 
 from __future__ import annotations

@@ -39,27 +39,27 @@ def weight_only_mm(
 ) -> Tensor:
     """``min(max(x @ W.T + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedWeight`, accumulated in fp32.
 
-    The integers are multiplied unrounded, and a group's scale multiplies its sum. On CUDA there are two exceptions, in
-    which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "dequantise"; and
-    where there is no kernel (2 and 3 bits, see `PackedWeight.in_bits`; groups other than 32, 64, multiples of 128 and
-    whole rows; float32), so that the weight is dequantised into memory. docs/numerics.md has the bounds. The CPU uses
+    The integers are multiplied without rounding, and each group's sum by its scale. On CUDA there are two exceptions,
+    in which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "dequantise"; and
+    if there is no kernel (2 and 3 bits, see `PackedWeight.in_bits`; groups other than 32, 64, multiples of 128 and
+    whole rows; float32), so that the weight is dequantised to memory. docs/numerics.md has the bounds. The CPU uses
     `torch.get_num_threads()` of torch's threads (one in a forked child) and releases the GIL.
 
     Args:
-        x: ``[…, M, K]`` float16, bfloat16 or float32, rows dense.
-        weight: ``[N, K]``. Its activation order, if any, permutes ``x`` once.
+        x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows.
+        weight: ``[N, K]``. ``x`` is permuted once if the weight is in activation order.
         bias: ``[N]`` of x's dtype, added in fp32.
         clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
-        out: ``[…, M, N]`` of x's dtype, rows dense, sharing no memory with inputs; written and returned.
+        out: ``[…, M, N]`` of x's dtype, contiguous rows, sharing no memory with inputs; written and returned.
 
     Returns:
-        ``[…, M, N]`` of x's dtype. NaN and infinities in a token, a scale or an offset reach only the outputs that
+        ``[…, M, N]`` of x's dtype. NaN and infinities in a token, a scale or an offset affect only the outputs that
         depend on them.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     lo, hi = limits(_NAME, clamp)
     w = _expect(weight)
@@ -97,7 +97,7 @@ def run(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`weight_only_mm` for plain tensors, its arguments taken apart."""
+    """`weight_only_mm` for plain tensors, with the weight's tensors as separate arguments."""
     result = _empty(x, n) if out is None else out
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
@@ -131,7 +131,7 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
 
 
 def on_16_bytes(x: Tensor) -> Tensor:
-    """x, or on CUDA, if its rows are dense, a copy whose rows are 16-byte aligned."""
+    """x or, on CUDA with contiguous rows, a copy whose rows are 16-byte aligned."""
     if not x.is_cuda or x.ndim == 0 or x.stride(-1) != 1:
         return x
     if x.data_ptr() % 16 == 0 and all(stride % _ALIGNED == 0 for stride in x.stride()[:-1]):
@@ -144,7 +144,7 @@ def on_16_bytes(x: Tensor) -> Tensor:
 def dense_product(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
-    """On CUDA, where there is no kernel: the weight dequantised into memory, in x's dtype."""
+    """On CUDA, if there is no kernel: the weight is dequantised to memory in x's dtype."""
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)
@@ -162,8 +162,8 @@ def explain(
     out: Tensor | None = None,
     terms: bool = False,
 ) -> str:
-    """`epiloq.explain` for `weight_only_mm` by its own arguments; with `terms`, the cost model's of the chosen kernel
-    and of the runner-up."""
+    """`epiloq.explain` for `weight_only_mm`, given the arguments of a call; with `terms`, the terms of the cost model
+    for the chosen kernel and the runner-up."""
     w = _expect(weight)
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     out = _empty(x, w.n) if out is None else out

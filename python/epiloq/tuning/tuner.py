@@ -81,7 +81,7 @@ def tune(
         What was measured, in order.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message names it.
+        ValueError, TypeError: an argument is invalid; the message names it.
         RuntimeError: there is no CUDA device.
         OSError: the file cannot be written.
     """

@@ -152,7 +152,7 @@ def fp4_dequantize(
         ``[N, K]`` of ``dtype``.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
     arguments = (codes, scale, global_scale, in_features, dtype)
@@ -203,7 +203,7 @@ def fp4_quantize(
         float8_e4m3fn ``[N, ceil(K / block)]``; float32 ``[1]``, or None of "mxfp4".
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: ``weight`` is not a tensor.
     """
     chosen = _checked(weight, format, global_scale)

@@ -164,7 +164,7 @@ def pack_conv2d_weight(
         network's weights.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
     expect_tensors("pack_conv2d_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset}, writes=False)

@@ -117,7 +117,7 @@ def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: T
         The weight on codes' device.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
     expect_tensors(_PACK, {"codes": codes, "scale": scale}, {"factor": factor}, writes=False)

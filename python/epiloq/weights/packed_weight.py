@@ -259,7 +259,7 @@ def pack_weight(
         The weight on q's device.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
     expect_tensors(

@@ -35,7 +35,7 @@ def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str
 def check_rows(name: str, tensor: Tensor, operation: str) -> None:
     """Raise ValueError unless rows are dense and leading dimensions collapse into one."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        refuse(operation, name, "row-major memory, rows dense", described(tensor))
+        refuse(operation, name, "row-major memory, contiguous rows", described(tensor))
     strides, sizes = tensor.stride(), tensor.shape
     outer = [i for i in range(tensor.ndim - 1) if sizes[i] != 1]
     if tensor.numel() and any(strides[i] != strides[j] * sizes[j] for i, j in pairwise(outer)):

@@ -1,1 +1,1 @@
-"""Attention: its batched products, and one decode step over a cache."""
+"""Attention: batched products, and one decode step over a cache."""

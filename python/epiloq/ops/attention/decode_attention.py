@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over a key-value cache, whose heads several query heads share."""
+"""Attention of one new token per sequence over a key-value cache, with grouped-query heads."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def decode_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(scale * q @ k.T) @ v`` for one token per sequence, keys and values read as they are stored.
+    """``softmax(scale * q @ k.T) @ v`` for one token per sequence, without dequantising the cache to memory.
 
     With G = H / H_kv, query heads ``h G`` to ``h G + G - 1`` share key head ``h``. On CUDA, for heads of 64, 128 or 256
-    elements of 16 bits, a kernel reads keys and values once for them and splits the tokens among CTAs; scores, softmax
-    and sums are in fp32. Scales multiply scores and probabilities, so that no 16-bit copy of an 8-bit cache is made.
-    Elsewhere torch computes it, an 8-bit cache some tokens at a time.
+    elements of 16 bits, a kernel reads keys and values once for all of them and splits the tokens among CTAs; scores,
+    softmax and sums are in fp32. Scales are applied to scores and probabilities, so that an 8-bit cache is never copied
+    to 16 bits. Otherwise torch computes it, for an 8-bit cache a few tokens at a time.
 
     Args:
-        query: ``[B, H, D]`` float16, bfloat16 or float32, dense along D.
-        key, value: ``[B, H_kv, T, D]`` of query's dtype, dense along D; or int8, or float8_e4m3fn as uint8.
-        mask: bool ``[B, T]`` or ``[1, T]``, dense along T: tokens that count. Where none does the result is 0.
-        key_scale, value_scale: ``[B, H_kv, T]`` of query's dtype, dense along T, beside an 8-bit cache.
-        scale: 1 / sqrt(D) unless given.
+        query: ``[B, H, D]`` float16, bfloat16 or float32, contiguous along D.
+        key, value: ``[B, H_kv, T, D]`` of query's dtype, or int8, or float8_e4m3fn viewed as uint8; contiguous along D.
+        mask: bool ``[B, T]`` or ``[1, T]``, contiguous along T: tokens to attend to. If there are none the result is 0.
+        key_scale, value_scale: ``[B, H_kv, T]`` of query's dtype, contiguous along T, for an 8-bit cache.
+        scale: 1 / sqrt(D) by default.
         out: ``[B, H, D]``, contiguous, sharing no memory with inputs; written and returned.
 
     Returns:
         ``[B, H, D]`` of query's dtype.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     arguments = (query, key, value, mask, key_scale, value_scale, scale)

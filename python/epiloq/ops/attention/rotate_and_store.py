@@ -18,25 +18,25 @@ def rotate_and_store(
     value_cache: Tensor,
     position: Tensor | None = None,
 ) -> Tensor:
-    """Rotated query heads; rotated keys, and values, are written to their caches: on CUDA in one launch.
+    """Return rotated query heads, and write rotated keys, and values, to their caches; on CUDA in one launch.
 
-    Bit for bit what transformers computes for Llama, each product and sum rounded to the dtype.
+    The result is bit-identical to transformers' for Llama, with each product and sum rounded to the dtype.
 
     Args:
-        heads: ``[B, T, H + 2 H_kv, D]`` float16, bfloat16 or float32, dense along D: query, key and value heads.
+        heads: ``[B, T, H + 2 H_kv, D]`` float16, bfloat16 or float32, contiguous along D: query, key, value heads.
         query_heads: H.
         cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens.
-        key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, dense along D; written.
-        position: int64, one element on the same device: the first token's place, 0 unless given. ``position + T`` is at
-            most L.
+        key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, contiguous along D; written.
+        position: int64, one element on the same device: the first token's position, 0 by default. ``position + T`` is
+            at most L.
 
     Returns:
         ``[B, T, H, D]``.
 
-    There is no derivative, and nothing says so: for inference.
+    For inference only: there is no derivative, and this is not checked.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
     """
     query = heads.new_empty((*heads.shape[:2], query_heads, heads.shape[-1]))
     arguments = (query, heads, cos, sin, key_cache, value_cache, position)
@@ -56,7 +56,8 @@ def rotate_and_store(
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads ``[B, T, H, D]`` by the angles ``[B, T, D]`` of their tokens: each product rounded, as in transformers."""
+    """Heads ``[B, T, H, D]`` rotated by the angles ``[B, T, D]`` of their tokens, each product rounded as in
+    transformers."""
     first, second = heads.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Batched int8 and FP8 matrix multiplication with scales, optionally to int8: the products of attention."""
+"""Batched int8 and FP8 matrix multiplication with scales and optional int8 output, for attention."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def scaled_bmm(
     """``scale_a * scale_b * (a[i] @ b[i])`` for each i of a batch, in one launch, with the arithmetic of `scaled_mm`.
 
     With ``out_dtype=torch.int8`` the result is divided by ``scale_out``, rounded to nearest, ties to even, and
-    saturated to [-128, 127]; NaN, which only scales can bring, becomes 0. Nothing is copied: batches and rows may have
+    saturated to [-128, 127]; NaN, which only scales can cause, becomes 0. Nothing is copied: batches and rows may have
     any strides, so the heads of ``[tokens, heads, width]`` are ``x.transpose(0, 1)``, and ``a`` and ``b`` may be
-    expanded (stride 0), as keys and values shared by several heads are. All are 16-byte aligned.
+    expanded (stride 0), such as keys and values shared by several heads. All must be 16-byte aligned.
 
     Args:
-        a: int8 or float8 (e4m3fn, e5m2) ``[B, M, K]``, rows dense.
-        b: ``[B, K, N]`` of ``a``'s kind, columns dense: ``rows.transpose(1, 2)`` of ``[B, N, K]`` with dense rows.
-        scale_a: float32: one element, ``[B, 1, 1]``, or ``[B, M, 1]`` with the scales of neighbouring rows beside each
-            other in memory.
+        a: int8 or float8 (e4m3fn, e5m2) ``[B, M, K]``, contiguous rows.
+        b: ``[B, K, N]`` of ``a``'s kind, contiguous columns: ``rows.transpose(1, 2)`` of ``[B, N, K]``.
+        scale_a: float32: one element, ``[B, 1, 1]``, or ``[B, M, 1]`` with the scales of adjacent rows adjacent in
+            memory.
         scale_b: float32: one element, ``[B, 1, 1]``, or ``[B, 1, N]`` likewise.
-        out_dtype: float16 or bfloat16, on the CPU also float32; int8 (of int8 operands) with ``scale_out``; ``out``'s
+        out_dtype: float16 or bfloat16, on the CPU also float32; int8 (for int8 operands) with ``scale_out``; ``out``'s
             dtype if ``out`` is given.
         scale_out: float32, one element: the scale of an int8 output.
-        out: ``[B, M, N]``, rows dense, batches and rows not overlapping, sharing no memory with inputs; written and
-            returned.
+        out: ``[B, M, N]``, contiguous rows, batches and rows not overlapping, sharing no memory with inputs; written
+            and returned.
 
     Returns:
         ``[B, M, N]``, as accurate as `scaled_mm`; int8 outputs have the same bits on CPU and GPU.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. ``B`` is at most 65535, and for int8 ``K`` at most
+        ValueError: an argument is invalid; the message names it. ``B`` is at most 65535, and for int8 ``K`` at most
             131071, where int32 stays exact.
         TypeError: an argument is not a tensor.
         NotImplementedError: as for `scaled_mm`.
@@ -99,7 +99,7 @@ def _run(
 
 
 def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `scaled_bmm` by its own arguments."""
+    """`epiloq.explain` for `scaled_bmm`, given the arguments of a call."""
     try:
         given = _SIGNATURE.bind(*args, **kwargs)
     except TypeError as error:

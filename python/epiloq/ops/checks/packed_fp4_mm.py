@@ -1,4 +1,4 @@
-"""What `packed_fp4_mm` refuses, before anything is computed or written."""
+"""Argument checks of `packed_fp4_mm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def counts_of(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
 
 
 def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
-    """Number of matrices. Raises ValueError for counts, rows or a weight that do not fit."""
+    """Number of matrices. Raises ValueError for mismatching counts, rows or weight."""
     if x.ndim == 0:
         refuse(NAME, "x", "at least one dimension", "a scalar")
     if counts is None:
@@ -41,7 +41,7 @@ def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
 def check(
     out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None, out_given: bool
 ) -> None:
-    """Raise ValueError, which names the argument, unless everything fits."""
+    """Raise ValueError, which names the argument, if one is invalid."""
     if x.dtype not in FLOATS or x.shape[-1] != weight.k:
         refuse(NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
     check_memory("x", x, x.device, NAME)

@@ -15,8 +15,8 @@ _SIZES = ("m", "n", "k")
 
 @dataclass(frozen=True)
 class _Question:
-    """The C++ function, its options besides ``m, n, k``, fixed arguments, and the largest K of int8, of which
-    a problem does not say whether there are zero points."""
+    """The C++ function, its options besides ``m, n, k``, fixed arguments, and the largest K of int8, whether or not
+    there are zero points."""
 
     ask: Callable[..., str]
     options: tuple[str, ...]
@@ -49,7 +49,8 @@ _QUESTIONS = {
 
 
 def explain_problem(operation: str, said: Mapping[str, Any]) -> str:
-    """The kernel for a problem of ``m, n, k`` and perhaps options. Raises TypeError or ValueError, naming which."""
+    """The kernel for a problem given as ``m, n, k`` and options. Raises TypeError or ValueError, which name the
+    option."""
     question = _QUESTIONS.get(operation)
     if question is None:
         raise TypeError(f"epiloq.{operation}: expected its own arguments; sizes alone say nothing of it")

@@ -1,4 +1,4 @@
-"""What `w4a8_mm` refuses, before anything is computed or written."""
+"""Argument checks of `w4a8_mm`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 def check_weight(weight: PackedWeight, operation: str = NAME) -> None:
-    """Raise ValueError for a weight of another kind than the product takes."""
+    """Raise ValueError for an unsupported kind of weight."""
     if weight.bits != 4:
         _refuse("weight", "4 bits", f"{weight.bits}", operation)
     if weight.offset is not None:
@@ -37,14 +37,14 @@ def check_weight(weight: PackedWeight, operation: str = NAME) -> None:
 
 
 def check_out_dtype(x_q: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError for an output of another type than there are."""
+    """Raise ValueError for an unsupported output type."""
     if dtype not in (_HALVES if x_q.is_cuda else (*_HALVES, torch.float32)):
         expected = "float16 or bfloat16" if x_q.is_cuda else "float16, bfloat16 or float32"
         _refuse("out_dtype", expected, dtype)
 
 
 def check(call: Call, out_given: bool) -> None:
-    """Raise ValueError, which names the argument, unless everything fits."""
+    """Raise ValueError, which names the argument, if one is invalid."""
     _check_parts(call.weight, call.x_q.device)
     leading, m = _check_activations(call)
     scale_a, bias, out = call.scale_a, call.bias, call.out
@@ -78,7 +78,7 @@ def _check_parts(weight: PackedWeight, device: torch.device) -> None:
 
 
 def _check_activations(call: Call) -> tuple[torch.Size, int]:
-    """Dimensions before the columns, and how many rows they are."""
+    """The leading dimensions, and the number of rows."""
     x_q, k = call.x_q, call.weight.k
     if x_q.dtype not in ACTIVATIONS:
         _refuse("x_q", "int8 or float8_e4m3fn", described(x_q))

@@ -1,1 +1,1 @@
-"""Convolution operations, one file each, and the geometry that they share."""
+"""Convolution operations, one per file, and the geometry that they share."""

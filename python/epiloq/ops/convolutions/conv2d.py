@@ -1,4 +1,4 @@
-"""Shared by the convolutions: how a kernel moves over an image."""
+"""Geometry shared by the convolutions: how a kernel moves over an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Geometry(NamedTuple):
     groups: int
 
     def output_size(self, image: Sequence[Any], kernel: Sequence[int]) -> tuple[Any, Any]:
-        """Height and width of the output, 0 or less where the kernel does not fit (the checks in C++ say so)."""
+        """Height and width of the output, 0 or less if the kernel does not fit (checked in C++)."""
         (down, right), (top, bottom, left, far), (tall, wide), _ = self
         p = (image[0] + top + bottom - tall * (kernel[0] - 1) - 1) // max(down, 1) + 1
         q = (image[1] + left + far - wide * (kernel[1] - 1) - 1) // max(right, 1) + 1

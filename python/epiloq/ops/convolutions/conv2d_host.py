@@ -45,7 +45,7 @@ def exact_int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 @cache
 def _int_mm_is_exact() -> bool:
-    """Whether this CPU's int8 matmul is: without VNNI, oneDNN's instructions saturate pairs of products to int16."""
+    """Whether this CPU's int8 product is exact: without VNNI, oneDNN saturates sums of two products to int16."""
     a = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
     b = a.clone()
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
@@ -87,9 +87,10 @@ def _patches(x: Tensor, kernel: torch.Size, input_zero: int, geometry: Geometry,
 
 
 def _grouped(x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry) -> Tensor:
-    """Through torch's float convolution (direct, not Winograd's), where every partial sum is an integer that it holds.
+    """Uses torch's float convolution (direct, not Winograd), in which every partial sum is an exactly represented
+    integer.
 
-    bfloat16 holds int8 too, so that torch's faster modes for float32 change nothing.
+    bfloat16 represents int8 too, so torch's faster modes for float32 do not change the result.
     """
     top, bottom, left, right = geometry.padding
     dtype = torch.float32 if weight[0].numel() <= _EXACT_TERMS else torch.float64

@@ -41,39 +41,40 @@ def conv2d_int8(
 ) -> Tensor:
     """A convolution of quantised activations, ``x = input_scale (x_q - input_zero)``.
 
-    With the exact sum ``acc = sum (x_q - input_zero) weight`` over the pixels inside the image (padding holds
-    ``input_zero``, which stands for 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
+    With the exact sum ``acc = sum (x_q - input_zero) weight`` over the pixels inside the image (padding is
+    ``input_zero``, which represents 0), and ``y = input_scale weight_scale acc + bias`` clamped to ``clamp``::
 
         int8:            out = clamp(round(y / output_scale) + output_zero, -128, 127), ties to even
         floating point:  out = y
 
     ``input_scale weight_scale / output_scale`` and ``bias / output_scale`` are computed in float64 and rounded once to
-    float32; from there int8 outputs are those of float64 arithmetic. docs/numerics.md has the bounds.
+    float32; given these, int8 outputs are those of float64 arithmetic. docs/numerics.md has the bounds.
 
     Args:
-        x_q: int8 ``[B, Ci, H, W]``, best in ``torch.channels_last`` memory; any other order is copied into that.
+        x_q: int8 ``[B, Ci, H, W]``, preferably in ``torch.channels_last`` memory; other memory formats are copied to
+            it.
         weight: int8 ``[Co, Kh, Kw, Ci / groups]`` with its parameters in the keywords below, or a
-            `PreparedInt8Weight`, which holds them all (``bias`` and those keywords are then None).
-        bias: float32 ``[Co]``, in real numbers.
+            `PreparedInt8Weight`, which contains all of them (``bias`` and those keywords are then None).
+        bias: float32 ``[Co]``, not quantised.
         input_scale, output_scale: positive and finite. ``output_scale`` is for int8 output only.
         input_zero, output_zero: -128 to 127, 0 unless given.
         weight_scale: float32, one element or ``[Co]``.
         stride, dilation: one number or (height, width).
         padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides "same".
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
-        clamp: ``(lo, hi)`` in real numbers: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
+        clamp: ``(lo, hi)``, not quantised: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
         out_dtype: int8, float16, bfloat16 or float32.
-        out: ``[B, Co, P, Q]`` of one of those dtypes, which ``out_dtype`` then follows, in channels_last memory;
+        out: ``[B, Co, P, Q]`` of one of those dtypes, which determines ``out_dtype``, in channels_last memory;
             written and returned.
 
     Returns:
         ``[B, Co, P, Q]`` in channels_last memory. NaN (of a scale or the bias) counts as ``y = 0`` in int8 output.
 
     Raises:
-        ValueError: an argument does not fit; the message names it. Sums of more than 65793 products are refused,
+        ValueError: an argument is invalid; the message names it. Sums of more than 65793 products are refused,
             because int32 might overflow.
         TypeError: an argument is not a tensor, or a parameter is missing.
-        NotImplementedError: on a GPU that this build has no kernel for.
+        NotImplementedError: this build has no kernel for the GPU.
     """
     if isinstance(weight, Tensor) and weight.ndim != 4:
         raise ValueError(f"epiloq.{_NAME}: weight: expected [Co, Kh, Kw, Ci / groups], got {list(weight.shape)}")
@@ -95,9 +96,9 @@ def requantized_mm(
     clamp: tuple[float, float] | None = None,
     out_dtype: torch.dtype = torch.int8,
 ) -> Tensor:
-    """`conv2d_int8` with a 1 x 1 kernel: ``x_q`` int8 ``[…, K]``, ``weight`` int8 ``[N, K]``, the result ``[…, N]``.
+    """`conv2d_int8` with a 1 x 1 kernel: ``x_q`` int8 ``[…, K]``, ``weight`` int8 ``[N, K]``, result ``[…, N]``.
 
-    Everything else is the same. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``.
+    Otherwise identical. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``.
     """
     name = "requantized_mm"
     if isinstance(weight, Tensor):
@@ -133,7 +134,7 @@ def prepared(
     into: tuple[float | None, int | None],
     onto: tuple[float | None, int | None],
 ) -> PreparedInt8Weight:
-    """The weight with all its parameters: as it was prepared, or prepared here."""
+    """The weight with all its parameters: already prepared, or prepared here."""
     if isinstance(weight, PreparedInt8Weight):
         given = {"bias": bias, "weight_scale": weight_scale, "input_scale": into[0], "input_zero": into[1]}
         for name, value in {**given, "output_scale": onto[0], "output_zero": onto[1]}.items():
@@ -204,12 +205,12 @@ def _run(
 
 
 def _pixels(image: Tensor) -> Tensor:
-    """``[B, H, W, C]``, as the kernels take images, a view; as it is where it is no image, for the checks in C++."""
+    """A view ``[B, H, W, C]``, as the kernels take images; unchanged if it is not an image, for the checks in C++."""
     return image.permute(0, 2, 3, 1) if image.ndim == 4 else image
 
 
 def _dense_pixels(x: Tensor) -> Tensor:
-    """x as ``[B, H, W, Ci]`` with dense channels; copied unless its memory is so."""
+    """x as ``[B, H, W, Ci]`` with contiguous channels; copied if necessary."""
     pixels = _pixels(x)
     return pixels if pixels.ndim != 4 or pixels.shape[3] < 2 or pixels.stride(3) == 1 else pixels.contiguous()
 
@@ -261,7 +262,7 @@ def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tens
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, by their own arguments."""
+    """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, given the arguments of a call."""
     image, weight, where, p, result = _bound(name, *args, **kwargs)
     x, out = _dense_pixels(image), _pixels(result)
     if x.is_cuda or _core.forced_arch() != "auto":

@@ -50,12 +50,12 @@ def conv2d_weight_only(
     for torch's convolution, which never uses TF32, whatever torch's settings are.
 
     Args:
-        x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, best in ``torch.channels_last`` memory; any other memory
-            format is copied into it.
+        x: ``[B, Ci, H, W]`` float16, bfloat16 or float32, preferably in ``torch.channels_last`` memory; other memory
+            formats are copied to it.
         weight: ``[Co, Kh, Kw, Ci / groups]``.
         bias: ``[Co]`` of x's dtype, added in fp32.
         stride, dilation: one number or (height, width).
-        padding: of zeros: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides
+        padding: zero padding: one number, (height, width), (top, bottom, left, right), "valid", or with unit strides
             "same".
         groups: divides ``Ci`` and ``Co``; ``groups = Ci`` is a depthwise convolution.
         clamp: ``(lo, hi)``: ``(0, inf)`` is ReLU, ``(0, 6)`` ReLU6.
@@ -65,9 +65,9 @@ def conv2d_weight_only(
         ``[B, Co, P, Q]`` of x's dtype, in channels_last memory.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor, or ``weight`` no `PackedConv2dWeight`.
-        NotImplementedError: later, a gradient reaches the result, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
     """
     w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, bias, out)):
@@ -137,7 +137,7 @@ def _run(
 def _convolution(
     pixels: Tensor, packed: Parts, sizes: Sizes, bias: Tensor | None, where: Geometry, clamp: tuple[float, float]
 ) -> Tensor:
-    """torch's convolution with the dequantised weight, in new memory; on the CPU in float32."""
+    """torch's convolution with the dequantised weight; on the CPU in float32."""
     dtype = pixels.dtype if pixels.is_cuda else torch.float32
     image = pixels.permute(0, 3, 1, 2).to(dtype)
     top, bottom, left, right = where.padding
@@ -157,7 +157,7 @@ def _convolution(
 
 
 def _pixels(x: Tensor) -> Tensor:
-    """x as ``[B, H, W, Ci]`` with dense channels; copied unless its memory is so."""
+    """x as ``[B, H, W, Ci]`` with contiguous channels; copied if necessary."""
     if x.ndim != 4:
         raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
     return x.permute(0, 2, 3, 1).contiguous()
@@ -188,7 +188,7 @@ def explain(
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> str:
-    """`epiloq.explain` for `conv2d_weight_only`, by its own arguments."""
+    """`epiloq.explain` for `conv2d_weight_only`, given the arguments of a call."""
     w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     where = Geometry(*numbers[8:])
@@ -200,7 +200,7 @@ def explain(
 
 
 def _run_lists(*arguments: Any, out: Tensor | None = None) -> Tensor:
-    """`_run` with the dispatcher's lists as the tuples that are compared with."""
+    """`_run` with the dispatcher's lists converted to tuples."""
     given: Any = (tuple(value) if isinstance(value, list) else value for value in arguments)
     return _run(*given, out=out)
 

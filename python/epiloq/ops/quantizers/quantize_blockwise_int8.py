@@ -29,7 +29,7 @@ def quantize_blockwise_int8(
     parameters and ``q = 0``, so that everything computed from it is NaN.
 
     Args:
-        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
+        x: ``[…, K]`` float32, float16 or bfloat16, contiguous rows.
         group_size: values per block; the last block of a row may be shorter.
         symmetric: no offset, for weights around 0.
         out: ``(q, scale, offset, sum)`` to write into and return; offset None when symmetric.
@@ -39,9 +39,9 @@ def quantize_blockwise_int8(
         None when symmetric) and ``sum`` int32 ``[…, G]``, the sum of each block's ``q``.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches a scale or an offset, as there is no derivative.
+        NotImplementedError: in a backward pass through a scale or an offset, which have no derivative.
     """
     expect_positive("quantize_blockwise_int8", group_size=group_size)
     if out is None:

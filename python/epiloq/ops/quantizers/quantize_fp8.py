@@ -39,7 +39,7 @@ def quantize_fp8(
     static scale NaN stays NaN, the code 0x7f, and infinities saturate.
 
     Args:
-        x: ``[…, K]`` float32, float16 or bfloat16, rows dense; ``[N, K]`` for "block".
+        x: ``[…, K]`` float32, float16 or bfloat16, contiguous rows; ``[N, K]`` for "block".
         granularity: what shares a scale: "tensor"; "token", a row of ``x``; "group", ``group_size`` elements of a row;
             "block", ``group_size`` x ``group_size`` elements. The last group or block of a row may be shorter. The
             default is the tensor, as FP8's exponents span its range; `quantize_int8`'s is the token.
@@ -62,9 +62,9 @@ def quantize_fp8(
         ``[M]`` or ``[M, 1]`` for tokens, ``[M, ceil(K / g)]`` for groups.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches what came out, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
 
     Source: the granularities of DeepSeek-V3 (1 x 128 activations, 128 x 128 weights), the scales of vLLM.
     """

@@ -38,7 +38,7 @@ def quantize_int8(
     as in floating point. With a static scale NaN counts as 0 and infinities saturate.
 
     Args:
-        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
+        x: ``[…, K]`` float32, float16 or bfloat16, contiguous rows.
         scale: static scale, float32, one element or one per row: ``[M]``, ``[M, 1]`` or ``[…, 1]``. Returned unchanged.
         azp: static and asymmetric: int32, with the elements and shapes of ``scale``.
         symmetric: False gives zero points; inferred from ``azp`` if ``scale`` is given.
@@ -52,9 +52,9 @@ def quantize_int8(
         ``q`` int8 ``[…, K']``, ``scale`` float32 and ``azp`` int32 or None: ``[…, 1]`` per token, ``[1]`` per tensor.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches a measured scale, as there is no derivative.
+        NotImplementedError: in a backward pass through a measured scale, which has no derivative.
     """
     _expect(x, scale, azp, symmetric, granularity, pad_to, out)
     if out is not None:

@@ -68,7 +68,7 @@ def rms_norm_quant(
     norm is 0, as torch's). The returned sum has the same bits. Each device is deterministic.
 
     Args:
-        x: ``[…, K]`` float32, float16 or bfloat16, rows dense.
+        x: ``[…, K]`` float32, float16 or bfloat16, contiguous rows.
         weight: ``[K]`` of that dtype.
         eps: added to the mean of the squares.
         residual: of ``x``'s shape and dtype.
@@ -82,9 +82,9 @@ def rms_norm_quant(
         ``(q, scale)``; with a residual ``(q, scale, x + residual)``.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches an output, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """

@@ -32,7 +32,7 @@ def silu_and_mul_quant(
     float64's, relatively, and q within one step of the value over that scale. Each device is deterministic.
 
     Args:
-        x: ``[…, 2 K]`` float32, float16 or bfloat16, rows dense: the output of a fused gate and up projection.
+        x: ``[…, 2 K]`` float32, float16 or bfloat16, contiguous rows: the output of a fused gate and up projection.
         dtype: torch.int8, per token, or torch.float8_e4m3fn.
         granularity: what shares a scale: "token", or "group" of ``group_size`` columns (FP8).
         group_size, ue8m0, scale_layout, pad_to: as for `quantize_fp8`.
@@ -42,9 +42,9 @@ def silu_and_mul_quant(
         ``(q, scale)``, q ``[…, K']``, scale ``[…, 1]`` or ``[…, ceil(K / g)]``.
 
     Raises:
-        ValueError: an argument does not fit; the message names it.
+        ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
-        NotImplementedError: later, a gradient reaches an output, as there is no derivative.
+        NotImplementedError: in a backward pass; the operation has no derivative.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
