@@ -1,9 +1,9 @@
 """epiloq: quantised matrix multiplication for PyTorch.
 
-The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and their like) work
-on torch tensors, on a CUDA device and on the CPU alike; the layers of `nn` and `quantize_` put them into models;
-`explain`, `supports` and `config` tell and control what runs, `tune` measures it; `quantize` holds the algorithms,
-`formats` checkpoints, `compat` other libraries' names.
+The operations (`scaled_mm`, `groupwise_mm`, `online_quant_mm`, `weight_only_mm`, `quantize_int8` and others) take
+torch tensors, on a CUDA device or on the CPU. The layers of `nn` and `quantize_` use them in models. `explain`,
+`supports` and `config` show and control which kernel runs, and `tune` measures kernels. `quantize` contains the
+algorithms, `formats` the checkpoint formats, and `compat` functions with the names of other libraries.
 """
 
 from importlib import import_module
@@ -118,7 +118,7 @@ _FUNCTIONS = {"QuantizedCache": "kv_cache", "optimize_": "optimize", "quantize_"
 
 
 def _load_tuned_kernels(device: int) -> None:
-    """What dispatch calls before a device's first product."""
+    """Callback of dispatch before the first product on a device."""
     import_module("epiloq.tuning.store").load(device)
 
 

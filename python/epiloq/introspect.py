@@ -1,4 +1,4 @@
-"""Asking before calling: which kernel a call would use, and whether one would."""
+"""Which kernel a call would use, and whether there is one, without calling it."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
-    """The kernel that ``epiloq.<name>(*args, **kwargs)`` would use here, by name; nothing is computed.
+    """Name of the kernel that ``epiloq.<name>(*args, **kwargs)`` would use here; nothing is computed.
 
-    Of `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `online_quant_mm` and `weight_only_mm`
-    the question can be put without tensors or a GPU: ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``
-    with ``m, n, k`` and options by name: ``arch`` ("sm90" unless given), ``sm_count`` (by default that architecture's
-    first card's), of the last two ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; a
-    wrong one lists them.
+    `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `online_quant_mm` and `weight_only_mm`
+    also accept sizes without tensors or a GPU: ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``. The
+    keywords are ``m, n, k`` and options: ``arch`` (default "sm90"), ``sm_count`` (default: that of the architecture's
+    first GPU), for the last two operations ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others;
+    an unknown option raises an error that lists them.
 
-    Of `weight_only_mm`, ``terms=True`` adds what the cost model expects of the kernel and of the runner-up: bytes,
-    waves, and microseconds of memory, arithmetic, loads, reduction and store.
+    For `weight_only_mm`, ``terms=True`` adds the cost model's estimates for the kernel and the runner-up: bytes,
+    waves, and microseconds for memory, arithmetic, loads, reduction and store.
 
     Raises what the call itself would raise.
     """
@@ -80,7 +80,7 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
 
 
 def supports(name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Whether ``epiloq.<name>(*args, **kwargs)`` would run here, and the kernel, or the reason why it would not."""
+    """Whether ``epiloq.<name>(*args, **kwargs)`` would run here, and the kernel or the reason why it would not."""
     try:
         return True, explain(name, *args, **kwargs)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -89,17 +89,17 @@ def supports(name: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 
 @contextmanager
 def config(*, arch: str | None = None, batch_invariant: bool | None = None) -> Iterator[None]:
-    """Within the context, calls of this thread run as asked; None leaves a setting as it is.
+    """Context manager for settings of this thread's calls; None leaves a setting unchanged.
 
     Args:
-        arch: "sm75", "sm80", "sm89" or "sm90" for kernels of that architecture, so that an older one's can be tested
+        arch: "sm75", "sm80", "sm89" or "sm90" to use that architecture's kernels, so that older kernels can be tested
             on a newer GPU; "auto" for the best.
-        batch_invariant: whether a row of tokens gets the same bits whatever rows are beside it, see
-            `set_batch_invariant`, which this precedes.
+        batch_invariant: whether the result of a row is independent of the other rows, bit for bit. Overrides
+            `set_batch_invariant`.
 
     Raises:
-        ValueError: another arch.
-        TypeError: ``batch_invariant`` is no bool.
+        ValueError: an unknown arch.
+        TypeError: ``batch_invariant`` is not a bool.
     """
     previous = _core.forced_arch(), _core.batch_invariant_here()
     if batch_invariant is not None:
@@ -116,15 +116,15 @@ def config(*, arch: str | None = None, batch_invariant: bool | None = None) -> I
 
 
 def set_batch_invariant(on: bool = True) -> None:
-    """In all threads, give a row of tokens the same bits whatever rows are beside it, for any M, and for any rows of
-    other experts.
+    """In all threads, make the result of each row independent of the other rows, bit for bit: for any M, and for any
+    rows of other experts.
 
-    epiloq's products then keep to kernels that sum K in one order; `explain` says which, and what has none raises
-    NotImplementedError. What torch computes, such as attention and an unquantised output head, is not covered.
-    docs/numerics.md says what holds it and what it costs. A compiled graph runs as set when it is called.
+    epiloq's products then use only kernels that sum over K in one order. `explain` names them; operations without such
+    a kernel raise NotImplementedError. Computations by torch, such as attention and an unquantised output head, are not
+    covered. docs/numerics.md describes guarantees and cost. A compiled graph uses the setting at the time of the call.
 
     Raises:
-        TypeError: ``on`` is no bool.
+        TypeError: ``on`` is not a bool.
     """
     _expect_bool("set_batch_invariant", "on", on)
     _core.set_batch_invariant(on)

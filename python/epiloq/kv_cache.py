@@ -1,4 +1,4 @@
-"""QuantizedCache: keys and values of a language model's attention in 8 bits, for transformers' ``generate``."""
+"""QuantizedCache: an 8-bit key-value cache for transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KINDS: dict[str, tuple[torch.dtype, float]] = {
 def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Keys or values ``[B, H, T, D]`` as bytes of the same shape, and scales ``[B, H, T, 1]`` of their dtype.
 
-    A scale for each token and head: the largest magnitude over 127 ("int8", half to even) or 448 ("fp8"). The bytes
-    are int8 numbers, or float8_e4m3fn ones as uint8, which every operation of torch can copy.
+    There is one scale per token and head: the largest magnitude divided by 127 ("int8", rounded half to even) or 448
+    ("fp8"). The bytes are int8, or float8_e4m3fn viewed as uint8, which all torch operations can copy.
     """
     dtype, most = KINDS[kind]
     x = states.float()
@@ -41,13 +41,13 @@ def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_heads(q: Tensor, scale: Tensor, kind: str) -> Tensor:
-    """The inverse of `quantize_heads`, in the scale's dtype: a product in float32, rounded once."""
+    """Inverse of `quantize_heads`, in the scale's dtype: a product in float32, rounded once."""
     values = q if kind == "int8" else q.view(torch.float8_e4m3fn)
     return (values.float() * scale.float()).to(scale.dtype)
 
 
 class Stored(NamedTuple):
-    """Keys or values as a cache holds them."""
+    """Keys or values as stored in a cache."""
 
     q: Tensor
     scale: Tensor
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
 
 
 class _Scaled:
-    """What both kinds of layers share: scales beside ``keys`` and ``values``, which are bytes."""
+    """Base of both kinds of layers: ``keys`` and ``values`` are bytes, with separate scales."""
 
     kind: str
     keys: Any  # Tensors; None before the first token.
@@ -70,7 +70,7 @@ class _Scaled:
     """Of the model, which says how it attends now."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Scaled:
-        """A copy for the same model, whose configuration it shares, unless that is being copied too."""
+        """Copy for the same model; the configuration is shared, unless it is being copied too."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
@@ -85,7 +85,7 @@ class _Scaled:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def _handed(self) -> tuple[Any, Any]:
-        """All keys and values for attention: dequantised, unless it reads them as they are."""
+        """All keys and values for attention: dequantised, unless attention reads the stored form."""
         keys, values = (
             Stored(self.keys, self.key_scale, self.kind),
             Stored(self.values, self.value_scale, self.kind),
@@ -109,21 +109,21 @@ class _Scaled:
 
 
 class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer that grows: keys and values ``[B, H, T, D]`` as bytes, a scale for each token and head."""
+    """A growing layer: keys and values ``[B, H, T, D]`` as bytes, with a scale per token and head."""
 
     def __init__(self, kind: str, config: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind, self.config = kind, config
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Begin without tokens; type, device and heads are those of the first states."""
+        """Initialise without tokens; type, device and heads are those of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.key_scale = quantize_heads(key_states[:, :, :0], self.kind)
         self.values, self.value_scale = quantize_heads(value_states[:, :, :0], self.kind)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append tokens; gives the keys and values of all, as they are stored."""
+        """Append tokens; returns all keys and values in stored form."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held = (self.keys, self.key_scale, self.values, self.value_scale)
@@ -133,19 +133,19 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
         return self._handed()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.keys = self.values = self.key_scale = self.value_scale = None
         self.is_initialized = False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the last tokens, as the version of transformers says how many."""
+        """Remove the last tokens; the meaning of the argument depends on the version of transformers."""
         super().crop(*args, **kwargs)
         if self.keys is not None and self.key_scale is not None and self.value_scale is not None:
             length = self.keys.shape[-2]
             self.key_scale, self.value_scale = self.key_scale[..., :length, :], self.value_scale[..., :length, :]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these indices, as beam search does."""
+        """Select the sequences with these indices, for beam search."""
         self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -153,7 +153,7 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
         self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences of these indices."""
+        """Keep only the sequences with these indices."""
         self._select(lambda tensor: tensor[indices, ...])
 
     def _select(self, change: Any) -> None:
@@ -164,14 +164,14 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
 
 
 class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-call]
-    """A layer of fixed size for compiled code: bytes ``[B, H, max_cache_len, D]``, a scale for each token and head."""
+    """A fixed-size layer for compiled code: bytes ``[B, H, max_cache_len, D]``, with a scale per token and head."""
 
     def __init__(self, max_cache_len: int, kind: str, config: Any = None) -> None:
         super().__init__(max_cache_len)
         self.kind, self.config = kind, config
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the tensors, of zeros; type, device and heads are those of the first states."""
+        """Allocate zeroed tensors; type, device and heads are those of the first states."""
         super().lazy_initialization(key_states[:, :, :0], value_states[:, :, :0])
         scales = key_states.new_zeros((*self.keys.shape[:3], 1))
         dtype = torch.int8 if self.kind == "int8" else torch.uint8
@@ -195,33 +195,32 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         return self._handed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these indices, as beam search does, in the same memory."""
+        """Select the sequences with these indices, for beam search, in the same memory."""
         for tensor in (self.keys, self.values, self.key_scale, self.value_scale):
             if tensor is not None:
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 class QuantizedCache(Cache):
-    """Keys and values in 8 bits, with a scale for each token and head: D + 2 bytes a head for 2 D in 16 bits.
+    """Key-value cache in 8 bits, with a scale per token and head: D + 2 bytes per head instead of 2 D in 16 bits.
 
-    ``model.generate(..., past_key_values=epiloq.QuantizedCache(model.config))`` (``cache=`` where transformers calls it
-    so). Grows as it is used, or has a fixed size for ``torch.compile`` and CUDA graphs where `max_cache_len` is given.
-    What attention reads is what is stored, of the new tokens too, so that results do not depend on how a prompt was cut
-    into calls. Layers with a sliding window keep the model's type, for they hold the window alone.
+    Use ``model.generate(..., past_key_values=epiloq.QuantizedCache(model.config))`` (``cache=`` in newer versions of
+    transformers). The cache grows, or has a fixed size for ``torch.compile`` and CUDA graphs if `max_cache_len` is
+    given. Attention always reads the quantised values, also for new tokens, so results do not depend on how a prompt
+    is divided into calls. Layers with a sliding window keep the model's type, because they store only the window.
 
-    After ``epiloq.optimize_(model)`` a step of decode reads the cache as it is stored. Otherwise, and for several new
-    tokens at a time, a layer's keys and values are dequantised whole before attention reads them: a temporary of the
-    layer's size in the model's type, and a pass over it more.
+    After ``epiloq.optimize_(model)`` a decode step reads the stored cache directly. Otherwise, and for several new
+    tokens at a time, the keys and values of a layer are dequantised as a whole before attention reads them, which
+    needs a temporary of the layer's size in the model's type and another pass over it.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         dtype: "int8" or "fp8" (float8_e4m3fn).
-        max_cache_len: tokens of a cache of fixed size; None for one that grows.
+        max_cache_len: number of tokens of a fixed-size cache; None for a growing one.
 
     Raises:
-        ValueError: another `dtype`, something else than a configuration, fewer than 1 token, or a model with layers of
-            another kind than full attention and sliding windows (linear attention, indexed attention), which the
-            message names.
+        ValueError: another `dtype`, not a configuration, fewer than 1 token, or a model with layers other than full
+            attention and sliding windows (linear attention, indexed attention), which the message names.
     """
 
     def __init__(self, config: Any, dtype: str = "int8", max_cache_len: int | None = None) -> None:
@@ -258,7 +257,7 @@ class QuantizedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys, values and scales that are held."""
+        """Size of all stored keys, values and scales in bytes."""
         total = 0
         layers: list[Any] = self.layers
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised where nobody says which, and patterns that leave some out."""
+"""Which layers of a model are quantised by default, and patterns that exclude layers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LAZY = "its lazy weight has no shape yet: run the model once before quantising i
 
 
 def default_filter(model: nn.Module) -> Filter:
-    """What `quantize_` takes without a ``filter_fn``; its docstring says which layers that are."""
+    """Default for the ``filter_fn`` of `quantize_`, whose docstring describes it."""
     reason = reasons(model)
     return lambda module, name: isinstance(module, nn.Linear) and reason(module, name) is None
 
 
 def reasons(model: nn.Module) -> Reason:
-    """Why a linear layer of a model stays in floating point unless it is asked for; None of one that does not."""
+    """Reasons why linear layers of a model stay in floating point by default, by name."""
     modules = list(model.modules())
     embedded = {identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     left_out = {id(router): ROUTER for router in routers(model).values()}
@@ -60,14 +60,14 @@ def reasons(model: nn.Module) -> Reason:
 
 
 def reason_against_conv2d(module: nn.Module, name: str) -> str | None:
-    """Why a convolution stays in floating point unless it is asked for; None of one that does not."""
+    """Why a convolution stays in floating point by default, or None."""
     if isinstance(module.weight, nn.parameter.UninitializedParameter):
         return LAZY
     return None if is_plain_conv2d(module) else f"{type(module).__name__} is no plain convolution"
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:
-    """Whether a model of transformers keeps a tensor of this name in float32 when its own type is another."""
+    """Whether a transformers model of another type keeps a tensor with this name in float32."""
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype == torch.float16:
         names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -78,16 +78,16 @@ def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[
 
 
 def ignored(patterns: Sequence[str], name: str) -> str | None:
-    """The first of some patterns that a layer's name matches.
+    """Return the first pattern that matches a layer's name, or None.
 
-    A pattern is the name of a layer or of a module that holds it, the same with ``*`` and ``?`` as a shell matches file
-    names, or, after ``re:``, a regular expression for the beginning of the name.
+    A pattern is the name of a layer or of a module that contains it, with shell wildcards ``*`` and ``?``, or, after
+    ``re:``, a regular expression for the beginning of the name.
     """
     return next((pattern for pattern in patterns if _matches(pattern, name)), None)
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], where: str) -> None:
-    """Raise ValueError for a pattern that is no regular expression, or that none of the layers' names matches."""
+    """Raise ValueError for an invalid regular expression, or a pattern that matches no layer."""
     for pattern in patterns:
         try:
             found = any(_matches(pattern, name) for name in names)
@@ -105,7 +105,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def identity(weight: Tensor) -> tuple[object, int]:
-    """Equal for weights that are one parameter or start at one address (tied through ``.data``, say)."""
+    """Key that is equal for weights that are the same parameter or start at the same address (tied through
+    ``.data``)."""
     if isinstance(weight, nn.parameter.UninitializedParameter) or weight.is_meta or weight.numel() == 0:
         return "object", id(weight)
     return weight.device, weight.data_ptr()

@@ -1,4 +1,4 @@
-"""Ranges of activations, gathered batch by batch, and the int8 quantisers that follow from them."""
+"""Observers of activation ranges, and the int8 quantisers derived from them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SMALLEST_PART = 0.05
 
 
 class Observer(Protocol):
-    """Called by `epiloq.quantize_` with each input of a layer; then gives the range to quantise."""
+    """Called by `epiloq.quantize_` with each input of a layer; then returns the range to quantise."""
 
     def add(self, x: Tensor) -> None:
-        """Count another batch of any shape in. NaN and infinities make the range not finite."""
+        """Add a batch of any shape. NaN and infinities make the range non-finite."""
 
     def ends(self) -> Tensor | None:
-        """The smallest and the largest value to tell apart, float32 ``[2]``, or None before any value came."""
+        """Lower and upper end of the range, float32 ``[2]``, or None before any value was added."""
 
 
 class MinMax:
@@ -47,7 +47,8 @@ class MinMax:
 
 
 class Histogram:
-    """Counts in equal bins over the range so far; when the range grows, a bin's count moves to where its middle is."""
+    """Histogram with equal bins over the range so far. When the range grows, counts move to the bins that contain the
+    old bins' centres."""
 
     def __init__(self) -> None:
         self._range = MinMax()
@@ -75,7 +76,7 @@ class Histogram:
 
 
 class Percentile(Histogram):
-    """The range without the outermost values: `part` of them lie in it, the rest equally beyond both its ends."""
+    """Range that contains the fraction `part` of the values, with equal fractions beyond either end."""
 
     def __init__(self, part: float = 0.9999) -> None:
         if not 0 < part <= 1:
@@ -96,7 +97,7 @@ class Percentile(Histogram):
 
 
 class HistogramMse(Histogram):
-    """The range, widened to hold 0, whose int8 quantiser has the least squared error over the histogram."""
+    """Range, widened to include 0, whose int8 quantiser minimises the squared error over the histogram."""
 
     def ends(self) -> Tensor | None:
         whole = self.whole()
@@ -124,7 +125,7 @@ def _bins(values: Tensor, ends: Tensor) -> Tensor:
 
 
 def _restored(values: Tensor, ends: Tensor) -> Tensor:
-    """``[C, V]``: the values after the quantiser of each of C ranges, which hold 0."""
+    """``[C, V]``: the values quantised and dequantised with each of C ranges, which include 0."""
     scale = ((ends[:, 1:] - ends[:, :1]) / 255).clamp(min=torch.finfo(torch.float32).tiny)
     zero = torch.round(-128 - ends[:, :1] / scale)
     return (torch.clamp(torch.round(values / scale) + zero, -128, 127) - zero) * scale
@@ -134,16 +135,16 @@ OBSERVERS: dict[str, Callable[[], Observer]] = {"min-max": MinMax, "percentile":
 
 
 def quantizer(ends: Tensor, *, symmetric: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Scale float32 and zero point int32 of a range, as `epiloq.quantize_int8` gives values that have it."""
+    """Scale (float32) and zero point (int32) for a range, as computed by `epiloq.quantize_int8`."""
     _, scale, zero_point = epiloq.quantize_int8(ends.unsqueeze(0), symmetric=symmetric)
     return scale, zero_point
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode and without gradients; afterwards each of its modules has its own mode again.
+    """Context in which a model is in evaluation mode without gradients; each module's mode is restored afterwards.
 
-    So that samples change no running statistics, and dropout does not change what layers see.
+    Samples then change no running statistics, and dropout does not affect the inputs of layers.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -180,9 +181,9 @@ def input_quantizers(
     *,
     symmetric: bool = False,
 ) -> list[dict[str, Any]]:
-    """Input scale and zero point of each layer, by those names, from the range that `run` shows it.
+    """Input scale and zero point of each layer by name, from the range of its inputs during `run`.
 
-    Raises ValueError for a layer that saw no input, or one that is not finite.
+    Raises ValueError for a layer that received no input, or a non-finite one.
     """
     observers = {name: observer() for name in layers}
     with watched(layers, lambda name, x: observers[name].add(x)):

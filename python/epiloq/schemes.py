@@ -1,4 +1,4 @@
-"""Quantisation schemes, as data, and `quantize_`, which applies one to a model."""
+"""Table of quantisation schemes, and `quantize_`, which applies one to a model."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
 
 @dataclass(frozen=True)
 class Scheme:
-    """What `quantize_` makes of a layer: ``module.from_linear(linear, **options)``, or ``from_conv2d``.
+    """How `quantize_` converts a layer: ``module.from_linear(linear, **options)``, or ``from_conv2d``.
 
-    A static scheme, whose options have ``activation="static"``, also passes ``input_scale`` and ``input_zero_point``,
-    from calibration.
+    A static scheme, whose options contain ``activation="static"``, also passes ``input_scale`` and
+    ``input_zero_point`` from calibration.
     """
 
     name: str
@@ -57,20 +57,20 @@ class Scheme:
 
     @property
     def static(self) -> bool:
-        """Whether the range of each layer's inputs has to be seen beforehand."""
+        """Whether the range of each layer's inputs must be calibrated."""
         return self.options.get("activation") == "static" or self.module is Int8Conv2d
 
     @property
     def layer(self) -> type[nn.Module]:
-        """What the scheme replaces: ``nn.Linear`` or ``nn.Conv2d``."""
+        """Class of the layers that the scheme replaces: ``nn.Linear`` or ``nn.Conv2d``."""
         return nn.Conv2d if issubclass(self.module, (Int8Conv2d, WeightOnlyConv2d)) else nn.Linear
 
     def check_convertible(self, layer: nn.Module) -> None:
-        """Raise ValueError unless `convert` can take a layer as it is."""
+        """Raise ValueError unless `convert` supports the layer."""
         self.module.check_convertible(layer, **self.options)
 
     def convert(self, layer: nn.Module, **seen: Any) -> nn.Module:
-        """The quantised layer of a float one, with what calibration saw of its inputs."""
+        """Convert a float layer, given calibration results for its inputs."""
         if issubclass(self.module, (Int8Conv2d, WeightOnlyConv2d)):
             return self.module.from_conv2d(cast(nn.Conv2d, layer), **self.options, **seen)
         return self.module.from_linear(cast(nn.Linear, layer), **self.options, **seen)
@@ -202,8 +202,7 @@ SCHEMES = {scheme.name: scheme for scheme in _TABLE}
 
 
 def available(layer: type[nn.Module] = nn.Linear) -> tuple[str, ...]:
-    """Names that `quantize_` takes for ``nn.Linear`` or ``nn.Conv2d``; ``SCHEMES[name].description`` says what each
-    does."""
+    """Names of the schemes for ``nn.Linear`` or ``nn.Conv2d``; ``SCHEMES[name].description`` describes each."""
     return tuple(name for name, scheme in SCHEMES.items() if scheme.layer is layer)
 
 
@@ -218,59 +217,58 @@ def quantize_(
     calibrate: Callable[[nn.Module], object] | None = None,
     observer: str = "min-max",
 ) -> nn.Module:
-    """Replace linear layers of `model`, or convolutions, by quantised ones, in place, and return `model`.
+    """Replace linear layers (or convolutions) of `model` by quantised ones, in place, and return `model`.
 
     scheme
-        One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``. None leaves them as
-        they are, for `head` and `embedding` alone.
+        One of ``epiloq.schemes.available()``; for convolutions, ``available(torch.nn.Conv2d)``. None quantises only
+        `head` and `embedding`.
     filter_fn
-        ``filter_fn(module, name) -> bool`` is asked about every ``torch.nn.Linear`` (``torch.nn.Conv2d``), subclasses
-        included, and of linear layers also about GPT-2's ``Conv1D``, as a transposed ``torch.nn.Linear``. Without it
-        a layer is taken if it computes what its base class does, except an output head (called "lm_head", given by
-        the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``), routers of
-        experts, layers that a model of transformers keeps in float32, and layers whose weight the code of a module
-        around them reads (for the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
-        ``torch.backends.mha.set_fastpath_enabled(False)`` if you choose them).
+        ``filter_fn(module, name) -> bool`` is called for every ``torch.nn.Linear`` (``torch.nn.Conv2d``), including
+        subclasses, and for GPT-2's ``Conv1D``, which is treated as a transposed ``torch.nn.Linear``. By default a layer
+        is quantised if it computes the same as its base class. Exceptions are an output head (called "lm_head",
+        returned by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``),
+        routers of experts, layers that a transformers model keeps in float32, and layers whose weight is read by the
+        code of an enclosing module (if you select the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
+        ``torch.backends.mha.set_fastpath_enabled(False)``).
     head, embedding
-        Schemes for the output head (as ``epiloq.vocabulary.find`` has it) and the input embedding; None leaves them in
-        floating point. The head takes every scheme without calibration, the embedding the weight-only ones: it becomes
-        a ``nn.QuantizedEmbedding``. A model that ties them has one weight for both: naming either quantises both, to
-        one stored tensor, by a weight-only scheme.
+        Schemes for the output head (as found by ``epiloq.vocabulary.find``) and the input embedding; None leaves them
+        in floating point. The head supports every scheme without calibration. The embedding supports the weight-only
+        ones and becomes an ``nn.QuantizedEmbedding``. If the model ties the two, either argument quantises both, to one
+        stored tensor, and needs a weight-only scheme.
     ignore
-        Layers to leave in floating point, whatever `filter_fn` says: names of layers or of modules that hold them, with
-        ``*`` and ``?`` as a shell matches file names, or regular expressions after "re:".
+        Layers to leave in floating point, regardless of `filter_fn`: names of layers or of modules that contain them,
+        with shell wildcards ``*`` and ``?``, or regular expressions after "re:".
     calibrate
-        ``calibrate(model)`` runs the float model on sample inputs, while the smallest and largest input of every
-        chosen layer are recorded. Static schemes need it, the others do not call it. It runs in evaluation mode
-        under ``torch.no_grad``; then each module has its own mode again. One range covers all tokens: where a few of
-        them are far larger than the rest (in language models the inputs of some down projections), leave the layer
-        out.
+        ``calibrate(model)`` runs the float model on sample inputs, while the range of inputs of every selected layer is
+        recorded. It is required by static schemes and not called by others. It runs in evaluation mode under
+        ``torch.no_grad``; each module's mode is restored afterwards. One range covers all tokens: leave a layer out if
+        a few of its input tokens are much larger than the rest (in language models, some down projections).
     observer
-        What range of a layer's inputs a static scheme takes: "min-max" (all of it), "percentile" (99.99 % of the
-        values) or "mse" (the one with the least squared error); see ``epiloq.observers``.
+        How a static scheme determines the range of a layer's inputs: "min-max" (the whole range), "percentile" (99.99 %
+        of the values) or "mse" (least squared error); see ``epiloq.observers``.
 
-    For convolutions, ``epiloq.quantize.int8_graph.batch_norm.fold_batch_norm_(model)`` before and
-    ``epiloq.quantize.int8_graph.exchange.exchange_int8(model)`` after take what lies between the layers into them.
+    For convolutions, call ``epiloq.quantize.int8_graph.batch_norm.fold_batch_norm_(model)`` before and
+    ``epiloq.quantize.int8_graph.exchange.exchange_int8(model)`` afterwards to fold the operations between the layers.
 
-    The stacked experts of a model in transformers count as linear layers, one for each matrix of each expert
-    (``model.layers.0.mlp.experts.7.gate_proj``), and run as ``nn.GatedExperts`` where all of a layer's are quantised by
-    "fp8-block", "fp8-token", "fp8" (by the token, then), "w8a8-int8", "w4a8-fp8", "w4a8-int8" or a weight-only scheme,
-    else one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in floating point,
-    and, unless `filter_fn` chose them, layers that cannot be quantised, whose weight other code reads, that the model
-    keeps in float32, or whose class computes something else than its base class.
+    The stacked experts of a transformers model are treated as one linear layer per matrix and expert
+    (``model.layers.0.mlp.experts.7.gate_proj``). They run as ``nn.GatedExperts`` if all of a layer's experts are
+    quantised by "fp8-block", "fp8-token", "fp8" (then per token), "w8a8-int8", "w4a8-fp8", "w4a8-int8" or a weight-only
+    scheme, and otherwise one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in
+    floating point, and, unless `filter_fn` selected them, layers that cannot be quantised, whose weight is read by
+    other code, that the model keeps in float32, or whose class computes something other than its base class.
 
-    ``save_pretrained`` of a model of transformers then writes the format "epiloq", which opens as it was saved.
+    ``save_pretrained`` of a transformers model then writes the format "epiloq", which restores the same model.
 
-    Layers are replaced one at a time, each float weight released before the next is quantised, as far as nothing
-    else holds it. A layer that appears under several names is quantised once. Hooks on a replaced layer are not
-    carried over.
+    Layers are replaced one at a time, and each float weight is released before the next is quantised, if nothing
+    else refers to it. A layer that appears under several names is quantised once. Hooks on a replaced layer are
+    dropped.
 
-    Raises ValueError, with the model untouched: an unknown scheme; a static one without `calibrate`; nothing
-    chosen; `model` itself a linear layer (there is nothing to replace it in; ``epiloq.nn`` has classes with
-    ``from_linear``); a pattern to ignore that matches nothing; a layer chosen by `filter_fn` that cannot be converted,
-    or no layer that can; NaN or infinity in the weight of a chosen layer; one that calibration never reached, or
-    reached with NaN or infinite inputs; a `head` or `embedding` of a scheme that it cannot have, of a model that has
-    none, or also chosen by `filter_fn`.
+    Raises ValueError, with the model unchanged: an unknown scheme; a static one without `calibrate`; no layer
+    selected; `model` is itself a linear layer (it cannot be replaced in place; the classes of ``epiloq.nn`` have
+    ``from_linear``); a pattern to ignore that matches nothing; a layer selected by `filter_fn` that cannot be
+    converted, or no layer that can; NaN or infinity in the weight of a selected layer; a layer that calibration never
+    reached, or reached with NaN or infinite inputs; a `head` or `embedding` with an unsupported scheme, that the model
+    does not have, or that is also selected by `filter_fn`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

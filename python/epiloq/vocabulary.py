@@ -1,6 +1,6 @@
-"""The embedding and the output head of a language model: the layers with a row for each token of its vocabulary.
+"""The embedding and the output head of a language model: the layers with one row per token of the vocabulary.
 
-Where a model ties them, they are one tensor: quantised together, by one scheme, and held once.
+If a model ties them, they are one tensor, which is quantised by one scheme and stored once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Names of the layers with a row for each token.
+    """Names of the layers with one row per token.
 
     embeddings
-        Of the input embedding, and of all embeddings that share its weight.
+        The input embedding, and all embeddings that share its weight.
     heads
-        Of the output head, and of all linear layers that share its weight.
+        The output head, and all linear layers that share its weight.
     tied
         Whether all of them share one weight.
     """
@@ -39,7 +39,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Ends:
-    """What is to become of a model's embedding and head; None leaves them in floating point."""
+    """Schemes for a model's embedding and head; None leaves them in floating point."""
 
     found: Vocabulary
     head: Scheme | None
@@ -47,13 +47,13 @@ class Ends:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers to quantise."""
+        """Names of the layers to quantise."""
         embeddings = self.found.embeddings if self.embedding is not None else ()
         return (*embeddings, *(self.found.heads if self.head is not None else ()))
 
     @property
     def shared(self) -> dict[str, str]:
-        """Layers that share the weight of the first embedding, which is its name."""
+        """Layers that share the weight of the first embedding, mapped to its name."""
         if self.embedding is None:
             return {}
         first, *others = self.found.embeddings
@@ -62,11 +62,11 @@ class Ends:
 
 
 def find(model: nn.Module) -> Vocabulary:
-    """The embedding and the head of a model: as transformers names them, or else by their classes and names.
+    """Find the embedding and the head of a model: as declared to transformers, or by their classes and names.
 
-    The head is what ``get_output_embeddings()`` gives, or else a linear layer called "lm_head" or sharing its weight
-    with an embedding; the embedding is what ``get_input_embeddings()`` gives, or else one that shares the head's
-    weight, or the only one there is.
+    The head is the result of ``get_output_embeddings()`` or, without it, a linear layer called "lm_head" or sharing its
+    weight with an embedding. The embedding is the result of ``get_input_embeddings()`` or, without it, one that shares
+    the head's weight, or the only embedding.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -95,10 +95,10 @@ def find(model: nn.Module) -> Vocabulary:
 def planned(
     model: nn.Module, head: str | None, embedding: str | None, schemes: Mapping[str, Scheme], where: str = "quantize_"
 ) -> Ends:
-    """What is to become of a model's ends, whose schemes are given by name.
+    """Plan the quantisation of a model's embedding and head, given the names of their schemes.
 
-    Raises ValueError, which names the argument: a scheme that is unknown, static or of convolutions, or of an
-    embedding not weight-only; nothing to quantise; tied layers of two schemes, or of one that is not weight-only; a
+    Raises ValueError, which names the argument: a scheme that is unknown, static or for convolutions, or for an
+    embedding not weight-only; nothing to quantise; tied layers with two schemes, or with one that is not weight-only; a
     layer that cannot be converted.
     """
     found = find(model)
@@ -127,7 +127,7 @@ def planned(
 
 
 def quantize_ends_(model: nn.Module, ends: Ends) -> None:
-    """Put quantised layers in the place of a model's embedding and head. Tied ones share their parameters."""
+    """Replace a model's embedding and head by quantised layers. Tied ones share their parameters."""
     found = ends.found
     shared: QuantizedEmbedding | None = None
     if ends.embedding is not None:
@@ -148,7 +148,7 @@ def quantize_ends_(model: nn.Module, ends: Ends) -> None:
 
 
 def like(shared: QuantizedEmbedding, table: nn.Embedding) -> QuantizedEmbedding:
-    """The quantised layer of an embedding that shares its weight with one that is quantised already."""
+    """Quantised layer for an embedding that shares its weight with one that is already quantised."""
     factor, rounded = factor_of(table)
     scale: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}
     layer = QuantizedEmbedding.from_packed(shared.packed, table.padding_idx, **scale, dtype=shared.dtype)
@@ -157,12 +157,12 @@ def like(shared: QuantizedEmbedding, table: nn.Embedding) -> QuantizedEmbedding:
 
 
 def tied_head(shared: QuantizedEmbedding, linear: nn.Linear) -> WeightOnlyLinear:
-    """The head, with its own bias, on the weight of a quantised embedding."""
+    """Head with its own bias that uses the weight of a quantised embedding."""
     return shared.tied_linear(linear.bias).train(linear.training)
 
 
 def forget_ties(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Tell a model of transformers no longer to tie the float weights of these layers, which it has no more."""
+    """Make a transformers model stop tying the float weights of these layers, which no longer exist."""
     gone = {f"{name}.weight" for name in names}
     for prefix, module in model.named_modules():
         at = f"{prefix}." if prefix else ""
@@ -207,7 +207,7 @@ def _scheme(argument: str, name: str | None, schemes: Mapping[str, Scheme], wher
 
 
 def weight_only_schemes(schemes: Mapping[str, Scheme]) -> list[str]:
-    """Names of the schemes that an embedding, and a head that shares its weight, may have."""
+    """Names of the schemes supported for an embedding, and for a head that shares its weight."""
     return [name for name, scheme in schemes.items() if scheme.module is WeightOnlyLinear]
 
 
@@ -216,7 +216,7 @@ def _listed(schemes: Mapping[str, Scheme]) -> str:
 
 
 def _asked(model: Any, method: str) -> Any:
-    """What a method of a model of transformers gives; None where it has none."""
+    """Result of a method of a transformers model; None if there is no such method."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -228,7 +228,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _by_module(model: nn.Module, names: tuple[str, ...]) -> Iterator[list[str]]:
-    """The names of each module together."""
+    """Group names by module."""
     found: dict[int, list[str]] = {}
     for name in names:
         found.setdefault(id(model.get_submodule(name)), []).append(name)

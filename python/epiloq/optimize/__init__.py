@@ -1,4 +1,4 @@
-"""`optimize_`: a quantised model of transformers with fewer, larger products and fewer passes over memory."""
+"""`optimize_`: merges and fuses layers of a quantised transformers model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIBLINGS = (rotary.ATTENTION, fused.GATED)
 
 @dataclass
 class Report:
-    """What `optimize_` did: names of modules, and why some stayed as they were."""
+    """Result of `optimize_`: names of modules that were changed, and reasons for those that were not."""
 
     merged: list[str] = field(default_factory=list)
     """Groups of layers that share one product, as ``model.layers.0.self_attn.{q_proj,k_proj,v_proj}``."""
@@ -42,32 +42,32 @@ class Report:
 
 
 def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Report:
-    """Merge and fuse the quantised layers of `model` in place, so that it runs faster; its state dict stays as it is.
+    """Merge and fuse the quantised layers of `model` in place, so that it runs faster; its state dict does not change.
 
     - Query, key and value projections, and gate and up projections, become one product each. The layers keep their
-      names and parameters, whose integers are views into the merged weight.
-    - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel,
-      and in gated MLPs the activation and the quantiser of the down projection, for the schemes ``w8a8-int8``,
-      ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. Norms of the other schemes run as one kernel.
+      names and parameters, whose integers become views of the merged weight.
+    - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
+      So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
+      ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. With other schemes each norm runs as
+      one kernel.
+    - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
+      form query and key heads are rotated together.
 
-    - Attention by ``sdpa`` reads keys and values once for the query heads that share them, when it decodes; in
-      Llama's form query and key heads are rotated together.
-
-    Forms are recognised by the source of ``forward``, not by names of classes; what is of another form stays as it is.
-    Results are those of the separate layers, but that norms and activations are rounded once, where the model rounds
-    after each step. Calling it again changes nothing but what was added since.
+    Forms are recognised by the source of ``forward``, not by class names; modules of other forms are not changed.
+    Results equal those of the separate layers, except that norms and activations are rounded once, where the model
+    rounds after each step. Calling it again only affects modules added since.
 
     Args:
-        model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in eval mode.
-        weight_only_below: of ``w4a8-fp8`` and ``w4a8-int8``, set on each layer (`epiloq.nn.W4A8Linear` says what it
-            does and why it is off by default); 256 is right for an H100. None leaves the layers as they are.
+        model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in evaluation mode.
+        weight_only_below: for ``w4a8-fp8`` and ``w4a8-int8``: value to set on each layer (see `epiloq.nn.W4A8Linear`,
+            also for why it is off by default); 256 is suitable for an H100. None does not change the layers.
 
     Returns:
-        What was merged and fused, and what was left and why; ``print`` it.
+        A report of what was merged and fused, and what was not and why; it can be printed.
 
     Raises:
-        ValueError: the model is in training mode, or holds no quantised linear layer; or `weight_only_below` is
-            negative, or given for a model without `W4A8Linear`. Nothing is changed then.
+        ValueError: the model is in training mode, or contains no quantised linear layer; or `weight_only_below` is
+            negative, or given for a model without `W4A8Linear`. The model is then unchanged.
     """
     if model.training:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Decode that reads keys and values once for the query heads that share them, and a quantised cache as it is stored.
+"""Decode attention that reads keys and values once for all query heads that share them, also from a quantised cache.
 
-transformers repeats keys and values for each query head where there is a mask, as with a static cache, and attention
-kernels for many tokens use a fraction of a GPU for one. `decode_attention` takes the single new token of each sequence
-instead; on a GPU of a few sequences, as for more of them torch's kernels are faster, of which the query heads of one
-key head are the tokens. Several tokens at a time go to transformers' own ``sdpa``.
+transformers repeats keys and values for each query head if there is a mask, as with a static cache, and attention
+kernels for many tokens use only a fraction of a GPU for a single one. `decode_attention` is used instead if each
+sequence has one new token. On a GPU this applies to a few sequences; for more of them torch's kernels are faster, with
+the query heads of a key head as rows. Several tokens at a time use transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def grouped_sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, or `Stored`
-    of a quantised cache; result ``[B, T, H, D]``. Anything but one token (T = 1) goes to transformers' own ``sdpa``."""
+    for a quantised cache; result ``[B, T, H, D]``. Unless T = 1, transformers' own ``sdpa`` is used."""
     is_stored = not isinstance(key, Tensor)
     keys = key.q if is_stored else key
     if _decodes(query, keys, value, attention_mask, is_stored) and kwargs.get("position_bias") is None:
@@ -72,7 +72,7 @@ def _groups_heads(query: Tensor, keys: Tensor, mask: Tensor | None) -> bool:
 
 
 def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
-    """Whether this is a step of decode that `decode_attention` takes."""
+    """Whether this is a decode step that `decode_attention` supports."""
     if query.is_cuda and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
         return False
     if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
@@ -84,10 +84,9 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
 
 
 def use_grouped_sdpa_(model: Any) -> bool:
-    """Switch a model of transformers from ``sdpa`` to `grouped_sdpa`; returns whether it did.
+    """Switch a transformers model from ``sdpa`` to `grouped_sdpa`; returns whether it did.
 
-    Where every layer hands what its cache gives to attention and does nothing else with it, a `QuantizedCache` gives
-    what it stores.
+    If every layer passes the result of its cache directly to attention, a `QuantizedCache` returns its stored form.
     """
     if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
         return False

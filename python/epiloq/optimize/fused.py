@@ -1,8 +1,8 @@
-"""Decoder layers, gated MLPs and norms whose passes over memory are joined with the quantiser of the next product.
+"""Decoder layers, gated MLPs and norms fused with the quantiser of the next product.
 
-Each function is the ``forward`` of a module that `structure` recognised. Where something does not fit at run time (a
-gradient is wanted, a module that it passes over was replaced or has hooks, a call of another form), the module's own
-``forward`` runs.
+Each function is the ``forward`` of a module that `structure` recognised. The module's own ``forward`` runs if the fused
+one is not applicable at run time: a gradient is needed, a submodule was replaced or has hooks, or the call has another
+form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SILU = ("SiLU", "SiLUActivation")
 
 
 def replacement(module: Any) -> Callable[..., Any] | str | None:
-    """A faster ``forward`` of `module`, why there is none although it looks like one, or None."""
+    """A faster ``forward`` for `module`, or the reason why a similar module has none, or None."""
     if structure.has_form(module, structure.RMS_NORM):
         return partial(rms_norm, module)
     if structure.has_form(module, structure.GATED_MLP):
@@ -57,13 +57,13 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
 
 
 def group_of(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
-    """The merged children of a module; None where there are none."""
+    """The merged children of a module, or None."""
     children = [child for name in names if (child := module._modules.get(name)) is not None]
     return siblings_of(*children) if len(children) == len(names) else None
 
 
 def _reader(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
-    """The layers that a module hands its input to, if it does nothing else with it and they take it quantised."""
+    """The layers to which a module passes its input, if it does nothing else with it and they accept it quantised."""
     siblings = group_of(module, names)
     first: Any = None if siblings is None else siblings.layers[0]
     if first is None or quantizer_of(first) is None or first.in_features % K_MULTIPLE:
@@ -105,7 +105,7 @@ def pre_norm_decoder(
 
 
 def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half, names: tuple[str, ...]) -> Siblings | None:
-    """The layers that take a norm's integers, if nobody looks at what is handed between the norm and them."""
+    """The layers that accept a norm's quantised output, if nothing else reads it."""
     parts, reader = half
     if reader is None or is_exporting() or parts[0] is not module or parts[1] is not norm:
         return None
@@ -118,7 +118,7 @@ def _apart(weight: Tensor, x: Tensor) -> bool:
 
 
 def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | None) -> tuple[Tensor, Tensor]:
-    """``(norm(x + residual), x + residual)``, the norm as the reader's integers where there is one."""
+    """``(norm(x + residual), x + residual)``, with the norm quantised if there are readers for it."""
     if reader is None or _apart(norm.weight, x) or not quantises(reader.layers[0], x):
         total = x if residual is None else residual + x
         return norm(total), total

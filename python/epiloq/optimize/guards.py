@@ -1,4 +1,4 @@
-"""Whether a fused ``forward`` may pass over the modules that it joins."""
+"""Checks whether a fused ``forward`` may bypass the modules that it combines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
-    """Whether nothing but the class of `module` says what it computes, or a ``forward`` made of one of `ours`.
+    """Whether `module` computes what its class defines, or has a ``forward`` from `ours`.
 
-    Forward hooks, and a ``forward`` that somebody else put on the instance (as accelerate does), are to be called.
+    Forward hooks, and a ``forward`` installed on the instance by others (such as accelerate), must be called.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -22,5 +22,5 @@ def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd follows one of these."""
+    """Whether autograd tracks any of these."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Llama's and Qwen3's attention by one product for query, key and value, with query and key heads rotated together."""
+"""Llama's and Qwen3's attention with one product for query, key and value, and query and key heads rotated together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CACHES = ("cache", "past_key_values")
 def rotary_attention(
     attention: Any, siblings: Siblings, norms_heads: bool, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The ``forward`` of a module that `structure.attends_by_rotary` recognised; its own where something does not fit
-    at run time: a gradient, an adapter or a hook, another attention, a call of another form."""
+    """``forward`` of a module that `structure.attends_by_rotary` recognised. The module's own runs if this one is not
+    applicable at run time: a gradient, an adapter or a hook, another attention, a call of another form."""
     x = kwargs.get("hidden_states")
     if args or x is None or not _fits(attention, siblings, x):
         return type(attention).forward(attention, *args, **kwargs)  # type: ignore[no-any-return]
@@ -49,10 +49,10 @@ def rotary_attention(
 def _rotated(
     heads: Tensor, counts: Sequence[int], cos: Tensor, sin: Tensor, cache: Any, index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated query heads ``[B, H, T, D]``, and keys and values to attend to, those of the cache before them.
+    """Rotated query heads ``[B, H, T, D]``, and the keys and values to attend to, including the cached ones.
 
-    In eager torch, where launches take longest, one of them rotates, and writes to a static cache. A compiled graph
-    makes two kernels of the general way.
+    In eager mode, which is limited by launches, one launch rotates and writes to a static cache. A compiled graph
+    fuses the general implementation into two kernels.
     """
     query_heads, key_heads, _ = counts
     if is_compiling() or not cos.dtype == sin.dtype == heads.dtype or not direct((heads, cos, sin)):
@@ -75,7 +75,7 @@ def _rotated(
 
 
 def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
-    """A layer of a static cache that `rotate_and_store` may write to; None where something else is at work."""
+    """The layer of a static cache to which `rotate_and_store` may write, or None."""
     if not _is(cache, 0) or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
@@ -93,7 +93,7 @@ def _static() -> tuple[type, type]:
 
 
 def _is(found: Any, which: int) -> bool:
-    """Whether something is exactly transformers' static cache (0), or a layer of one (1)."""
+    """Whether an object is exactly transformers' static cache (0), or a layer of one (1)."""
     return type(found) is _static()[which]
 
 

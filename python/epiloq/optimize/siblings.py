@@ -1,9 +1,9 @@
-"""Layers that read the same input, as one product: query, key and value, or gate and up.
+"""Layers that read the same input, computed as one product: query, key and value, or gate and up.
 
-The layers stay where they are, with their names, parameters and state dict. Their integers become views into the rows
-of one merged layer, so that no memory is used twice, and the first of them that is called with an input computes the
-product for all; the others take their columns of it. An input that is another tensor gets a product of its own, so that
-the result is right whatever the model does, and in whatever threads.
+The layers keep their names, parameters and state dict. Their integers become views of the rows of one merged layer, so
+that nothing is stored twice. The first layer called with an input computes the product for all of them, and the others
+return their columns of it. A call with a different tensor computes a product of its own, so the result is correct
+whatever the model does, and from any thread.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def reason_against(layers: Sequence[Any]) -> str | None:
 
 
 def _multiple(layer: Any) -> int:
-    """Of which every layer but the last has a multiple of rows."""
+    """The number of which every layer but the last must have a multiple of rows."""
     rows = ROWS[type(layer)]
     return lcm(rows, layer.block[0]) if isinstance(layer, Fp8WeightOnlyLinear) and layer.block[0] > 1 else rows
 
@@ -98,7 +98,7 @@ def _options(layer: nn.Module) -> dict[str, Any]:
 
 
 def _rows_of(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A stored tensor with its rows; one scale for all of a weight, once for each output feature."""
+    """A stored tensor by rows; a single scale of a weight is repeated for each output feature."""
     if isinstance(layer, Fp8Linear) and name == "weight_scale" and layer.weight_scales == "tensor":
         return tensor.expand(layer.out_features)
     if isinstance(layer, Fp8WeightOnlyLinear) and name == "weight_scale" and layer.block[0] == -1:
@@ -108,7 +108,7 @@ def _rows_of(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def concatenated(layers: Sequence[Any]) -> Any:
-    """A layer of the rows of all, which are as `reason_against` wants them; their ``weight_q`` become views of its."""
+    """A layer with the rows of all layers, checked by `reason_against`; their ``weight_q`` become views of it."""
     first = layers[0]
     kind: Any = type(first)
     merged = kind.__new__(kind)
@@ -148,7 +148,7 @@ _TOKENS = "_epiloq_tokens"
 
 
 class _Product(NamedTuple):
-    """The columns of a product that were not taken yet, and the input that it is of."""
+    """The columns of a product that have not been returned yet, and its input."""
 
     x: Tensor
     version: int
@@ -163,7 +163,7 @@ _versions_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class _Sources:
-    """Tensors that something was made of. Asked at every call, so that the loops are in C."""
+    """Tensors from which something was derived. Compared in every call, so the loops run in C."""
 
     def __init__(self, tensors: Sequence[Tensor | None] = ()) -> None:
         self._tensors = list(tensors)
@@ -171,13 +171,14 @@ class _Sources:
         self._versions = [*map(_versions_of, self._written)]
 
     def are(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether `tensors` are these, and nobody wrote into them."""
+        """Whether `tensors` are the same ones, and have not been written to."""
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         return same and [*map(_versions_of, self._written)] == self._versions
 
 
 class Siblings:
-    """Layers that share a product. Copied and pickled with them; what is merged follows when they change or move."""
+    """Layers that share a product. Copied and pickled with them; the merged layer is updated when they change or
+    move."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = list(layers)
@@ -200,7 +201,7 @@ class Siblings:
         vars(self).update(state, _lock=Lock())
 
     def merged(self) -> Any:
-        """The merged layer of the layers' tensors as they now are."""
+        """The merged layer for the current tensors of the layers."""
         if is_compiling():
             return self._merged
         held = self._merged
@@ -218,7 +219,7 @@ class Siblings:
         return [*chain.from_iterable(layer._parameters.values() for layer in self.layers)]
 
     def hand(self, x: Quantized) -> Tensor:
-        """Tokens that are quantised already, and a tensor of their shape that stands for them as the next input."""
+        """Set quantised tokens, and the tensor that will represent them as the next input."""
         stand_in = x.q.view(*x.leading, x.q.shape[-1])
         if is_compiling():
             self._handed = stand_in, x
@@ -227,7 +228,7 @@ class Siblings:
         return stand_in
 
     def whole(self, x: Tensor) -> Tensor:
-        """The product of all layers, side by side."""
+        """The product of all layers, concatenated."""
         if not is_compiling():
             tokens = vars(x).get(_TOKENS)
         else:
@@ -249,7 +250,7 @@ class Siblings:
         return True
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """The product of one layer, with the others' kept for when they are called with the same input."""
+        """The product of one layer; those of the others are kept for calls with the same input."""
         product = self._product
         fresh = product is not None and product.x is x and product.version == _version(x)
         if product is None or not fresh or product.columns[index] is None:
@@ -262,7 +263,7 @@ class Siblings:
 
 
 def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
-    """``forward`` of a layer that shares a product; an exported graph has a product for each, of its own parameters."""
+    """``forward`` of a layer that shares a product; an exported graph has a separate product for each layer."""
     if is_exporting():
         layer: Any = siblings.layers[index]
         return type(layer).forward(layer, x)  # type: ignore[no-any-return]
@@ -270,7 +271,7 @@ def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
 
 
 def siblings_of(*layers: nn.Module) -> Siblings | None:
-    """What these layers are, all of them and in this order, the members of; None if anything wraps them."""
+    """The `Siblings` whose members are exactly these layers, in this order; None if any of them is wrapped."""
     forward = vars(layers[0]).get("forward")
     if not isinstance(forward, partial) or forward.func is not member:
         return None

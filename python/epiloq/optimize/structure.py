@@ -1,7 +1,7 @@
-"""What a module's ``forward`` computes, by its source: the forms that `epiloq.optimize` knows how to replace.
+"""Recognises modules that `epiloq.optimize` can replace, by the source of their ``forward``.
 
-Class names say little (68 decoder layers of transformers are Llama's under another name) and a version may change what
-one computes. So the body of ``forward`` itself is compared with a known form, and anything else is left alone.
+Class names are not sufficient (68 decoder layers in transformers are Llama's under another name), and versions may
+change what a class computes. So the body of ``forward`` is compared with known forms, and anything else is left alone.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def _parsed_function(called: Any) -> ast.FunctionDef | None:
 
 
 def body_of(kind: Any) -> str | None:
-    """The statements of a class's ``forward`` without docstring, comments and keywords that hand an argument on."""
+    """The statements of a class's ``forward`` without docstring, comments and keywords that pass an argument on."""
     return body_of_function(kind.forward)
 
 
 @cache
 def body_of_function(called: Any) -> str | None:
-    """The same of any function."""
+    """The same for any function."""
     function = _parsed_function(called)
     if function is None:
         return None
@@ -127,7 +127,7 @@ def body_of_function(called: Any) -> str | None:
 
 
 def has_form(module: nn.Module, form: str) -> bool:
-    """Whether `module` computes exactly `form`: its class says so, and nobody replaced the instance's ``forward``."""
+    """Whether `module` computes exactly `form`: by its class, without another ``forward`` on the instance."""
     return "forward" not in vars(module) and body_of(type(module)) == form
 
 
@@ -165,7 +165,7 @@ def same_input(kind: Any, projections: tuple[str, ...]) -> bool:
 
 
 def attends_to_what_is_stored(kinds: Iterable[Any]) -> bool:
-    """Whether each class that updates a cache, of which there is one, hands what comes of it to attention alone."""
+    """Whether every class that updates a cache (there is at least one) passes the result to attention only."""
     functions = [function for kind in kinds if (function := _parsed(kind)) is not None]
     found = [(function, update) for function in functions for update in _updates(function)]
     return bool(found) and all(_only_attends(function, update) for function, update in found)
@@ -198,8 +198,8 @@ def _only_attends(function: ast.FunctionDef, update: ast.Assign) -> bool:
 
 
 def only_projects(kind: Any, argument: str, projections: tuple[str, ...]) -> bool:
-    """Whether a class's ``forward`` uses `argument` as the input of all of these children, for its shape, and for
-    nothing else, so that the children may be handed something else in its place."""
+    """Whether a class's ``forward`` uses `argument` only as the input of all of these children and for its shape, so
+    that another tensor may be passed in its place."""
     function = _parsed(kind)
     if function is None:
         return False

@@ -1,4 +1,4 @@
-"""Tokens quantised by the kernel of a norm or a gated activation, for the next layer to multiply."""
+"""Tokens quantised by the kernel of a norm or a gated activation, as input of the next layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKENS: dict[str, Any] = {"granularity": "token", "pad_to": K_MULTIPLE}
 
 
 class Quantized(NamedTuple):
-    """Tokens ``[M, K padded]`` and their scales, as `quantizer_of` a layer describes them."""
+    """Tokens ``[M, K padded]`` and their scales, as described by `quantizer_of` for a layer."""
 
     q: Tensor
     scale: Tensor
@@ -27,9 +27,9 @@ class Quantized(NamedTuple):
 
 
 def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
-    """Options of ``rms_norm_quant`` and ``silu_and_mul_quant`` that give what `layer` makes of its input.
+    """Options with which ``rms_norm_quant`` and ``silu_and_mul_quant`` quantise as `layer` does.
 
-    None where the layer quantises in a way that these do not have, or does not quantise.
+    None if the layer quantises in a way that they do not support, or does not quantise.
     """
     if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
         return {"dtype": torch.int8, **_TOKENS}
@@ -44,12 +44,12 @@ def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def quantises(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer of which `quantizer_of` says how quantises this input."""
+    """Whether a layer with a result from `quantizer_of` quantises this input."""
     return not isinstance(layer, W4A8Linear) or layer.quantises(x)
 
 
 def multiply(layer: Any, tokens: Quantized) -> Tensor:
-    """``forward`` of a layer on quantised tokens: ``[.., out_features]`` of their dtype."""
+    """``forward`` of a layer on quantised tokens: ``[…, out_features]`` of their dtype."""
     if isinstance(layer, W4A8Linear):
         return layer.multiply(tokens.q, tokens.scale, tokens.dtype).view(*tokens.leading, layer.out_features)
     weight, bias, weight_scale = layer._made[:3]

@@ -1,4 +1,4 @@
-"""Kernel choices measured on a user's own card: `epiloq.tune` times candidates, a file keeps the fastest.
+"""Kernel choices measured on the user's GPU: `epiloq.tune` times candidates, and a file keeps the fastest.
 
-Imports nothing: dispatch calls `store` before a device's first product, when the rest is not needed.
+Imports nothing here: dispatch calls `store` before the first product on a device, when the rest is not needed.
 """

@@ -1,4 +1,4 @@
-"""Calls of a problem's kernels on a CUDA device, each with operands of its own."""
+"""Calls of a problem's kernels on a CUDA device, each with its own operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PADDING, PANEL, LANE_BYTES = 128, 16, 16
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers of all bits: zeros would draw less power. float8's without NaN and of moderate exponents."""
+    """Random numbers with random bits, as zeros would draw less power. float8 without NaN and with moderate
+    exponents."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
     low, high = (0, 256) if dtype == torch.uint8 else (-128, 128)
@@ -109,5 +110,5 @@ _BUILDERS: dict[str, Callable[[Problem, torch.device], Call]] = {
 
 
 def calls_of(problem: Problem, device: torch.device, count: int) -> list[Call]:
-    """So many calls of the problem with operands of their own, which compute with the kernel that dispatch chooses."""
+    """Calls of the problem, each with its own operands, using the kernel that dispatch chooses."""
     return [_BUILDERS[problem.operation](problem, device) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What may be tuned: matrix products by their sizes, of layers, models or plain shapes."""
+"""Problems that can be tuned: matrix products of layers, models or plain shapes, by their sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CANDIDATES: Mapping[str, Callable[..., tuple[str, str, list[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Problem:
-    """A product ``[M, K] x [N, K]^T`` of an operation, and what else its kernel depends on."""
+    """A product ``[M, K] x [N, K]^T`` of an operation, and the other properties that determine its kernel."""
 
     operation: str
     m: int
@@ -39,7 +39,7 @@ class Problem:
     options: Options = ()
 
     def candidates(self, device: int) -> Candidates:
-        """Its kernels on a CUDA device, by index; -1: on the first card of the architecture that is forced."""
+        """Its kernels on a CUDA device, given by index, or (-1) on the first GPU of the forced architecture."""
         key, chosen, found = _CANDIDATES[self.operation](device, self.m, self.n, self.k, **dict(self.options))
         return Candidates(key, chosen, dict(found))
 
@@ -50,8 +50,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidates:
-    """`key` names the problems that share a choice, `chosen` is what dispatch takes by itself, `expected_us` what the
-    cost model expects of each candidate, 0 where it has no opinion."""
+    """`key` identifies the problems that share a choice, `chosen` is the default, and `expected_us` the cost model's
+    estimate for each candidate, 0 if it has none."""
 
     key: str
     chosen: str
@@ -73,7 +73,7 @@ class _Product:
 
 
 def _padded(layer: Int8Linear | Fp8Linear | Fp8BlockLinear) -> tuple[int, int]:
-    """The sizes that kernels see."""
+    """The padded sizes that kernels see."""
     n, k = layer._padded_shapes["weight_q"]
     return n, k
 
@@ -98,7 +98,7 @@ def _weight_only(layer: PackedLinear, dtype: str) -> _Product:
 
 
 def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
-    """Few tokens are multiplied in 16 bits; many, where the kernel can, in float8."""
+    """Few tokens are multiplied in 16 bits; many in float8, if there is a kernel."""
     few = _weight_only(layer, "bfloat16")
     if layer.activation == "int8" or layer.weight_zero is not None:
         yield few
@@ -125,7 +125,7 @@ def _products_of(layer: nn.Module) -> Iterator[_Product]:
 
 
 def _layers_of(what: Any, schemes: Sequence[str]) -> Iterator[nn.Module]:
-    """Quantised layers: a model's own, or if it has none those that its linear layers would become."""
+    """Quantised layers: those of the model or, if it has none, those that its linear layers would become."""
     if isinstance(what, nn.Module):
         own = [layer for layer in what.modules() if any(_products_of(layer))]
         shapes = {(layer.out_features, layer.in_features) for layer in what.modules() if isinstance(layer, nn.Linear)}
@@ -158,11 +158,11 @@ def _check(tokens: Sequence[int], schemes: Sequence[str]) -> None:
 def problems_of(
     what: nn.Module | Iterable[Any], tokens: Sequence[int], schemes: Sequence[str] = DEFAULT_SCHEMES
 ) -> list[Problem]:
-    """The distinct products of layers with so many tokens: of a model's, a layer's, or those that a shape ``(N, K)``
+    """The distinct products for these numbers of tokens: of a model's layers, of a layer, or of what a shape ``(N, K)``
     or a linear layer of a float model becomes under each scheme. Products without a choice of kernels, such as those of
     2 and 3 bits, are left out.
 
-    Raises ValueError or TypeError, naming the argument of `epiloq.tune`; ValueError, too, where there is nothing to
+    Raises ValueError or TypeError, which name the argument of `epiloq.tune`; ValueError also if there is nothing to
     tune.
     """
     _check(tokens, schemes)

@@ -1,4 +1,4 @@
-"""The file that keeps tuned choices, and what of it counts on a card."""
+"""The file of tuned choices, and the selection that applies to a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Card:
-    """A device by index, -1 for none, and what tells its model from others."""
+    """A device by index (-1 for none), and the properties that identify its model."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class Card:
 
 
 def card_of(index: int) -> Card:
-    """The card of a CUDA device."""
+    """The `Card` for a CUDA device."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -40,7 +40,7 @@ def card_of(index: int) -> Card:
 
 
 def cache_path(path: str | os.PathLike[str] | None = None) -> Path | None:
-    """The file of tuned choices: `path`, else what EPILOQ_TUNING says (None for "off"), else epiloq/tuning.json in the
+    """The file of tuned choices: `path`, or the value of EPILOQ_TUNING (None for "off"), or epiloq/tuning.json in the
     user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
     if path is not None:
         return Path(path)
@@ -63,12 +63,12 @@ class Entry:
 
 
 def _kernels() -> str:
-    """What must be the same for a choice to hold: the release and the sources of its kernels."""
+    """What must be unchanged for a choice to apply: the release and the sources of its kernels."""
     return f"{_core.__version__} {_core.kernel_hash()}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The cards of a file. Raises ValueError for what is not such a file."""
+    """The GPUs of a file. Raises ValueError if it is not a tuning file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path, card: Card) -> dict[str, Entry]:
-    """The choices that hold on this card, by key. Raises ValueError, whose message says why none of a file does."""
+    """The choices that apply to this GPU, by key. Raises ValueError with the reason if none does."""
     cards = _read(path)
     if not cards:
         return {}
@@ -97,10 +97,10 @@ def read(path: Path, card: Card) -> dict[str, Entry]:
 
 
 def save(path: Path, card: Card, choices: Mapping[str, Entry], without: Collection[str] = ()) -> None:
-    """Add choices of a card to a file, which is made with its folder; other cards' stay, as do its own of the same
-    kernels but for the keys `without`.
+    """Add choices for a GPU to a file, which is created if necessary. Entries for other GPUs are kept, and so are its
+    own for the same kernels, except for the keys `without`.
 
-    Raises ValueError for a file that is something else, OSError where it cannot be written.
+    Raises ValueError if the file is not a tuning file, and OSError if it cannot be written.
     """
     cards = _read(path)
     own = cards.get(str(card), {})
@@ -113,14 +113,15 @@ def save(path: Path, card: Card, choices: Mapping[str, Entry], without: Collecti
 
 
 def apply(card: Card, choices: Mapping[str, Entry]) -> None:
-    """From now on dispatch uses these choices on this card, and no others."""
+    """Make dispatch use these choices, and no others, on this GPU."""
     _core.clear_tuned_kernels(card.index)
     for key, entry in choices.items():
         _core.set_tuned_kernel(card.index, key, entry.kernel)
 
 
 def load(index: int) -> None:
-    """What dispatch calls before a device's first product. Never raises: a file that does not hold is a warning."""
+    """Callback of dispatch before the first product on a device. Never raises: an inapplicable file causes a
+    warning."""
     path = cache_path()
     if path is None or not path.is_file():
         return

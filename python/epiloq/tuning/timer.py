@@ -1,4 +1,4 @@
-"""Times of a problem's candidates on a GPU: replays of CUDA graphs, the L2 cache flushed before each."""
+"""Timing of a problem's candidates on a GPU: replays of CUDA graphs, with the L2 cache flushed before each."""
 
 # torch.cuda's streams and events are untyped.
 # mypy: disable-error-code="no-untyped-call"
@@ -20,14 +20,14 @@ from epiloq.tuning.problems import Problem
 
 
 class Timer(Protocol):
-    """Microseconds of each candidate; infinity of one that cannot run."""
+    """Microseconds for each candidate; infinity for one that cannot run."""
 
     def __call__(self, problem: Problem, candidates: Sequence[str]) -> list[float]: ...
 
 
 @contextmanager
 def forced(kernel: str) -> Iterator[None]:
-    """Within the context, products of this thread use the candidate of that name."""
+    """Context in which products of this thread use the named candidate."""
     _core.force_kernel(kernel)
     try:
         yield
@@ -36,8 +36,8 @@ def forced(kernel: str) -> Iterator[None]:
 
 
 class CudaTimer:
-    """A graph of several calls for each candidate, each call with a weight of its own, so that all are cold; the median
-    of replays in random order. Candidates that are far slower in a first round are left out of the second."""
+    """A graph of several calls for each candidate, each with its own weight, so that none is in the cache; the median
+    of replays in random order. Candidates that are much slower in a first round are excluded from the second."""
 
     CALLS, MOST_BYTES = 10, 600 << 20  # of a graph; of all operands
     FIRST, SECOND, BEHIND = 2, 9, 1.2
@@ -67,7 +67,7 @@ class CudaTimer:
         return times
 
     def _capture(self, calls: list[Call], candidate: str) -> torch.cuda.CUDAGraph | None:
-        """None where the device refuses the kernel, for example for its shared memory."""
+        """None if the device cannot run the kernel, for example because of its shared memory."""
         graph = torch.cuda.CUDAGraph()
         with forced(candidate):
             try:
@@ -100,7 +100,7 @@ class CudaTimer:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Capturing a graph collects garbage, which takes longer than a timing where it looks at all that was imported."""
+    """Capturing a graph triggers garbage collection, which can take longer than the timing itself."""
     gc.freeze()
     try:
         yield

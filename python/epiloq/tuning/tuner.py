@@ -1,4 +1,4 @@
-"""`epiloq.tune`: times the kernels of a user's own products and keeps the fastest."""
+"""`epiloq.tune`: times the kernels for the user's products and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ NO_GPU = "epiloq.tune: needs a CUDA device that epiloq has kernels for, and find
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem, the default kernel and the fastest one, with times in microseconds, and how many were timed."""
+    """A problem, the default kernel and the fastest one, with times in microseconds, and the number of kernels
+    timed."""
 
     problem: Problem
     key: str
@@ -46,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `epiloq.tune` found: every problem in turn, and the file that keeps the choices (None: not kept)."""
+    """Result of `epiloq.tune`: all problems in order, and the file with the choices (None: not saved)."""
 
     card: Card
     path: Path | None
@@ -62,23 +63,23 @@ def tune(
     device: int | None = None,
     stage: Stage = unseen,
 ) -> Tuned:
-    """Time all kernels that could serve each product of `what` on this card; the fastest is used from now on.
+    """Time all kernels for each product of `what` on this GPU; the fastest is used from then on.
 
-    Each product is timed with cold caches. A kernel replaces the default only if it is measurably faster, and never one
-    of another accuracy. Choices hold for M near `tokens`: exactly up to 8, then up to the next multiple of 8 (up to 64
-    tokens), of 16 (256) or of 128; multiples of 128 themselves are apart from other M. They are kept in a file and used
-    by later processes on the same model of card with the same version of epiloq.
+    Each product is timed with cold caches. A kernel replaces the default only if it is measurably faster; all
+    candidates have the same accuracy. Choices apply to M near `tokens`: exactly up to 8, then up to the next multiple
+    of 8 (up to 64 tokens), of 16 (256) or of 128; multiples of 128 are separate from other M. They are saved to a file
+    and used by later processes on the same GPU model with the same version of epiloq.
 
     Args:
-        what: a model, quantised layers, shapes ``(N, K)`` = (out_features, in_features), or a list of such.
+        what: a model, quantised layers, shapes ``(N, K)`` = (out_features, in_features), or a list of these.
         tokens: the numbers of tokens M.
-        schemes: names of the schemes that shapes are tuned for; layers bring their own.
+        schemes: names of the schemes for which shapes are tuned; layers have their own.
         path: the file; by default EPILOQ_TUNING, or epiloq/tuning.json in the user's cache folder.
         device: index of the CUDA device, by default the current one.
         stage: opens a progress display.
 
     Returns:
-        What was measured, in order.
+        The measurements, in order.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it.
@@ -92,7 +93,7 @@ def tune(
 
 
 def check_device() -> None:
-    """Raise RuntimeError where there is no CUDA device, or this build has no kernels."""
+    """Raise RuntimeError if there is no CUDA device, or this build has no kernels."""
     if not (_core.built_archs() and torch.cuda.is_available()):
         raise RuntimeError(NO_GPU)
 
@@ -100,7 +101,7 @@ def check_device() -> None:
 def tune_problems(
     problems: Sequence[Problem], card: Card, timer: Timer, path: Path | None, stage: Stage = unseen
 ) -> Tuned:
-    """`tune` with a timer. What was measured before an interruption is kept."""
+    """`tune` with a given timer. Measurements made before an interruption are kept."""
     found = Tuned(card, path)
     if path is not None:
         _check_writable(path, card)
@@ -116,7 +117,7 @@ def tune_problems(
 
 
 def _check_writable(path: Path, card: Card) -> None:
-    """Before any work: raises OSError for a place that cannot be written, ValueError for a file of another kind."""
+    """Raises OSError if the file cannot be written, and ValueError if it is not a tuning file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"epiloq.tune: path: cannot write {path}")
@@ -124,14 +125,14 @@ def _check_writable(path: Path, card: Card) -> None:
 
 
 def worth_timing(candidates: Candidates) -> list[str]:
-    """The names of those that the cost model does not rule out, and the default's."""
+    """Names of the candidates that the cost model does not rule out, and of the default."""
     expected = candidates.expected_us
     most = MOST_EXPECTED * min((us for us in expected.values() if us > 0), default=0.0)
     return [name for name, us in expected.items() if us <= most or us == 0 or name == candidates.chosen]
 
 
 def _measure(problem: Problem, card: Card, timer: Timer) -> Measured | None:
-    """None where there is nothing to choose from."""
+    """None if there is only one kernel."""
     try:
         candidates = problem.candidates(card.index)
     except NotImplementedError:
@@ -148,7 +149,7 @@ def _measure(problem: Problem, card: Card, timer: Timer) -> Measured | None:
 
 
 def _keep(found: Tuned) -> None:
-    """Use and save the better choices. Where the default is best, a choice of an earlier run goes."""
+    """Use and save the better choices. If the default is best, an earlier choice is removed."""
     choices = {
         each.key: Entry(each.kernel, each.us, each.default, each.default_us) for each in found.measured if each.better
     }
