@@ -1,19 +1,19 @@
 """AutoRound (Cheng et al., arXiv 2309.05516): learn where weights round to, and their ranges, by signed gradients.
 
-Each weight has an offset of at most half a step, added before it is rounded, and each group the parts of its smallest
-and largest value that its range spans. They are trained together for a block of layers, on the block's output error.
+Each weight has an offset of at most half a step, added before it is rounded, and the two ends of each group's range
+are trained, too. All layers of a block are trained together, on the error of the block's output, in which every token
+counts alike: the norms after it divide each token by its size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from epiloq.weights.grid import Grid, QuantizedWeight
-from epiloq.weights.rounding import Parameters, check_finite, spread
+from epiloq.weights.rounding import Parameters, check_finite, rtn, spread
 from epiloq.weights.scales import scales_in
 
 STEPS = 200
@@ -21,6 +21,8 @@ BATCH = 4
 """Windows in a step."""
 CHECKS = 10
 """How often the whole error is measured."""
+INSIDE = 0.1
+"""Parts of a step that a weight is moved into the cell of its code, where that is not the nearest one."""
 
 Run = Callable[[Mapping[str, Tensor], int], Tensor]
 """``run(weights, window)``: the block's output in a window with other weights, by layer."""
@@ -33,19 +35,24 @@ def autoround(
     windows: int,
     grid: Grid,
     *,
+    targets: Sequence[Tensor] | None = None,
+    start: Mapping[str, QuantizedWeight] | None = None,
     steps: int = STEPS,
     batch: int = BATCH,
     seed: int = 0,
 ) -> dict[str, QuantizedWeight]:
     """Quantise the layers of a block so that its output error is small: the best of what training went through.
 
-    The error of all windows together is measured before the first step, which rounds to nearest, and ten times on the
-    way, so the result is never worse than that.
+    The error, ``mean(|y - target|^2 / |target|^2)`` over tokens, of all windows together is measured before the first
+    step and ten times on the way, so the result is never worse than the start.
 
     Args:
         weights: ``[N, K]`` by layer.
         windows: how many there are; ``run(weights, i)`` must be differentiable by weights for i below that.
         grid: integers on which the weights come to lie.
+        targets: what the block should put out in each window; by default what it does with the exact weights.
+        start: rounded weights by layer, in the layers' order of channels, whose grids are then used in the place of
+            `grid`; by default the weights are rounded to nearest.
         steps: of signed gradient descent; the rate falls linearly from ``1 / steps``.
         batch: windows in a step, drawn by `seed`.
 
@@ -55,24 +62,27 @@ def autoround(
     for name, lowest, value in (("windows", 1, windows), ("steps", 0, steps), ("batch", 1, batch)):
         if value < lowest:
             raise ValueError(f"autoround: {name}: expected at least {lowest}, got {value}")
+    if targets is not None and len(targets) != windows:
+        raise ValueError(f"autoround: targets: expected one for each of {windows} windows, got {len(targets)}")
     for weight in weights.values():
         check_finite("weight", weight)
-    learned = {name: _Learned(weight, grid) for name, weight in weights.items()}
-    targets = [run(weights, window) for window in range(windows)]
+    if start is None:
+        start = {name: rtn(weight, grid) for name, weight in weights.items()}
+    learned = {name: _Learned(weight, start[name]) for name, weight in weights.items()}
+    wanted = [run(weights, window) for window in range(windows)] if targets is None else targets
 
-    def lost(window: int) -> Tensor:
+    def lost(chosen: Sequence[int]) -> Tensor:
         rounded = {name: layer.restored().to(weights[name].dtype) for name, layer in learned.items()}
-        return (run(rounded, window).float() - targets[window].float()).square().mean()
+        return torch.stack([_relative_error(run(rounded, window), wanted[window]) for window in chosen]).mean()
 
-    draw = torch.Generator().manual_seed(seed)
-    best, least = {name: layer.kept() for name, layer in learned.items()}, _total(lost, windows)
+    draw, everything = torch.Generator().manual_seed(seed), range(windows)
+    best, least = {name: layer.kept() for name, layer in learned.items()}, float(lost(everything))
     every = max(1, steps // CHECKS)
     for step in range(steps):
         chosen = torch.randperm(windows, generator=draw)[:batch].tolist()
         with torch.enable_grad():
             parameters = [parameter for layer in learned.values() for parameter in layer.parameters()]
-            loss = torch.stack([lost(window) for window in chosen]).sum()
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(lost(chosen), parameters, allow_unused=True)
         rate = (1 - step / steps) / steps
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -80,45 +90,47 @@ def autoround(
         for layer in learned.values():
             layer.clamp_()
         if (step + 1) % every == 0 or step + 1 == steps:
-            found = _total(lost, windows)
+            found = float(lost(everything))
             if found < least:
                 best, least = {name: layer.kept() for name, layer in learned.items()}, found
     return best
 
 
-def _total(lost: Callable[[int], Tensor], windows: int) -> float:
-    return float(sum(float(lost(window)) for window in range(windows)))
+def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Squared error of each token in parts of its squared size, on average."""
+    exact = wanted.to(found.device).float()
+    smallest = torch.finfo(torch.float32).tiny
+    return ((found.float() - exact).square().sum(-1) / exact.square().sum(-1).clamp(min=smallest)).mean()
 
 
-@dataclass
 class _Learned:
-    """A layer's weight while offsets and ranges are trained."""
+    """A layer's weight while offsets and ranges are trained.
 
-    weight: Tensor
-    grid: Grid
+    A weight whose code is not the nearest one, as GPTQ's need not be, is moved to where it is: just within the cell
+    of its code, on its own side, so that training can move it back.
+    """
 
-    def __post_init__(self) -> None:
-        self.weight = self.weight.detach().float()
-        self.grid = self.grid.suited(self.weight)
-        count, columns = self.weight.shape
-        length = self.grid.length(columns)
-        missing = -columns % length
-        padded = torch.nn.functional.pad(self.weight, (0, missing)).view(count, -1, length)
-        # Zeros that fill the last group change no range, since every range spans 0.
-        self.low, self.high = padded.amin(-1).clamp(max=0), padded.amax(-1).clamp(min=0)
+    def __init__(self, weight: Tensor, start: QuantizedWeight) -> None:
+        self.grid, self.start = start.grid, start.parameters
+        wide = spread(self.start, self.grid, weight.shape)
+        exact = weight.detach().float()
+        middle = self.grid.restore(start.q.float(), wide)
+        reach = (0.5 - INSIDE) * wide.scale
+        moved = torch.minimum(torch.maximum(exact, middle - reach), middle + reach)
+        self.weight = torch.where(self.grid.round(exact, wide) == start.q, exact, moved)
         self.offset = torch.zeros_like(self.weight, requires_grad=True)
-        self.down = torch.ones_like(self.low, requires_grad=True)
-        self.up = torch.ones_like(self.low, requires_grad=True)
+        self.down = torch.ones_like(start.scale, requires_grad=True)
+        self.up = torch.ones_like(start.scale, requires_grad=True)
 
     def parameters(self) -> list[Tensor]:
         """What is trained."""
-        return [self.offset, self.down, self.up]
+        return [self.offset, self.up] if self.grid.symmetric else [self.offset, self.up, self.down]
 
     def clamp_(self) -> None:
-        """Keep offsets within half a step, and ranges between nothing and the whole."""
+        """Keep offsets within half a step, and the ends of ranges between half and one and a half of the start's."""
         self.offset.clamp_(-0.5, 0.5)
-        self.down.clamp_(0, 1)
-        self.up.clamp_(0, 1)
+        self.down.clamp_(0.5, 1.5)
+        self.up.clamp_(0.5, 1.5)
 
     def restored(self) -> Tensor:
         """The rounded weight, differentiable as if rounding were the identity."""
@@ -131,16 +143,21 @@ class _Learned:
         q, parameters = self._codes()
         return self.grid.kept(q.detach().to(self.grid.dtype), parameters.map(Tensor.detach))
 
+    def _parameters(self) -> Parameters:
+        """Scales and zero points of the trained ranges; those of the start, bit for bit, before training."""
+        steps, zero = (1 << self.grid.bits) - 1, self.start.shift
+        if zero is None:
+            exact = self.start.scale * self.up
+            return Parameters(_through(exact, scales_in(exact.detach(), self.grid.scale_dtype).float()))
+        below, above = self.down * zero, self.up * (steps - zero)
+        width = (below + above) / steps
+        exact = self.start.scale * width
+        shift = below / width
+        rounded = _through(shift, shift.detach().round()).clamp(0, steps)
+        return Parameters(_through(exact, scales_in(exact.detach(), self.grid.scale_dtype).float()), rounded)
+
     def _codes(self) -> tuple[Tensor, Parameters]:
-        low, high, steps = self.low * self.down, self.high * self.up, (1 << self.grid.bits) - 1
-        span = 2 * torch.maximum(-low, high) if self.grid.symmetric else high - low
-        exact = span / span.new_tensor(steps)
-        scale = _through(exact, scales_in(exact.detach(), self.grid.scale_dtype).float())
-        shift = None
-        if not self.grid.symmetric:
-            zero = -low / scale
-            shift = _through(zero, zero.detach().round()).clamp(0, steps)
-        parameters = Parameters(scale, shift)
+        parameters = self._parameters()
         wide = spread(parameters, self.grid, self.weight.shape)
         moved = self.weight / wide.scale + self.offset
         q = _through(moved, moved.detach().round())

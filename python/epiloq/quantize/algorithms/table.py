@@ -22,7 +22,7 @@ class Algorithm:
     slices
         Weight tokens by the gradient of the end loss, for so many slices of a layer's rows; see `guide`. 0 does not.
     learn
-        Train rounding and ranges of a block's layers together, in so many steps; see `autoround`. 0 does not.
+        Then train rounding and ranges of a block's layers together, in so many steps; see `autoround`. 0 does not.
     """
 
     name: str
@@ -60,7 +60,13 @@ _TABLE = (
         slices=1,
     ),
     Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
-    Algorithm("autoround", "train rounding and ranges block by block (takes long)", learn=200),
+    Algorithm(
+        "autoround",
+        "GPTQ, then rounding and ranges trained block by block (takes long)",
+        compensate=True,
+        clip="weighted",
+        learn=200,
+    ),
     Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
     Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
     Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),

@@ -12,7 +12,7 @@ from epiloq.layer_filter import Filter, default_filter
 from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.smoothquant import ALPHA, INT8
 from epiloq.quantize.algorithms.table import Algorithm
-from epiloq.quantize.calibration.blocks import Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.calibration.blocks import Call, Recorded, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.calibration.guide import TokenWeights, token_weights
 from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.calibration.residence import Resident
@@ -115,23 +115,31 @@ def _walk(
             recorded = record(model, list(blocks.values()), own)
     with residence.on_demand():
         guide = _guide(model, blocks, own, takes, work)
+    exact = list(recorded.hidden) if work.algorithm.learn else None
     for index, (name, block) in enumerate(blocks.items()):
         done = ranks.share(finished(name) if ranks.rank == 0 else None)
         with residence.held(name, block, device) as place, evaluating(model), without_cache(model):
             layers, watch = linears_of(block, name, takes), None
+            if exact is not None:
+                _advance_(exact, block, recorded.calls[index], place)
             if done is None:
-                runs = Runs(block, recorded.calls[index], recorded.hidden, strands, guide)
+                runs = Runs(block, recorded.calls[index], recorded.hidden, strands, guide, exact)
                 watch = work.watch(layers, runs)
                 done = work.quantise(name, block, layers, runs)
             install_(block, layers, done)
             if watch is not None or index + 1 < len(blocks):
                 with watch.attached() if watch else nullcontext():
-                    for i, call in enumerate(recorded.calls[index]):
-                        recorded.hidden[i] = call.run(block, recorded.hidden[i].to(place)).cpu()
+                    _advance_(recorded.hidden, block, recorded.calls[index], place)
             if watch is not None:
                 done = work.freeze(done, watch)
         recorded.calls[index].clear()
         yield done
+
+
+def _advance_(hidden: list[Tensor], block: nn.Module, calls: Sequence[Call], place: torch.device) -> None:
+    """Put a block's output in the place of its input, on the CPU, window by window."""
+    for i, call in enumerate(calls):
+        hidden[i] = call.run(block, hidden[i].to(place)).cpu()
 
 
 def _guide(

@@ -54,6 +54,8 @@ class Runs:
     strands: Sequence[range]
     guide: Sequence[TokenWeights] | None = None
     """Weights of tokens in each window, for guided Hessians."""
+    targets: Sequence[Tensor] | None = None
+    """What the block of the exact model puts out in each window, for algorithms that train."""
 
     def run(self, window: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """The block's output in one of this rank's windows, counted from 0; `weights` replace those of their names."""
@@ -130,11 +132,9 @@ class Work:
             groups = input_groups(layers, runs.by_strand(), self.ranks, runs.guide)
             self._fold(name, layers, groups, runs)
             with self.ranks.together():
-                own = (
-                    self._learned(name, layers, groups, runs)
-                    if self.algorithm.learn
-                    else self._compensated(layers, groups)
-                )
+                own = self._compensated(layers, groups)
+                if self.algorithm.learn:
+                    own = self._learned(name, layers, groups, runs, own[0])
         else:
             with self.ranks.together():
                 own = self._nearest(layers)
@@ -186,9 +186,14 @@ class Work:
         return weights, errors
 
     def _learned(
-        self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs
+        self,
+        prefix: str,
+        layers: dict[str, nn.Linear],
+        groups: Sequence[InputGroup],
+        runs: Runs,
+        start: Mapping[str, Calibrated],
     ) -> tuple[dict[str, Calibrated], dict[str, float]]:
-        """A block's layers, trained together."""
+        """A block's layers, trained together from where another algorithm has rounded them to."""
         assert isinstance(self.grid, Grid)  # `calibrate` refused other grids, and several ranks.
         own = {name: f"{name.removeprefix(prefix).lstrip('.')}.weight" for name in layers}
 
@@ -197,7 +202,9 @@ class Work:
 
         weights: dict[str, Calibrated] = {}
         exact = {n: layer.weight.detach() for n, layer in layers.items()}
-        weights |= autoround(run, exact, len(runs.hidden), self.grid, steps=self.algorithm.learn)
+        known = {name: value for name, value in start.items() if isinstance(value, QuantizedWeight)}
+        steps, windows = self.algorithm.learn, len(runs.hidden)
+        weights |= autoround(run, exact, windows, self.grid, targets=runs.targets, start=known, steps=steps)
         errors: dict[str, float] = {}
         for group in groups:
             assert group.statistics is not None
