@@ -23,9 +23,8 @@ from epiloq.weights.packed_fp4_weight import (
 
 
 def packed_part(name: str, given: Tensor, format: str, n: int, k: int) -> Tensor | str | None:
-    """`weight_q` or `weight_scale` of a layer ``[n, k]`` from the tensor that files have, or what is wrong with it.
-
-    None: not in the form that files have it in.
+    """`weight_q` or `weight_scale` of a layer ``[n, k]`` from the file's tensor, or an error text. None if the tensor
+    is not in the files' form.
     """
     chosen = FORMATS[format]
     if name == "weight_q" and given.dtype == torch.uint8 and given.shape == (n, -(-k // 2)):
@@ -42,23 +41,23 @@ def packed_part(name: str, given: Tensor, format: str, n: int, k: int) -> Tensor
 
 
 class Fp4Linear(PreparedLinear):
-    """``y = x W^T + bias`` with W of E2M1 numbers in blocks that share a scale, by `epiloq.packed_fp4_mm`.
+    """``y = x W^T + bias`` with E2M1 weights in blocks that share a scale; uses `epiloq.packed_fp4_mm`.
 
-    For inference. `x` is ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the
+    `x` is ``[…, in_features]`` in float32, float16 or bfloat16, and `y` ``[…, out_features]`` in the
     dtype of `x`.
 
     format
-        "mxfp4" (blocks of 32, scales of E8M0: powers of two) or "nvfp4" (blocks of 16, scales of E4M3, and one scale
-        for the whole weight).
+        "mxfp4" (blocks of 32, E8M0 scales: powers of two) or "nvfp4" (blocks of 16, E4M3 scales, and one scale for
+        the whole weight).
     reciprocal
         Whether the scale for the whole weight is stored as the *reciprocal* of the factor, as compressed-tensors does,
         or as the factor itself, as ModelOpt does.
 
-    Parameters without gradients, which are the state dict:
-        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them
-        weight_global_scale     float32 [1], of "nvfp4": the factor or, by default, its reciprocal
-        bias                    [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    Files have, and loading takes too, rows one after the other (N = out_features, K = in_features): "weight", uint8
+    Parameters without gradients, which form the state dict:
+        weight_q, weight_scale  uint8, as in ``epiloq.PackedFp4Weight``
+        weight_global_scale     float32 [1], for "nvfp4": the factor or, by default, its reciprocal
+        bias                    [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
+    Files store, and loading also accepts, the rows in order (N = out_features, K = in_features): "weight", uint8
     ``[N, ceil(K / 2)]`` with an even column in the low half of a byte, and "weight_scale", uint8 or float8_e4m3fn
     ``[N, ceil(K / block)]``.
 
@@ -93,18 +92,18 @@ class Fp4Linear(PreparedLinear):
 
     @classmethod
     def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear(cls.__name__, linear)
 
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, *, format: str = "nvfp4", divisor: Tensor | None = None) -> Fp4Linear:
-        """Round `linear` (left as it is) to the nearest numbers, as `epiloq.fp4_quantize` does.
+        """Round `linear` (which is not changed) to the nearest numbers, as `epiloq.fp4_quantize` does.
 
-        `divisor`, float32 ``[1]``, of "nvfp4": the reciprocal of the factor, for layers that share theirs; by default
-        the layer's own.
+        `divisor`, float32 ``[1]``, for "nvfp4": the reciprocal of the factor, for layers that share one; by default
+        it is computed for the layer.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         formats.
         """
         cls.check_convertible(linear)
@@ -129,7 +128,7 @@ class Fp4Linear(PreparedLinear):
 
     @property
     def packed(self) -> PackedFp4Weight:
-        """The weight as a value, which shares the parameters where they can be read as they are."""
+        """The weight as a value, which shares the parameters' memory where possible."""
         return self._value(*self._made)
 
     def _make(self) -> Any:

@@ -24,23 +24,23 @@ from epiloq.nn.base.quantized_layer import convert_input
 
 
 class Fp8BlockLinear(PreparedLinear):
-    """``y = x W^T + bias`` with float8_e4m3fn W, a scale for each 128 x 128 block, and x quantised on the way in.
+    """``y = x W^T + bias`` with float8_e4m3fn weights, a scale per 128 x 128 block, and x quantised to FP8.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
-    contiguous ``[.., out_features]`` in the dtype of `x`. Every 128 values of a token have a scale, measured, see
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[…, out_features]`` in the dtype of `x`. Each group of 128 values of a token has a dynamic scale, see
     ``epiloq.quantize_fp8``; the product is ``epiloq.groupwise_mm``. On GPUs without FP8
     tensor cores (below compute capability 8.9) x is not quantised: `epiloq.fp8_weight_mm`.
 
     rows
-        How many rows of W share a scale with 128 columns: 128, or 1.
+        Number of rows of W that share a scale for 128 columns: 128 or 1.
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (N = out_features, K = in_features):
         weight_q          uint8 [N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest, ties to even
         weight_scale_inv  float32 [ceil(N / rows), ceil(K / 128)], the scale, max|W| / 448 of the block, at least 2^-126
-        bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    Files, such as DeepSeek-V3's checkpoints, have `weight_q` under "weight", as float8_e4m3fn. `weight` is the
-    float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K to 16, with zeros:
-    of other sizes they get padded copies, and an out_features that is not a multiple of 8 costs one copy of `y`.
+        bias              [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
+    Files, such as DeepSeek-V3's checkpoints, store `weight_q` as "weight" in float8_e4m3fn. `weight` is the
+    dequantised weight, computed on access. Kernels need N padded to a multiple of 8 and K to one of 16: for other
+    sizes they read padded copies, and an out_features that is not a multiple of 8 costs one copy of `y`.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
@@ -70,11 +70,11 @@ class Fp8BlockLinear(PreparedLinear):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear) -> Fp8BlockLinear:
-        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+        """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
         A block with a NaN or an infinity in its weights gives NaN.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear``.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear``.
         """
         cls.check_convertible(linear)
         values = linear.weight
@@ -92,7 +92,7 @@ class Fp8BlockLinear(PreparedLinear):
 
     @staticmethod
     def check_convertible(linear: nn.Module) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ class Fp8BlockLinear(PreparedLinear):
 
 
 def rows_of_blocks(first: int, last: int, columns: int, weight: Tensor, scale: Tensor, rows: int = FP8_BLOCK) -> Tensor:
-    """Rows of a weight with a scale a block, in float32, and its leading columns; `first` is a multiple of a block."""
+    """Rows of a weight with a scale per block, in float32, and its leading columns; `first` is a multiple of the
+    block size."""
     blocks = slice(first // rows, -(-last // rows))
     down = scale[blocks].repeat_interleave(rows, 0)[: last - first]
     return weight[first:last, :columns].to(torch.float32) * down.repeat_interleave(FP8_BLOCK, 1)[:, :columns]

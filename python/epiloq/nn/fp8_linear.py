@@ -31,31 +31,31 @@ WEIGHTS = ("channel", "tensor")
 
 
 class Fp8Linear(PreparedLinear):
-    """``y = x W^T + bias`` with float8_e4m3fn W and x quantised to float8_e4m3fn on the way in.
+    """``y = x W^T + bias`` with float8_e4m3fn weights and x quantised to float8_e4m3fn.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
-    contiguous ``[.., out_features]`` in the dtype of `x`. Sums and epilogue are in float32. CUDA kernels write 16-bit
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[…, out_features]`` in the dtype of `x`. Sums and epilogue are in float32. CUDA kernels write 16-bit
     outputs only: float32 `x` on CUDA is computed with a bfloat16 output, then widened.
 
     activation
-        ``"token"``: a scale for each token, measured, see ``epiloq.quantize_fp8``. ``"tensor"``: one for all of `x`,
-        measured, so that tokens which share a batch share their rounding. ``"static"``: one for all, in `input_scale`;
-        what is larger than 448 of it saturates.
+        ``"token"``: a dynamic scale per token, see ``epiloq.quantize_fp8``. ``"tensor"``: one dynamic scale for all
+        of `x`, so that the rounding of a token depends on the others in the batch. ``"static"``: one scale for all,
+        in `input_scale`; values beyond 448 times the scale saturate.
     weight
-        ``"channel"``: a scale for each output feature. ``"tensor"``: one for all of W.
+        ``"channel"``: a scale per output feature. ``"tensor"``: one for all of W.
     limit
-        What is larger in magnitude is taken for this much before scales are measured; None for no limit.
+        Values are clamped to this magnitude before scales are computed; None for no limit.
 
     On GPUs without FP8 tensor cores (below compute capability 8.9) x is not quantised: `epiloq.fp8_weight_mm`.
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (N = out_features, K = in_features):
         weight_q      uint8 [N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest, ties to even
         weight_scale  float32 [N], or [1] for "tensor": max|W| / 448, at least 2^-126
-        bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+        bias          [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
         input_scale   float32 [1], static only
-    `weight` is the float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K
-    to 16, with zeros: of other sizes they get padded copies, and an out_features that is not a multiple of 8 costs one
-    copy of `y`.
+    `weight` is the dequantised weight, computed on access. Kernels need N padded to a multiple of 8 and K to one of
+    16: for other sizes they read padded copies, and an out_features that is not a multiple of 8 costs one copy of
+    `y`.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
@@ -98,13 +98,13 @@ class Fp8Linear(PreparedLinear):
         weight: str = "channel",
         input_scale: float | Tensor | None = None,
     ) -> Fp8Linear:
-        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+        """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
-        `input_scale` (finite, at least 2^-126) belongs to static activations: x is about ``input_scale * q``. What
-        shares a scale with a NaN or an infinity in the weights gives NaN.
+        `input_scale` (finite, at least 2^-126) is for static activations: x is about ``input_scale * q``. Weights
+        that share a scale with a NaN or an infinity become NaN.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for an `input_scale` that is
-        missing, out of range or not of the chosen kind.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for an `input_scale`
+        that is missing, out of range or not applicable.
         """
         cls.check_convertible(linear, activation=activation, weight=weight)
         values = linear.weight
@@ -130,7 +130,7 @@ class Fp8Linear(PreparedLinear):
 
     @staticmethod
     def check_convertible(linear: nn.Module, *, activation: str = "token", weight: str = "channel") -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:

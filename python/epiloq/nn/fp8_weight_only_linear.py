@@ -18,21 +18,21 @@ _GRANULARITIES: dict[tuple[int, ...], str] = {(1, -1): "token", (-1, -1): "tenso
 
 
 class Fp8WeightOnlyLinear(PreparedLinear):
-    """``y = x W^T + bias`` with float8_e4m3fn W and x as it is, by `epiloq.fp8_weight_mm`.
+    """``y = x W^T + bias`` with float8_e4m3fn weights and floating-point x; uses `epiloq.fp8_weight_mm`.
 
-    For inference: a weight takes a byte in memory, on GPUs without FP8 tensor cores, too. For up to 64 tokens W is not
-    rounded, and on a GPU a kernel reads its bytes; for more tokens W is dequantised in each call. `x` is
-    ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the dtype of `x`.
+    A weight takes one byte in memory, also on GPUs without FP8 tensor cores. For up to 64 tokens W is not rounded,
+    and on a GPU a kernel reads FP8 directly; for more tokens W is dequantised in each call. `x` is
+    ``[…, in_features]`` in float32, float16 or bfloat16, and `y` ``[…, out_features]`` in the dtype of `x`.
 
     block
         Rows and columns of W that share a scale, -1 for all: (-1, -1) for the tensor, (1, -1) for channels, (128, 128)
         for DeepSeek's blocks.
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (N = out_features, K = in_features):
         weight_q      uint8 [N, K], the bytes of float8_e4m3fn values
         weight_scale  float32 [ceil(N / rows), ceil(K / columns)]
-        bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
-    Files have `weight_q` under "weight". `weight` is the float weight that these stand for, computed when it is read.
+        bias          [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
+    Files store `weight_q` as "weight". `weight` is the dequantised weight, computed on access.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn
@@ -65,12 +65,12 @@ class Fp8WeightOnlyLinear(PreparedLinear):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, *, block: Sequence[int] = (1, -1)) -> Fp8WeightOnlyLinear:
-        """Quantise `linear` (left as it is) to the nearest FP8 weights, on its device; "meta" gives "meta".
+        """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
-        What shares a scale with a NaN or an infinity in the weights gives NaN.
+        Weights that share a scale with a NaN or an infinity become NaN.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for a `block` that is none
-        of (1, -1), (-1, -1) and (128, 128).
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for a `block` other than
+        (1, -1), (-1, -1) and (128, 128).
         """
         cls.check_convertible(linear, block=block)
         values, has_bias = linear.weight, linear.bias is not None
@@ -83,7 +83,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
 
     @staticmethod
     def check_convertible(linear: nn.Module, *, block: Sequence[int] = (1, -1)) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Fp8WeightOnlyLinear", linear)
         if tuple(block) not in _GRANULARITIES:
             expected = ", ".join(map(str, _GRANULARITIES))

@@ -28,7 +28,7 @@ ACTIVATIONS = ("dynamic", "static")
 
 
 def max_in_features(symmetric: bool) -> int:
-    """Largest K, padded, with exact int32 sums: both factors are at most 128, but |q - azp| is at most 255."""
+    """Largest padded K with exact int32 sums: both factors are at most 128, but |q - azp| is at most 255."""
     largest_product = 128 * (128 if symmetric else 255)
     return (2**31 - 1) // largest_product // K_MULTIPLE * K_MULTIPLE
 
@@ -43,30 +43,30 @@ def _check_in_features(in_features: int, symmetric: bool) -> None:
 
 
 class Int8Linear(PreparedLinear):
-    """``y = x W^T + bias`` with int8 W (one scale an output channel, symmetric) and x quantised to int8 on the way in.
+    """``y = x W^T + bias`` with int8 weights (one scale per output channel, symmetric) and x quantised to int8.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
-    contiguous ``[.., out_features]`` in the dtype of `x`. The accumulation is exact in int32 and the epilogue is in
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[…, out_features]`` in the dtype of `x`. The accumulation is exact in int32 and the epilogue is in
     float32. CUDA kernels write 16-bit outputs only: float32 `x` on CUDA is computed with a bfloat16 output, then
     widened.
 
     activation, symmetric
-        ``"dynamic"``: a scale (and, unless `symmetric`, a zero point) for each token, see ``epiloq.quantize_int8``.
-        ``"static"``: one scale (and zero point) for all tokens, held in `input_scale` (and `input_zero_point`).
+        ``"dynamic"``: a scale (and, unless `symmetric`, a zero point) per token, see ``epiloq.quantize_int8``.
+        ``"static"``: one scale (and zero point) for all tokens, stored in `input_scale` (and `input_zero_point`).
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (N = out_features, K = in_features):
         weight_q          int8 [N, K], scale * q with q = round-half-even(W / scale)
         weight_scale      float32 [N] = max(max_k |W[n, k]| / 127, 2^-126)
-        bias              [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+        bias              [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
         input_scale       float32 [1], static only
         input_zero_point  int32 [1] in [-128, 127], static and asymmetric only
-    `weight` is the float weight that these stand for, computed when it is read. Kernels read N rounded up to 8 and K
-    to 16, with zeros: of other sizes they get padded copies, made before the first call, and an out_features that is
-    not a multiple of 8 costs one copy of `y`. With a zero point they also get the sums of the weight's rows (times
-    `input_zero_point` when static). Both follow what is loaded or written.
+    `weight` is the dequantised weight, computed on access. Kernels need N padded to a multiple of 8 and K to one of
+    16: for other sizes they read padded copies, made before the first call, and an out_features that is not a
+    multiple of 8 costs one copy of `y`. With a zero point they also read the sums of the weight's rows (times
+    `input_zero_point` if static). Both are updated when parameters are loaded or written.
 
-    Raises ValueError for an `in_features` whose int32 sums could overflow (131056 symmetric, 65792 asymmetric, at
-    most).
+    Raises ValueError for an `in_features` whose int32 sums could overflow (the limit is 131056 if symmetric, else
+    65792).
     """
 
     WEIGHT_DTYPE = torch.int8
@@ -109,14 +109,14 @@ class Int8Linear(PreparedLinear):
         input_scale: float | Tensor | None = None,
         input_zero_point: int | Tensor | None = None,
     ) -> Int8Linear:
-        """Quantise `linear` (left as it is) to the nearest int8 weights, on its device; "meta" gives "meta".
+        """Quantise `linear` (which is not changed) to the nearest int8 weights, on its device (including "meta").
 
-        `input_scale` (finite, at least 2^-126) belongs to static activations, `input_zero_point` (-128 to 127) to
-        static asymmetric ones: x is about ``input_scale * (q - input_zero_point)``. An output channel with a NaN or
-        an infinity in its weights gives NaN.
+        `input_scale` (finite, at least 2^-126) is for static activations, `input_zero_point` (-128 to 127) for static
+        asymmetric ones: x is about ``input_scale * (q - input_zero_point)``. An output channel with a NaN or an
+        infinity in its weights gives NaN.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` and for input parameters that
-        are missing, out of range or not of the chosen kind.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for input parameters
+        that are missing, out of range or not applicable.
         """
         cls.check_convertible(linear, activation=activation, symmetric=symmetric)
         weight, static = linear.weight, activation == "static"
@@ -144,7 +144,7 @@ class Int8Linear(PreparedLinear):
 
     @staticmethod
     def check_convertible(linear: nn.Module, *, activation: str = "dynamic", symmetric: bool = True) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Int8Linear", linear)
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 

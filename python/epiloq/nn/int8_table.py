@@ -1,4 +1,4 @@
-"""Steps between int8 layers: quantisation, and pointwise functions from one int8 grid to another."""
+"""Operations between int8 layers: quantisation, and elementwise functions from one int8 grid to another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Int8Quantize(StoredTensors):
 
 
 class Int8Table(StoredTensors):
-    """``table[q + 128]`` of an int8 q: a function of one value between two grids. Stored: table int8 [256]."""
+    """``table[q + 128]`` for int8 q: an elementwise function between two grids. Stored: table int8 [256]."""
 
     table: Tensor
 
@@ -51,9 +51,8 @@ class Int8Table(StoredTensors):
         output: Quantizer,
         device: torch.device | str | None = None,
     ) -> Int8Table:
-        """Of what quantising ``function`` of each dequantised value gives, computed in float32.
-
-        `input` and `output` are (scale, zero point). The function is one of each element by itself.
+        """Table of the quantised ``function`` of each dequantised value, computed in float32. `input` and `output`
+        are (scale, zero point). The function must be elementwise.
         """
         layer = cls(device)
         layer.table.copy_(quantized(function((torch.arange(-128, 128) - input[1]) * input[0]), output))
@@ -64,6 +63,6 @@ class Int8Table(StoredTensors):
 
 
 def quantized(values: Tensor, grid: Quantizer) -> Tensor:
-    """float32 ``[n]`` on a grid (scale, zero point), on the CPU."""
+    """float32 ``[n]`` quantised with (scale, zero point), on the CPU."""
     scale, zero = torch.tensor([grid[0]]), torch.tensor([grid[1]], dtype=torch.int32)
     return epiloq.quantize_int8(values.float(), scale=scale, azp=zero)[0]

@@ -27,7 +27,8 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 def quantise_weight(
     weight: Tensor, group_size: int, bits: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(q, scale, offset)`` of a float weight [N, K] by blocks: int8 [N, K] and float32 [N, ceil(K / group_size)].
+    """Quantise a float weight [N, K] blockwise to ``(q, scale, offset)``: int8 [N, K] and float32 [N, ceil(K /
+    group_size)].
 
     With [low, high] = [-2^(bits-1), 2^(bits-1) - 1] and lo, hi of a block: ``scale = (hi - lo) / (high - low)`` and
     ``offset = hi - high scale``; symmetric: ``scale = amax / high``, no offset. ``q = round((w - offset) / scale)``.
@@ -53,19 +54,19 @@ def quantise_weight(
 
 
 class OnlineQuantLinear(FrozenLinear):
-    """``y = x W^T + bias`` with W in blocks of `group_size` along K, and x quantised in the same blocks on the way in.
+    """``y = x W^T + bias`` with weights in blocks of `group_size` along K, and x quantised in the same blocks.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` has the dtype
-    of `x`: see ``epiloq.online_quant_mm``, which also takes the weight as `prepared` gives it.
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` has the dtype of `x`; see
+    ``epiloq.online_quant_mm``, which also accepts `prepared` as its weight.
 
-    Parameters without gradients, which are the state dict: `weight_q` and `weight_parameters`, in the kernels' order,
-    as ``epiloq.BlockQuantWeight`` describes its values and parameters, and `bias` ``[out_features]`` of the layer's
-    float dtype, the only one that ``.to(dtype)`` converts. `prepared` is the first two as a value, `weight` the float
-    weight, computed when it is read.
+    Parameters without gradients, which form the state dict: `weight_q` and `weight_parameters`, in the kernels'
+    order, as described for ``epiloq.BlockQuantWeight``, and `bias` ``[out_features]`` of the layer's float dtype, the
+    only parameter that ``.to(dtype)`` converts. `prepared` is the first two as a value, `weight` the dequantised
+    weight, computed on access.
 
-    Files have the weight unpacked, and it is loaded so too, with N = out_features, K = in_features,
+    Files store the weight unpacked, which loading also accepts, with N = out_features, K = in_features,
     G = ceil(K / group_size):
-        weight         int8 [N, K]; at 4 bits int8 [N, ceil(K / 2)], value 2i in the low half of byte i
+        weight         int8 [N, K]; for 4 bits int8 [N, ceil(K / 2)], value 2i in the low half of byte i
         weight_scale   float32 [N, G]
         weight_offset  float32 [N, G], unless `symmetric`: W is about weight_scale * weight + weight_offset
     """
@@ -108,7 +109,7 @@ class OnlineQuantLinear(FrozenLinear):
     @classmethod
     @torch.no_grad()
     def from_prepared(cls, weight: BlockQuantWeight, bias: Tensor | None = None) -> OnlineQuantLinear:
-        """The layer of a prepared weight ``[out_features, in_features]``, whose tensors it shares, and its bias."""
+        """Create a layer that shares the tensors of a prepared weight ``[out_features, in_features]``, and its bias."""
         device = weight.values.device
         if bias is not None and (bias.shape != (weight.out_features,) or bias.device != device):
             raise ValueError(
@@ -132,9 +133,9 @@ class OnlineQuantLinear(FrozenLinear):
     def from_linear(
         cls, linear: nn.Linear, *, bits: int = 8, group_size: int = 128, symmetric: bool = True
     ) -> OnlineQuantLinear:
-        """Quantise `linear` (left as it is) to the nearest values, on its device; "meta" gives "meta".
+        """Quantise `linear` (which is not changed) to the nearest values, on its device (including "meta").
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear``.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear``.
         """
         cls.check_convertible(linear)
         layer = cls(
@@ -155,12 +156,12 @@ class OnlineQuantLinear(FrozenLinear):
 
     @staticmethod
     def check_convertible(linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear(_NAME, linear)
 
     @property
     def prepared(self) -> BlockQuantWeight:
-        """The weight as ``epiloq.online_quant_mm`` takes it."""
+        """The weight for ``epiloq.online_quant_mm``."""
         return BlockQuantWeight(
             self.weight_q, self.weight_parameters, self.out_features, self.in_features, self.group_size, self.bits
         )
@@ -172,7 +173,7 @@ class OnlineQuantLinear(FrozenLinear):
             numbers = (self.in_features, self.group_size, self.bits)
             return run(x, values, parameters, bias, *numbers, -inf, inf, False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{_NAME}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
         return self._call(x, parts)
 
     def _parts(self) -> Sequence[Any]:
@@ -193,7 +194,7 @@ class OnlineQuantLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory: values with padding, parameters of blocks."""
+        """Size of the quantised weight in memory, in bytes: values with padding, parameters of blocks."""
         return self.weight_q.nbytes + self.weight_parameters.nbytes
 
     def extra_repr(self) -> str:
@@ -214,7 +215,7 @@ class OnlineQuantLinear(FrozenLinear):
         return found if self.bias is None else found | {"bias": self.bias.detach()}
 
     def _unpacked_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
-        """What files, and state dicts of earlier versions, have beside the bias, by name."""
+        """Shapes of the tensors in files, and in state dicts of earlier versions, without the bias."""
         n, k = self.out_features, self.in_features
         parameter = (torch.float32, (n, -(-k // self.group_size)))
         shapes = {"weight": (torch.int8, (n, k if self.bits == 8 else (k + 1) // 2)), "weight_scale": parameter}
@@ -251,7 +252,7 @@ class OnlineQuantLinear(FrozenLinear):
 
     @torch.no_grad()
     def _packed(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of tensors that came unpacked, beside what the layer holds of those that did not."""
+        """Packed parameters from unpacked tensors; those that are not given are taken from the layer."""
         device = next(iter(given.values())).device
         parts: dict[str, Tensor | None] = {"weight": None, "weight_scale": None, "weight_offset": None}
         if not self.weight_q.is_meta:

@@ -25,21 +25,20 @@ _STORED = tuple(f"weight_{part}" for part in _PARTS)
 class QuantizedEmbedding(QuantizedLayer):
     """``weight[ids]`` with a weight ``[num_embeddings, embedding_dim]`` of 2, 3, 4 or 8 bits.
 
-    For inference. `ids` are int32 or int64 of any shape ``[..]``, and the result is ``[.., embedding_dim]`` in the
+    `ids` are int32 or int64 of any shape ``[…]``, and the result is ``[…, embedding_dim]`` in the
     float dtype of the layer (`dtype`; ``.to(dtype)`` changes it): the rows are gathered as integers, dequantised in
-    float32 and rounded once. The weight is packed as ``epiloq.PackedWeight`` has it, so that an output head that is
-    tied to the embedding multiplies by the same tensors: `tied_linear`.
+    float32 and rounded once. The weight is packed as an ``epiloq.PackedWeight``, so that an output head tied to the
+    embedding can multiply by the same tensors: see `tied_linear`.
 
     zeros
         "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
     padding_idx
-        As ``torch.nn.Embedding`` has it; the row is looked up like any other.
+        As for ``torch.nn.Embedding``; the row is looked up like any other.
     embed_scale, embed_scale_rounded
-        A factor of the result, which Gemma rounds to `dtype` before it multiplies.
+        A factor for the result, which Gemma rounds to `dtype` before multiplying.
 
-    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale` and `weight_zero` or
-    `weight_offset`, where there are such. `packed` is these as a value, `weight` the float weight, computed when it is
-    read.
+    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale` and, if present, `weight_zero`
+    or `weight_offset`. `packed` is these as a value, `weight` the dequantised weight, computed on access.
 
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
@@ -90,7 +89,7 @@ class QuantizedEmbedding(QuantizedLayer):
         embed_scale_rounded: bool = False,
         dtype: torch.dtype | None = None,
     ) -> QuantizedEmbedding:
-        """The layer of a packed weight ``[num_embeddings, embedding_dim]``, whose tensors it shares.
+        """Create a layer that shares the tensors of a packed weight ``[num_embeddings, embedding_dim]``.
 
         `dtype` is that of the result, by default the scales'. Raises ValueError for activation order.
         """
@@ -106,11 +105,12 @@ class QuantizedEmbedding(QuantizedLayer):
     def from_embedding(
         cls, embedding: nn.Embedding, *, bits: int = 8, group_size: int = -1, zeros: str = "none"
     ) -> QuantizedEmbedding:
-        """Round `embedding` (left as it is) to the nearest grid of each group, as ``WeightOnlyLinear.from_linear``.
+        """Round `embedding` (which is not changed) to the nearest grid of each group, as
+        ``WeightOnlyLinear.from_linear``.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Embedding``, one with `max_norm`,
-        `scale_grad_by_freq` or `sparse`, a subclass that does more than multiply rows by a number, other zeros, and
-        weights that are not finite.
+        Raises ValueError unless `embedding` is a float32, float16 or bfloat16 ``nn.Embedding``, one with `max_norm`,
+        `scale_grad_by_freq` or `sparse`, for a subclass that does more than multiply rows by a number, other zeros,
+        and non-finite weights.
         """
         check_grid("QuantizedEmbedding", bits, group_size, zeros)
         factor, rounded = factor_of(embedding)
@@ -128,15 +128,14 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @staticmethod
     def check_convertible(embedding: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_embedding`` can take `embedding` as it is."""
+        """Raise ValueError unless ``from_embedding`` supports `embedding`."""
         factor_of(embedding)
         check_finite("QuantizedEmbedding: embedding.weight", embedding.weight)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def hold_scales_in_dtype_(self) -> None:
-        """Hold scales and offsets in the layer's `dtype` where that changes none.
-
-        What asks a model for its type (``dtype`` of transformers) takes that of its first floating-point parameter.
+        """Store scales and offsets in the layer's `dtype` if it represents all of them exactly. (transformers'
+        ``dtype`` is the type of a model's first floating-point parameter.)
         """
         for name in ("weight_scale", "weight_offset"):
             held = self._parameters[name]
@@ -144,7 +143,7 @@ class QuantizedEmbedding(QuantizedLayer):
                 self._store(name, held.to(self.dtype))
 
     def tied_linear(self, bias: Tensor | None = None) -> WeightOnlyLinear:
-        """The output head that multiplies by this layer's parameters: the same tensors, held once."""
+        """Create an output head that shares this layer's parameters."""
         layer = WeightOnlyLinear.from_packed(self.packed, bias)
         layer._dtype = self._dtype
         layer.bits, layer.widens = self.bits, False
@@ -159,19 +158,19 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @property
     def zeros(self) -> str:
-        """ "none", "zero" or "offset", as the constructor has it."""
+        """ "none", "zero" or "offset", as in the constructor."""
         return kind_of_zeros(self)
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as a value, which shares the parameters."""
+        """The weight as a value that shares the parameters' memory."""
         q, scale, zero, offset = self._all_stored(_STORED)
         numbers = (self.bits, self.num_embeddings, self.embedding_dim, self.group_size)
         return PackedWeight(q, scale, zero, offset, None, *numbers)
 
     @property
     def stored_packed(self) -> PackedWeight:
-        """The weight as a value, of as many bits as files have."""
+        """The weight as a value, with the bits used in files."""
         return self.packed
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -200,7 +199,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory: integers with padding, scales, zero points."""
+        """Size of the quantised weight in memory, in bytes: integers with padding, scales, zero points."""
         return self.packed.nbytes
 
     @property
@@ -227,9 +226,8 @@ _ONLY_FOR_GRADIENTS = ("scale_grad_by_freq", "sparse")
 
 
 def factor_of(embedding: nn.Module) -> tuple[float, bool]:
-    """What an embedding multiplies its rows by, and whether it rounds that to their type first, found by running it.
-
-    Raises ValueError, from the class ``QuantizedEmbedding``, for what `from_embedding` does not take.
+    """The factor by which an embedding multiplies its rows, and whether it is rounded to their type first, found by
+    running it. Raises ValueError for embeddings that `from_embedding` does not support.
     """
     where = "QuantizedEmbedding: embedding"
     if not isinstance(embedding, nn.Embedding):
@@ -258,7 +256,7 @@ def factor_of(embedding: nn.Module) -> tuple[float, bool]:
 
 @torch.no_grad()
 def _probed(embedding: nn.Embedding) -> tuple[float, bool] | None:
-    """`factor_of` a subclass, by a copy of few rows with other values; None for one that computes something else."""
+    """`factor_of` for a subclass, found with a copy that has few rows; None if it computes something else."""
     scale = getattr(embedding, "embed_scale", 1.0)
     if isinstance(scale, Tensor) and scale.is_meta:
         scale = getattr(embedding, "scalar_embed_scale", None)

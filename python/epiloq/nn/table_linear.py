@@ -1,4 +1,4 @@
-"""TableLinear: a linear layer with 4-bit codes of a table of 16 numbers and a scale per block."""
+"""TableLinear: a linear layer with 4-bit indices into a table of 16 numbers and a scale per block."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ ENTRIES = 16
 class TableLinear(PreparedLinear):
     """``y = x W^T + bias`` with ``W = table[code] * scale``, as in the NF4 and FP4 of bitsandbytes.
 
-    For inference, by `epiloq.table_mm`: on a GPU a kernel reads the codes for up to 64 tokens; otherwise W is
-    dequantised in each call, rounded once to the dtype of `x`, some rows at a time on a CPU and whole on a GPU. `x` is
-    ``[.., in_features]`` in float32, float16 or bfloat16, and `y` ``[.., out_features]`` in the dtype of `x`.
+    Uses `epiloq.table_mm`: on a GPU, for up to 64 tokens, a kernel reads the codes directly; otherwise W is
+    dequantised in each call and rounded once to the dtype of `x`, a few rows at a time on a CPU and as a whole on a
+    GPU. `x` is
+    ``[…, in_features]`` in float32, float16 or bfloat16, and `y` ``[…, out_features]`` in the dtype of `x`.
 
     block_size
-        Weights in a row that share a scale, counted through the rows of the whole weight: a block may go on in the next
-        row.
+        Number of consecutive weights that share a scale, counted across the rows of the whole weight: a block may
+        continue in the next row.
 
-    Parameters without gradients, which are the state dict (N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (N = out_features, K = in_features):
         weight_q      uint8 [ceil(N K / 2)]: weight 2i in the high half of byte i, weight 2i + 1 in the low one
         weight_table  float32 [16]
         weight_scale  float32 [ceil(N K / block_size)]
-        bias          [N], of the layer's float dtype; the only one that ``.to(dtype)`` converts
+        bias          [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
 
     Raises ValueError for sizes below 1.
     """

@@ -26,27 +26,27 @@ ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class W4A8Linear(PackedLinear):
-    """``y = x W^T + bias`` with W of 4 bits and x quantised to 8 bits per token on the way in, see ``epiloq.w4a8_mm``.
+    """``y = x W^T + bias`` with 4-bit weights and x quantised to 8 bits per token, see ``epiloq.w4a8_mm``.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
-    contiguous ``[.., out_features]`` in the dtype of `x`. CUDA kernels write 16-bit outputs only: float32 `x` on CUDA
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[…, out_features]`` in the dtype of `x`. CUDA kernels write 16-bit outputs only: float32 `x` on CUDA
     is computed with a bfloat16 output, then widened.
 
     activation
-        "fp8" (float8_e4m3fn, as ``epiloq.quantize_fp8`` rounds tokens) or "int8" (symmetric, as
-        ``epiloq.quantize_int8`` does); scales of tokens are measured at run time.
+        "fp8" (float8_e4m3fn, as by ``epiloq.quantize_fp8``) or "int8" (symmetric, as by ``epiloq.quantize_int8``),
+        with dynamic scales per token.
     zeros
         "none" (symmetric) or "zero" (integer zero points).
     act_order
         Whether input features are permuted.
 
-    `weight_only_below`, 0 by default, is an attribute that may be set at any time and is in no state dict: a call of
-    fewer tokens (rows of `x`) leaves them unquantised and runs as a `WeightOnlyLinear`. That is closer to the float
-    layer and, for fewer than 256 tokens on a GPU, faster, as such a product waits for the weight and a quantiser only
-    adds to it; but a token's result then depends on how many there are, so it is refused with
-    ``epiloq.set_batch_invariant``, and it is not what the scheme says. ``epiloq.optimize_`` sets it for a model.
+    The attribute `weight_only_below`, 0 by default, may be set at any time and is not part of the state dict: a call
+    with fewer tokens (rows of `x`) does not quantise them and runs as a `WeightOnlyLinear`. This is closer to the
+    float layer and, for fewer than 256 tokens on a GPU, faster, because such a product is limited by reading the
+    weight. But a token's result then depends on the number of tokens, so it cannot be combined with
+    ``epiloq.set_batch_invariant``, and it deviates from the scheme. ``epiloq.optimize_`` sets it for a model.
 
-    Parameters without gradients, which are the state dict: those of `WeightOnlyLinear`.
+    Parameters without gradients, which form the state dict: those of `WeightOnlyLinear`.
 
     Raises ValueError for sizes below 1, other activations, group sizes or zeros.
     """
@@ -73,10 +73,9 @@ class W4A8Linear(PackedLinear):
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None, *, activation: str = "fp8") -> W4A8Linear:
-        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias.
+        """Create a layer that shares the tensors of a packed weight ``[out_features, in_features]``, and its bias.
 
-        Raises ValueError for a weight of other bits or with real offsets, a bias that does not fit, and other
-        activations.
+        Raises ValueError for a weight with other bit widths or real offsets, an invalid bias, and other activations.
         """
         check_choice("W4A8Linear", "activation", activation, tuple(ACTIVATIONS))
         if weight.bits != 4 or weight.offset is not None:
@@ -90,9 +89,10 @@ class W4A8Linear(PackedLinear):
     def from_linear(
         cls, linear: nn.Linear, *, activation: str = "fp8", group_size: int = 128, zeros: str = "none"
     ) -> W4A8Linear:
-        """Round `linear` (left as it is) to the nearest grid of each group, as `WeightOnlyLinear.from_linear` does.
+        """Round `linear` (which is not changed) to the nearest grid of each group, as `WeightOnlyLinear.from_linear`
+        does.
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         activations, group sizes or zeros.
         """
         cls.check_convertible(linear)
@@ -116,7 +116,7 @@ class W4A8Linear(PackedLinear):
 
     @torch.no_grad()
     def _run_directly(self, x: Tensor, parts: Sequence[Any]) -> Tensor:
-        """`_run` without the checks that `takes_directly` and the layer made."""
+        """`_run` without the checks that `takes_directly` and the layer have made."""
         if parts[1] is not None and parts[1].device != x.device:  # torch adds nothing where it is on the meta device
             raise ValueError(f"epiloq.w4a8_mm: bias: expected one on {x.device}, got one on {parts[1].device}")
         rows = x.view(-1, self.in_features)
@@ -131,8 +131,8 @@ class W4A8Linear(PackedLinear):
         return out
 
     def quantises(self, x: Tensor) -> bool:
-        """Whether a call with `x` ``[.., in_features]`` quantises its tokens, or they are fewer than
-        `weight_only_below`. Raises NotImplementedError where that depends on M and batch invariance is asked for."""
+        """Whether a call with `x` ``[…, in_features]`` quantises its tokens, rather than there being fewer than
+        `weight_only_below`. Raises NotImplementedError with batch invariance if this depends on M."""
         if self.weight_only_below <= 0:
             return True
         refuse_batch_invariant("epiloq.nn.W4A8Linear", "weight_only_below makes a token's result depend on M")
@@ -151,7 +151,8 @@ class W4A8Linear(PackedLinear):
         return self._product(q, scale, x.dtype, *tensors).view(*x.shape[:-1], self.out_features)
 
     def multiply(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Quantised tokens ``[M, in_features]``, or padded, by the weight: ``[M, out_features]`` of `dtype`."""
+        """Product of quantised tokens ``[M, in_features]`` (possibly padded) and the weight: ``[M, out_features]`` of
+        `dtype`."""
         return self._product(q, scale, dtype, *self._parts())
 
     def _product(self, q: Tensor, scale: Tensor, dtype: torch.dtype, *tensors: Any) -> Tensor:

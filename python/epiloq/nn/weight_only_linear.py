@@ -21,24 +21,25 @@ from epiloq.weights.packed_weight import PackedWeight
 
 
 class WeightOnlyLinear(PackedLinear):
-    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and ``epiloq.PackedWeight``.
+    """``y = x W^T + bias`` with weights of 2, 3, 4 or 8 bits, see ``epiloq.weight_only_mm`` and
+    ``epiloq.PackedWeight``.
 
-    For inference. `x` is ``[.., in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
-    contiguous ``[.., out_features]`` in the dtype of `x`.
+    `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
+    contiguous ``[…, out_features]`` in the dtype of `x`.
 
     bits
-        2, 3, 4 or 8. On a GPU, whose kernels read neither 2 nor 3, such a layer holds its integers in 4 bits where a
-        kernel reads its groups (32, 64, 128 times a power of two, or whole rows); `stored_bits` are those of files.
+        2, 3, 4 or 8. GPU kernels do not support 2 and 3 bits: on a GPU such a layer stores its integers in 4 bits if
+        a kernel supports its groups (32, 64, 128 times a power of two, or whole rows). `stored_bits` is the number
+        used in files.
     zeros
         "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
     act_order
         Whether input features are permuted.
 
-    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
-    `weight_zero`, `weight_offset` and `weight_perm`, as ``epiloq.PackedWeight`` describes them; `bias`
-    ``[out_features]`` of the layer's float dtype, the only one that ``.to(dtype)`` converts. Loading takes scales and
-    offsets in the dtype that they come in. `packed` is these as a value, `weight` the float weight, computed when it is
-    read.
+    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale` and, if present,
+    `weight_zero`, `weight_offset` and `weight_perm`, as described for ``epiloq.PackedWeight``; `bias`
+    ``[out_features]`` of the layer's float dtype, the only parameter that ``.to(dtype)`` converts. Loading keeps the
+    dtype of scales and offsets. `packed` is these as a value, `weight` the dequantised weight, computed on access.
 
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
@@ -60,9 +61,8 @@ class WeightOnlyLinear(PackedLinear):
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
-        """The layer of a packed weight ``[out_features, in_features]``, whose tensors it shares, and its bias.
-
-        Of 2 or 3 bits on a GPU the integers are copied to 4 bits.
+        """Create a layer that shares the tensors of a packed weight ``[out_features, in_features]``, and its bias. On
+        a GPU, integers of 2 or 3 bits are copied to 4 bits.
         """
         return cls._of_packed(weight, bias)
 
@@ -71,14 +71,16 @@ class WeightOnlyLinear(PackedLinear):
     def from_linear(
         cls, linear: nn.Linear, *, bits: int = 4, group_size: int = 128, zeros: str = "none"
     ) -> WeightOnlyLinear:
-        """Round `linear` (left as it is) to the nearest grid of each group, on its device.
+        """Round `linear` (which is not changed) to the nearest grid of each group, on its device.
 
         With zeros "none", ``scale = 2 amax / (2^bits - 1)``; with "zero" ``scale = (hi - lo) / (2^bits - 1)`` and
         ``zero = round(-lo / scale)``, where [lo, hi] is the range of the group and 0. Scales are rounded to the
         weight's dtype and at least its smallest normal number; ``q = clamp(round(W / scale) + zero)``, half to even. A
-        group with a NaN or an infinity, or whose range is one in the weight's dtype, gives NaN. "meta" gives "meta".
+        group with a NaN or an infinity, or whose range is infinite in the weight's dtype, gives NaN. "meta" gives
+        "meta".
 
-        Raises ValueError for what is not a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other zeros.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other
+        zeros.
         """
         cls.check_convertible(linear)
         check_grid("WeightOnlyLinear", bits, group_size, zeros)
@@ -112,7 +114,7 @@ class WeightOnlyLinear(PackedLinear):
 
 
 def run_weight_only(layer: PackedLinear, x: Tensor, parts: Sequence[Any]) -> Tensor:
-    """The product of what `takes_directly` accepts with a layer's tensors, in the order of `STORED`."""
+    """Product of an input that `takes_directly` accepts with a layer's tensors, in the order of `STORED`."""
     q, bias, scale, zero, offset, perm = parts
     n, k = layer.out_features, layer.in_features
     numbers = (layer.bits, n, k, layer.group_size)

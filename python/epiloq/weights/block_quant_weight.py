@@ -1,4 +1,4 @@
-"""Weights quantised in blocks along K, as the online-quantising products want them."""
+"""Weights quantised in blocks along K, in the layout of `online_quant_mm`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_blocks(k: int, group_size: int) -> int:
-    """Blocks that parameters are kept for: of K rounded up where a kernel's step holds whole blocks."""
+    """Number of blocks with parameters; K is rounded up if a kernel's K step contains whole blocks."""
     return -(-(round_up(k, K_MULTIPLE) if K_MULTIPLE % group_size == 0 else k) // group_size)
 
 
@@ -30,10 +30,10 @@ def padded_blocks(k: int, group_size: int) -> int:
 class BlockQuantWeight:
     """An immutable weight ``[N, K]`` of about ``scale * q + offset``; made by ``epiloq.online_quant_weight``.
 
-    ``values`` is int8 ``[N, K rounded up to 128]`` (at 4 bits half as wide: 32 values take 16 bytes, byte b holding
-    value b in its low half and value b + 16 in its high half). ``parameters`` is float32
-    ``[blocks, 2 or 3, N rounded up to 4]``: a block's scale, the sum of its dequantised values, and its offset where
-    the weight has offsets. Zeros fill both.
+    ``values`` is int8 ``[N, K rounded up to 128]`` (for 4 bits half as wide: 32 values take 16 bytes, with value b in
+    the low half of byte b and value b + 16 in its high half). ``parameters`` is float32
+    ``[blocks, 2 or 3, N rounded up to 4]``: a block's scale, the sum of its dequantised values, and its offset if the
+    weight has offsets. Both are padded with zeros.
     """
 
     values: Tensor
@@ -63,11 +63,12 @@ class BlockQuantWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and parameters, padding included."""
+        """Size of values and parameters in bytes, including padding."""
         return self.values.nbytes + self.parameters.nbytes
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copies of what went in: ``q`` int8 ``[N, K]``, ``scale`` and ``offset`` float32 ``[N, G]`` (or None)."""
+        """Copies of the original tensors: ``q`` int8 ``[N, K]``, ``scale`` and ``offset`` float32 ``[N, G]`` (or
+        None)."""
         q = widen(self.values) if self.bits == 4 else self.values
         scale, offset = (
             None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (self.scale, self.offset)
@@ -90,32 +91,33 @@ class BlockQuantWeight:
 
 
 def narrow(q: Tensor) -> Tensor:
-    """int8 ``[N, Kp]`` of 4-bit values into the kernels' half-wide layout."""
+    """Convert 4-bit values in int8 ``[N, Kp]`` to the kernels' half-wide layout."""
     n, k = q.shape
     low, high = q.view(n, k // PACKED_SPAN, 2, PACKED_SPAN // 2).view(torch.uint8).unbind(2)
     return ((low & 15) | (high << 4)).view(torch.int8).reshape(n, k // 2)
 
 
 def widen(packed: Tensor) -> Tensor:
-    """The reverse of `narrow`."""
+    """Inverse of `narrow`."""
     n, width = packed.shape
     halves = packed.view(n, 2 * width // PACKED_SPAN, 1, PACKED_SPAN // 2)
     return torch.cat(((halves << 4) >> 4, halves >> 4), 2).reshape(n, 2 * width)
 
 
 def unpack_pairs(packed: Tensor, k: int) -> Tensor:
-    """``[N, K]`` of int8 ``[N, ceil(K / 2)]``: value 2i is the low half of byte i, value 2i + 1 its high half."""
+    """Unpack int8 ``[N, ceil(K / 2)]`` to ``[N, K]``: value 2i is the low half of byte i, value 2i + 1 its high
+    half."""
     return torch.stack(((packed << 4) >> 4, packed >> 4), -1).reshape(packed.shape[0], 2 * packed.shape[1])[:, :k]
 
 
 def pack_pairs(q: Tensor) -> Tensor:
-    """The reverse of `unpack_pairs`, for int8 ``[N, K]`` of values from -8 to 7."""
+    """Inverse of `unpack_pairs`, for int8 ``[N, K]`` with values from -8 to 7."""
     even = torch.nn.functional.pad(q, (0, q.shape[1] % 2)).view(torch.uint8)
     return ((even[:, ::2] & 15) | (even[:, 1::2] << 4)).view(torch.int8)
 
 
 def prepare(q: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, bits: int) -> BlockQuantWeight:
-    """The weight of int8 ``q [N, K]`` and float32 ``[N, G]`` parameters, which fit each other."""
+    """Create the weight from int8 ``q [N, K]`` and float32 ``[N, G]`` parameters, which were checked."""
     n, k = q.shape
     blocks = scale.shape[1]
     by_block = torch.nn.functional.pad(q, (0, blocks * group_size - k)).view(n, blocks, group_size)

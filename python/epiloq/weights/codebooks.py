@@ -1,7 +1,7 @@
-"""Grids of weights beside integers with zero points: float8 and FP4 values, and integers with real offsets in blocks.
+"""Grids other than integers with zero points: float8 and FP4 values, and integers with real offsets in blocks.
 
-Their parameters are those that the modules measure which run such weights (``nn.Fp8Linear``, ``nn.Fp8BlockLinear``,
-``nn.Fp4Linear``, ``nn.OnlineQuantLinear``), so that rounding to nearest gives the weights of ``from_linear``.
+Their parameters are computed as in the corresponding modules (``nn.Fp8Linear``, ``nn.Fp8BlockLinear``,
+``nn.Fp4Linear``, ``nn.OnlineQuantLinear``), so that rounding to nearest gives the same weights as ``from_linear``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Float8Grid:
-    """float8_e4m3fn values with a scale for each `rows` output x `group_size` input channels; -1 stands for all.
+    """float8_e4m3fn values with a scale per `rows` output x `group_size` input channels; -1 means all.
 
     ``W = scale * q``, ``scale = max|W| / 448``, at least 2^-126.
     """
@@ -69,8 +69,8 @@ class Float8Grid:
 class OffsetGrid:
     """Integers from -2^(bits-1) to 2^(bits-1) - 1 in blocks of input channels, with a real offset unless `symmetric`.
 
-    ``W = scale * q + offset``: `epiloq.quantize_blockwise_int8` has the formula of both for 8 bits, and 4 differ in
-    the range of q alone.
+    ``W = scale * q + offset``. `epiloq.quantize_blockwise_int8` has the formulas for 8 bits; 4 bits differ only in
+    the range of q.
     """
 
     bits: int
@@ -119,11 +119,10 @@ class OffsetGrid:
 
 @dataclass(frozen=True)
 class Fp4Grid:
-    """E2M1 numbers in blocks of input channels, ``W = scale * q``: "mxfp4" or "nvfp4", as `epiloq.fp4_quantize` has
-    them.
+    """E2M1 numbers in blocks of input channels, ``W = scale * q``: "mxfp4" or "nvfp4", as in `epiloq.fp4_quantize`.
 
     divisor
-        Of "nvfp4": ``2688 / max|W|`` of the whole weight, which `for_weight` finds. Scales are numbers of E4M3 times
+        For "nvfp4": ``2688 / max|W|`` of the whole weight, computed by `for_weight`. Scales are E4M3 numbers times
         its reciprocal.
     """
 
@@ -148,13 +147,14 @@ class Fp4Grid:
         return self
 
     def for_weight(self, weight: Tensor, *others: Tensor) -> Fp4Grid:
-        """With the divisor of a weight, or of all that share theirs, where the format has one and it is not known."""
+        """The grid with the divisor of a weight, or of all weights that share one, if the format has one and it is
+        unknown."""
         if self.divisor is not None or not fp4.FORMATS[self.format].has_global_scale:
             return self
         return replace(self, divisor=fp4.divisor_of(weight, *others).item())
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
-        """Scales that span `low` to `high`, as far as the format's rule has them do so."""
+        """Scales for the range `low` to `high`, by the format's rule."""
         reach = torch.maximum(-low, high)
         if self.divisor is None:
             return Parameters(fp4.scale_values(fp4.e8m0_scales(reach)))
@@ -175,8 +175,8 @@ class Fp4Grid:
         return CodedWeight(q, *parameters, self)
 
     def stored(self, weight: CodedWeight) -> dict[str, Tensor]:
-        """A weight on this grid as tensors: `weight_q`, `weight_scale` and perhaps `weight_global_scale`, as
-        ``nn.Fp4Linear`` has them."""
+        """The tensors of a weight on this grid: `weight_q`, `weight_scale` and, for "nvfp4", `weight_global_scale`,
+        as in ``nn.Fp4Linear``."""
         q = torch.nn.functional.pad(weight.q.float(), (0, weight.q.shape[1] % 2))
         codes = fp4.packed(fp4.codes_of(q))
         if not fp4.FORMATS[self.format].has_global_scale:
@@ -193,9 +193,9 @@ class CodedWeight:
     """A layer's weight on one of these grids.
 
     q
-        float8_e4m3fn or int8 ``[N, K]``; E2M1 numbers are among those of float8_e4m3fn.
+        float8_e4m3fn or int8 ``[N, K]``; E2M1 numbers are represented as float8_e4m3fn.
     scale, offset
-        float32 ``[ceil(N / rows), ceil(K / group_size)]``; no offset where the grid has none.
+        float32 ``[ceil(N / rows), ceil(K / group_size)]``; offset is None if the grid has none.
     """
 
     q: Tensor
@@ -213,7 +213,7 @@ class CodedWeight:
         return self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape)).to(dtype)
 
     def split(self, rows: Sequence[int]) -> list[CodedWeight]:
-        """One value for each of the layers whose rows were stacked. Raises ValueError if theirs share scales."""
+        """Split into one value per layer whose rows were stacked. Raises ValueError if layers share scales."""
         if len(rows) == 1:
             return [self]
         if self.grid.rows != 1:

@@ -1,4 +1,4 @@
-"""FP4 weights: numbers of 4 bits (E2M1) in blocks that share a scale, as MXFP4 and NVFP4 have them."""
+"""FP4 weights: 4-bit numbers (E2M1) in blocks that share a scale, as in MXFP4 and NVFP4."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Fp4Format:
     block_size
         Weights of a row that share a scale.
     scale_dtype
-        Of the scales: uint8 stands for the bytes of E8M0.
+        Type of the scales; uint8 means E8M0 bytes.
     has_global_scale
-        Whether quantising gives a float32 scale for the whole weight.
+        Whether there is a float32 scale for the whole weight.
     """
 
     name: str
@@ -134,19 +134,19 @@ def fp4_dequantize(
 ) -> Tensor:
     """``W[n, k] = e2m1(codes[n, k]) * (scale[n, k // block] * global_scale)``: products in float32, rounded once.
 
-    The sixteen codes are ``0, 0.5, 1, 1.5, 2, 3, 4, 6`` and, from 8 on, the same with a minus. A NaN scale (byte 255 of
-    E8M0, 127 and 255 of E4M3) makes its block NaN. Without a global scale every W is exact in float32, but for numbers
-    of 2^128 and more, which are infinite.
+    The sixteen codes are ``0, 0.5, 1, 1.5, 2, 3, 4, 6`` and, from 8 on, their negatives. A NaN scale (byte 255 of
+    E8M0, 127 and 255 of E4M3) makes its block NaN. Without a global scale every W is exact in float32, except for
+    magnitudes of 2^128 and more, which become infinite.
 
     Args:
         codes: uint8 ``[N, ceil(K / 2)]``: column ``2 i`` in the low half of byte ``i``, column ``2 i + 1`` in the high
-            half. Of an odd K the last high half is not read.
+            half. For odd K the last high half is not read.
         scale: a scale for each block of a row; the last block may be short. uint8 or float8_e8m0fnu ``[N, ceil(K /
             32)]``: MXFP4, blocks of 32, ``2^(byte - 127)``. float8_e4m3fn ``[N, ceil(K / 16)]``: NVFP4, blocks of 16.
         in_features: K.
-        global_scale: float32, one element, or ``[N]``: one for each row. A factor, where compressed-tensors stores its
-            reciprocal.
-        dtype: float32, float16 or bfloat16, of the result.
+        global_scale: float32, one element, or ``[N]``: one for each row. This is the factor; compressed-tensors
+            stores its reciprocal.
+        dtype: type of the result: float32, float16 or bfloat16.
 
     Returns:
         ``[N, K]`` of ``dtype``.
@@ -186,21 +186,21 @@ def fp4_quantize(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, block scales and global scale of a weight ``[N, K]``, each number rounded to the nearest, ties to even.
 
-    "mxfp4" takes the scale of the Open Compute specification (OCP MX 1.0): ``2^(floor(log2(max|W|)) - 2)`` of a block,
-    and numbers beyond 6 become 6. "nvfp4" takes the rule of compressed-tensors and ModelOpt: ``global_scale = 1 / (6 *
-    448 / max|W|)`` of the weight, ``scale = max|W| / 6 / global_scale`` of a block, rounded to E4M3 and at least 2^-9.
-    Numbers are divided by the scale as it is stored, in float32. A block of zeros has scale 1; a block with NaN or an
-    infinity, which E2M1 has none of, has a NaN scale.
+    "mxfp4" uses the scale of the Open Compute specification (OCP MX 1.0): ``2^(floor(log2(max|W|)) - 2)`` for a
+    block, and numbers beyond 6 become 6. "nvfp4" uses the rule of compressed-tensors and ModelOpt: ``global_scale = 1
+    / (6 * 448 / max|W|)`` for the weight, ``scale = max|W| / 6 / global_scale`` for a block, rounded to E4M3 and at
+    least 2^-9. Numbers are divided by the stored scale, in float32. A block of zeros has scale 1. A block with NaN or
+    an infinity, which E2M1 cannot represent, has a NaN scale.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
-        format: "mxfp4" (scales of E8M0 for 32 numbers) or "nvfp4" (scales of E4M3 for 16 numbers).
-        global_scale: of "nvfp4" only: positive float32, one element, to be used instead of the measured one; layers
-            whose weights are multiplied as one share theirs.
+        format: "mxfp4" (E8M0 scales for 32 numbers) or "nvfp4" (E4M3 scales for 16 numbers).
+        global_scale: for "nvfp4" only: positive float32, one element, to be used instead of the computed one, for
+            layers whose weights are merged.
 
     Returns:
-        ``(codes, scale, global_scale)`` as `fp4_dequantize` takes them: uint8 ``[N, ceil(K / 2)]``; uint8 or
-        float8_e4m3fn ``[N, ceil(K / block)]``; float32 ``[1]``, or None of "mxfp4".
+        ``(codes, scale, global_scale)`` for `fp4_dequantize`: uint8 ``[N, ceil(K / 2)]``; uint8 or
+        float8_e4m3fn ``[N, ceil(K / block)]``; float32 ``[1]``, or None for "mxfp4".
 
     Raises:
         ValueError: an argument is invalid; the message names it.

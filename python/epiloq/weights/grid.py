@@ -1,7 +1,7 @@
 """Integer grids for weights, and weights rounded to them.
 
-The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 .. 2^bits - 1 and integer zero
-points in the same range; symmetric grids hold signed q in -2^(bits-1) .. 2^(bits-1) - 1 and no zero point.
+The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 … 2^bits - 1 and integer zero
+points in the same range; symmetric grids hold signed q in -2^(bits-1) … 2^(bits-1) - 1 and no zero point.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from epiloq.weights.scales import scales_in, wide_enough
 
 @dataclass(frozen=True)
 class Grid:
-    """Where weights may lie.
+    """An integer grid for weights.
 
     bits
         2 to 8.
     group_size
         Input channels that share a scale; -1 for all. A last group may be shorter.
     symmetric
-        Whether zero is in the middle, or at an integer zero point of each group.
+        Whether zero is in the middle of the grid; otherwise each group has an integer zero point.
     scale_dtype
-        Scales are rounded to this type before weights are rounded to them, so that a checkpoint loses nothing.
+        Scales are rounded to this type before the weights are rounded, so that storing them is lossless.
     widens
-        Whether scales are float32 instead for a weight that is so small that this type holds them to few bits.
+        Whether scales are float32 instead for a weight so small that this type would represent them with few bits.
     """
 
     bits: int = 4
@@ -108,7 +108,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class InputGrid:
-    """How a layer's inputs all become int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32 ``[1]``."""
+    """Static quantisation of a layer's inputs to int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32
+    ``[1]``."""
 
     scale: Tensor
     zero: Tensor
@@ -127,7 +128,7 @@ class QuantizedWeight:
     perm
         int64 ``[K]``: column i of q is input channel perm[i]. None: the layer's own order.
     inputs
-        How the layer's inputs are quantised, where that is known beforehand.
+        How the layer's inputs are quantised, if this is static.
     """
 
     q: Tensor
@@ -158,9 +159,9 @@ class QuantizedWeight:
         return (q if self.perm is None else q[:, self.perm.argsort()]).to(dtype)
 
     def pack(self) -> PackedWeight:
-        """The same weight as ``epiloq.weight_only_mm`` takes it, its scales in 16 bits where that changes none.
+        """The same weight for ``epiloq.weight_only_mm``, with scales in 16 bits if they are representable.
 
-        There, 5 to 7 bits are 8.
+        5 to 7 bits are stored in 8.
         """
         narrow = (self.scale.to(dtype) for dtype in (torch.float16, torch.bfloat16))
         scale = next((scale for scale in narrow if torch.equal(scale.float(), self.scale)), self.scale)

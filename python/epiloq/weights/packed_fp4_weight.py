@@ -1,4 +1,4 @@
-"""PackedFp4Weight: FP4 weights in the order that the kernels read."""
+"""PackedFp4Weight: FP4 weights in the kernels' order."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _AT_ONCE = 1 << 22
 class PackedFp4Weight:
     """A weight ``[n, k]`` of E2M1 numbers, ``W = e2m1(code) * scale * factor``; made by `pack_fp4_weight`.
 
-    - ``q``: uint8 ``[panels, K / 64, 32, 16]``, the codes in the order of a `PackedWeight` of 4 bits, K padded to a
+    - ``q``: uint8 ``[panels, K / 64, 32, 16]``, the codes in the order of a `PackedWeight` with 4 bits, K padded to a
       multiple of 128 and rows to one of 16 with codes of 0;
-    - ``scale``: uint8 ``[panels, blocks, 16]``: "mxfp4" the bytes of E8M0; "nvfp4" the upper eight bits but the sign of
-      ``128 * scale`` as float16, which hold any E4M3 number from 0 on;
-    - ``factor``: float32 ``[E]``, one for each of E matrices of as many rows, stacked, or None: 1.
+    - ``scale``: uint8 ``[panels, blocks, 16]``: for "mxfp4" the E8M0 bytes; for "nvfp4" the upper eight bits after
+      the sign of ``128 * scale`` as float16, which represent any non-negative E4M3 number;
+    - ``factor``: float32 ``[E]``, one for each of E stacked matrices with the same number of rows, or None for 1.
     """
 
     q: Tensor
@@ -68,7 +68,7 @@ class PackedFp4Weight:
         return replace(self, q=self.q.to(device), scale=self.scale.to(device), factor=factor)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(codes, scale, factor)`` as `pack_fp4_weight` took them; codes of blocks with a scale of 0 are 0."""
+        """``(codes, scale, factor)`` as given to `pack_fp4_weight`; codes in blocks with a scale of 0 are 0."""
         scale = unpacked_scales(self.scale, self.format, self.n, self.k)
         return unpacked_codes(self.q, self.n, self.k), scale, self.factor
 
@@ -82,7 +82,7 @@ class PackedFp4Weight:
         return replace(self, q=self.q[panels], scale=self.scale[panels], factor=factor, n=last - first)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[n, k]``, of the bits of `epiloq.fp4_dequantize`."""
+        """The weight ``[n, k]``, bit-identical to `epiloq.fp4_dequantize`."""
         arguments = (self.q, self.scale, self.factor, self.format, self.n, self.k, dtype)
         if direct((self.q, self.scale), (self.factor,)):
             return _dequantize(*arguments)
@@ -105,13 +105,13 @@ class PackedFp4Weight:
 
 
 def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: Tensor | None = None) -> PackedFp4Weight:
-    """Pack a weight ``[N, K]``, or E of as many rows, stacked, for `epiloq.packed_fp4_mm`.
+    """Pack a weight ``[N, K]``, or E stacked weights with the same number of rows, for `epiloq.packed_fp4_mm`.
 
     Args:
-        codes: uint8 ``[N, ceil(K / 2)]``, as `epiloq.fp4_dequantize` takes them.
+        codes: uint8 ``[N, ceil(K / 2)]``, as for `epiloq.fp4_dequantize`.
         scale: uint8 or float8_e8m0fnu (MXFP4), or float8_e4m3fn (NVFP4), likewise. Scales of NVFP4 are not negative.
         in_features: K.
-        factor: float32, one element, or ``[E]``: of E matrices, N a multiple of 16 E.
+        factor: float32, one element, or ``[E]`` for E matrices, where N is a multiple of 16 E.
 
     Returns:
         The weight on codes' device.

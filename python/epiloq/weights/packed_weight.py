@@ -1,4 +1,4 @@
-"""PackedWeight: a low-bit weight in the order that the kernels read, with its scales and zero points."""
+"""PackedWeight: a low-bit weight in the kernels' order, with its scales and zero points."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ _TENSORS = ("q", "scale", "zero", "offset", "perm")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight:
-    """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, a group of columns at a time.
+    """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, with parameters per group of
+    columns.
 
-    Made by `pack_weight`. The value is immutable: write to none of its tensors. (On SM90 kernels read them before those
-    launched just before have finished. Copies and element-wise operations of eager torch may fill them; kernels that
-    let the next one start early, by programmatic dependent launch, as epiloq's do and compiled code may, only if the
-    stream is synchronised in between.) They are the state dict, and with ``metadata`` what a file needs:
+    Made by `pack_weight`. The value is immutable: do not write to its tensors. (On SM90, kernels read them before the
+    preceding kernel has finished. They may be filled by copies and element-wise operations of eager torch. Kernels
+    that trigger programmatic dependent launch, which epiloq's do and compiled code may, must be followed by a stream
+    synchronisation.) The tensors form the state dict and, with ``metadata``, the content of a file:
 
     - ``q``: uint8 ``[blocks, K / depth, 32, bytes]``, blocks of 16 rows, in the order of the kernels (4 and 8 bits;
       with K padded to a multiple of 128), or in planes of bits (2 and 3);
-    - ``scale``: ``[blocks, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) alike, or None: symmetric;
+    - ``scale``: ``[blocks, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) in the same shape, both
+    None if symmetric;
     - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
     """
 
@@ -71,24 +73,24 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
+        """Size of all tensors in bytes, including padding."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the tensors do not say themselves, as strings, for the metadata of a safetensors file."""
+        """Properties that the tensors do not determine, as strings, for the metadata of a safetensors file."""
         return {"layout": LAYOUT, **{name: str(getattr(self, name)) for name in _NUMBERS}}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name, without copies."""
+        """The tensors that are present, by name, without copies."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> PackedWeight:
-        """The weight that ``state_dict()`` and ``metadata`` describe.
+        """Create the weight from ``state_dict()`` and ``metadata``.
 
-        Raises ValueError: another layout, a tensor missing, or tensors that do not fit the sizes.
+        Raises ValueError: another layout, a missing tensor, or tensors that do not match the sizes.
         """
         if metadata.get("layout") != LAYOUT:
             raise ValueError(f"epiloq.PackedWeight: layout: expected {LAYOUT}, got {metadata.get('layout')}")
@@ -116,7 +118,8 @@ class PackedWeight:
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
     ) -> PackedWeight:
-        """A weight of zeros to load another into; ``zeros`` is "none", "zero" or "offset", ``dtype`` the scales'."""
+        """A weight of zeros into which another can be loaded; ``zeros`` is "none", "zero" or "offset", ``dtype`` that
+        of scales."""
         check_sizes(bits, group_size, "PackedWeight", n=n, k=k)
         if zeros not in ZEROS:
             refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
@@ -135,7 +138,8 @@ class PackedWeight:
         return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise ValueError unless every tensor has the shape, dtype and device that the sizes imply, and is dense."""
+        """Raise ValueError unless every tensor has the shape, dtype and device implied by the sizes, and is
+        contiguous."""
         check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
         if self.zero is not None and self.offset is not None:
             refuse("offset", "None with zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
@@ -151,19 +155,19 @@ class PackedWeight:
                 refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The same weight, every tensor replaced by ``change(tensor)``."""
+        """The same weight with ``change`` applied to every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        """The same weight on another device. (Its tensors' types are part of what it says, and stay.)"""
+        """The same weight on another device. (The types of its tensors do not change.)"""
         where = torch.device(device)
         return self.map(lambda tensor: tensor.to(where))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.
 
-        ``q`` is int8 and signed for a symmetric weight, uint8 otherwise, its columns as they were given to
+        ``q`` is int8 for a symmetric weight and uint8 otherwise, with the columns in the order given to
         `pack_weight`; ``zero`` is uint8.
         """
         codes = codes_of(self.q, self.bits)[: self.n, : self.k]
@@ -177,9 +181,10 @@ class PackedWeight:
         return q.contiguous(), scale, zero if offset is None else offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` in float32, float16 or bfloat16, its columns the layer's input features.
+        """The weight ``[N, K]`` in float32, float16 or bfloat16, with columns in the order of the layer's input
+        features.
 
-        Product and sum are each rounded to fp32, then to ``dtype``; the CPU's bits are the GPU's.
+        Product and sum are each rounded to fp32, then to ``dtype``; CPU and GPU give the same bits.
         """
         numbers = (self.bits, self.n, self.k, self.group_size)
         out = dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
@@ -188,9 +193,9 @@ class PackedWeight:
     def integers(self, dtype: torch.dtype = torch.int8) -> Tensor:
         """The differences ``q - zero`` ``[N, K]`` without their scales, exactly, as the operand of an 8-bit product.
 
-        ``dtype`` is int8, or float8_e4m3fn for at most 4 bits. Columns are in the packed order, as ``perm`` has it.
-        Raises ValueError for a weight with offsets, and where the type cannot hold the integers: float8 for 8 bits,
-        int8 for 8 bits with zero points.
+        ``dtype`` is int8, or float8_e4m3fn for at most 4 bits. Columns are in the packed order (``perm``). Raises
+        ValueError for a weight with offsets, and if the type cannot represent the integers: float8 for 8 bits, int8
+        for 8 bits with zero points.
         """
         if dtype not in (torch.int8, torch.float8_e4m3fn):
             raise ValueError(f"PackedWeight.integers: dtype: expected torch.int8 or torch.float8_e4m3fn, got {dtype}")
@@ -198,10 +203,9 @@ class PackedWeight:
         return dequantize_weight(self.q, self.scale, self.zero, self.offset, *numbers, dtype)
 
     def in_bits(self, bits: int) -> PackedWeight:
-        """The same weight with codes of 2, 3, 4 or 8 bits: every integer, zero point and scale stays as it is.
+        """The same weight with codes of 2, 3, 4 or 8 bits; integers, zero points and scales do not change.
 
-        GPU kernels read 4 bits, and neither 2 nor 3. Raises ValueError for integers or zero points that fewer bits do
-        not hold.
+        GPU kernels support 4 bits, but not 2 and 3. Raises ValueError for integers or zero points that do not fit.
         """
         check_sizes(bits, self.group_size, "PackedWeight.in_bits")
         if bits == self.bits:
@@ -246,14 +250,14 @@ def pack_weight(
         q: any integer dtype ``[N, K]``: from -2^(bits-1) to 2^(bits-1) - 1 with neither ``zero`` nor ``offset``, from 0
             to 2^bits - 1 with either.
         scale: ``[N, groups]`` float16, bfloat16 or float32, ``groups = ceil(K / group_size)``.
-        zero: integers ``[N, groups]`` from 0 to 2^bits, or to 255 for 8 bits. (Old GPTQ files store ``zero - 1``, whose
-            largest stands for 2^bits.)
+        zero: integers ``[N, groups]`` from 0 to 2^bits, or to 255 for 8 bits. (Old GPTQ files store ``zero - 1``, so
+            that the largest value means 2^bits.)
         offset: ``[N, groups]`` of the scale's dtype.
         bits: 2, 3, 4 or 8.
         group_size: columns that share parameters; -1 for the whole row. The last group may be short.
-        perm: activation order: integers ``[K]``, a permutation; column ``j`` of ``q`` is input feature ``perm[j]``, and
-            groups are of ``q``'s columns. For a weight in the layer's order whose column ``c`` is of group
-            ``g_idx[c]``: ``perm = g_idx.argsort(stable=True)`` and ``q[:, perm]``.
+        perm: activation order: a permutation, integers ``[K]``. Column ``j`` of ``q`` is input feature ``perm[j]``,
+            and groups are formed from ``q``'s columns. For a weight in the layer's order whose column ``c`` belongs
+            to group ``g_idx[c]``, use ``perm = g_idx.argsort(stable=True)`` and ``q[:, perm]``.
 
     Returns:
         The weight on q's device.

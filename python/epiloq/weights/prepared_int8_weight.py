@@ -28,7 +28,7 @@ class Int8Parameters(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """Whose arguments are checked, and what the weight is called among them."""
+    """The operation whose arguments are checked, and the weight's name among them."""
 
     operation: str
     weight: str
@@ -63,7 +63,7 @@ class _Arguments(NamedTuple):
 
 
 def quantizer_of(operation: str, name: str, scale: Any, zero: Any) -> Quantizer:
-    """Numbers of any kind as a scale, rounded to float32, and a zero point. Raises ValueError for ones out of range."""
+    """Convert numbers to a scale, rounded to float32, and a zero point. Raises ValueError if they are out of range."""
     number = float(zero)
     whole = int(number) if number.is_integer() else zero
     return _Arguments(operation, "weight").quantizer(name, (float(torch.tensor(float(scale)).float()), whole))
@@ -71,10 +71,10 @@ def quantizer_of(operation: str, name: str, scale: Any, zero: Any) -> Quantizer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedInt8Weight:
-    """An int8 weight ``weight_scale * q`` and a real bias, between a quantised input and perhaps a quantised output.
+    """An int8 weight ``weight_scale * q`` and a float bias, for a quantised input and optionally a quantised output.
 
-    Made by `prepare` or `quantize`; immutable. `updated` gives one with other scales, which shares ``q`` and needs
-    neither it nor the float weight: everything follows from ``sums``.
+    Made by `prepare` or `quantize`; immutable. `updated` returns a weight with other scales that shares ``q``; it
+    does not need the float weight, since everything is derived from ``sums``.
 
     - ``q``: int8 ``[Co, Kh, Kw, Ci / groups]``, contiguous; ``sums``: int32 ``[Co]``, of each output channel;
     - ``weight_scale``: float32, one or ``[Co]``; ``bias``: float32 ``[Co]`` or None;
@@ -102,10 +102,11 @@ class PreparedInt8Weight:
         input: Quantizer,
         output: Quantizer | None = None,
     ) -> PreparedInt8Weight:
-        """From integers ``[Co, Kh, Kw, Ci / groups]`` (or ``[N, K]``), one scale or ``[Co]``, and a bias ``[Co]``.
+        """Create from integers ``[Co, Kh, Kw, Ci / groups]`` (or ``[N, K]``), one scale or ``[Co]``, and a bias
+        ``[Co]``.
 
         Raises ValueError: a dtype, a shape, a scale that is not positive and finite or a zero point out of range;
-        TypeError for what is not a tensor.
+        TypeError for arguments that are not tensors.
         """
         return cls._prepare(_Arguments("PreparedInt8Weight", "q"), q, weight_scale, bias, input, output)
 
@@ -119,7 +120,7 @@ class PreparedInt8Weight:
         input: Quantizer,
         output: Quantizer | None,
     ) -> PreparedInt8Weight:
-        """`prepare` in a call of an operation, whose arguments its errors name."""
+        """`prepare` within a call of an operation, whose arguments are named in errors."""
         return cls._prepare(_Arguments(operation, "weight"), weight, weight_scale, bias, input, output)
 
     @classmethod
@@ -151,10 +152,10 @@ class PreparedInt8Weight:
         input: Quantizer,
         output: Quantizer | None = None,
     ) -> PreparedInt8Weight:
-        """From a convolution's float weight ``[Co, Ci / groups, Kh, Kw]`` or a linear layer's ``[N, K]``.
+        """Create from a convolution's float weight ``[Co, Ci / groups, Kh, Kw]`` or a linear layer's ``[N, K]``.
 
         ``weight_scale = max |W| / 127`` of each output channel, at least 2^-126; ``q = round(W / weight_scale)``, half
-        to even. A channel with a NaN or an infinity has a scale that is not finite.
+        to even. A channel with a NaN or an infinity has a non-finite scale.
         """
         wide = weight.float()
         wide = wide.permute(0, 2, 3, 1) if wide.ndim == 4 else wide
@@ -162,7 +163,7 @@ class PreparedInt8Weight:
         return cls.prepare(q, scale, None if bias is None else bias.float(), input=input, output=output)
 
     def updated(self, input: Quantizer | None = None, output: Quantizer | None = None) -> PreparedInt8Weight:
-        """The same weight between other quantisers; those that are None stay."""
+        """The same weight with other quantisers; those that are None do not change."""
         arguments = _Arguments("PreparedInt8Weight", "q")
         input = arguments.quantizer("input", input or self.input)
         output = arguments.quantizer("output", output) if output else self.output
@@ -170,7 +171,7 @@ class PreparedInt8Weight:
         return replace(self, input=input, output=output, scale=scale, shift=shift, correction=correction)
 
     def parameters(self, operation: str, *, to_int8: bool, clamp: tuple[float, float] | None) -> Int8Parameters:
-        """The arguments of a call besides ``q``; ``clamp`` is in real numbers."""
+        """The arguments of a call besides ``q``; ``clamp`` is not quantised."""
         if to_int8 != (self.output is not None):
             expected = "one with int8 output, got None" if to_int8 else "None with floating-point output, got one"
             raise ValueError(f"epiloq.{operation}: output_scale: expected {expected}")
@@ -190,7 +191,7 @@ class PreparedInt8Weight:
 
 
 def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """q int8 and scale float32 ``[Co]`` of the symmetric grids nearest to a float32 weight ``[Co, ..]``."""
+    """Round a float32 weight ``[Co, …]`` to nearest symmetrically: q int8 and scale float32 ``[Co]``."""
     amax = weight.abs().flatten(1).amax(1) if weight.numel() else weight.new_zeros(weight.shape[0])
     scale = (amax / 127).clamp(min=torch.finfo(torch.float32).tiny)
     q = torch.round(weight / scale.view(-1, *(1,) * (weight.ndim - 1))).nan_to_num_(0).clamp_(-127, 127)

@@ -1,4 +1,4 @@
-"""Rounding a weight to the points of a grid, group by group: shared by every algorithm and grid."""
+"""Rounding of weights to a grid, group by group, shared by all algorithms and grids."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SEARCHED = 1 << 24
 
 
 class Parameters(NamedTuple):
-    """How the points of a weight's groups lie: float32 ``[ceil(N / rows), G]``, or what broadcasts against values.
+    """Parameters of a weight's groups: float32 ``[ceil(N / rows), G]``, or a shape that broadcasts against values.
 
     shift
-        A zero point or an offset, as the grid has it; None where it has neither.
+        A zero point or an offset, depending on the grid; None if it has neither.
     """
 
     scale: Tensor
     shift: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Parameters:
-        """Both, changed alike."""
+        """Apply a function to both."""
         return Parameters(change(self.scale), None if self.shift is None else change(self.shift))
 
     def split(self, rows: Sequence[int]) -> list[Parameters]:
-        """Copies for layers whose rows were stacked, where no two rows share any."""
+        """Split into copies for layers whose rows were stacked; no two rows may share parameters."""
         shifts = [None] * len(rows) if self.shift is None else self.shift.split(list(rows))
         parts = zip(self.scale.split(list(rows)), shifts, strict=True)
         return [Parameters(scale, shift).map(Tensor.clone) for scale, shift in parts]
@@ -40,7 +40,8 @@ _Kept = TypeVar("_Kept", covariant=True)
 
 
 class Codebook(Protocol[_Kept]):
-    """Where weights may lie: a grid whose parameters are fitted to each group, and what is kept of a rounded weight."""
+    """A grid: the values that weights can have, with parameters fitted to each group, and the form of a rounded
+    weight."""
 
     @property
     def group_size(self) -> int:
@@ -48,7 +49,7 @@ class Codebook(Protocol[_Kept]):
 
     @property
     def rows(self) -> int:
-        """Neighbouring output channels that share them; -1 for all."""
+        """Number of consecutive output channels that share them; -1 for all."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,37 +57,37 @@ class Codebook(Protocol[_Kept]):
 
     @property
     def reorders(self) -> bool:
-        """Whether `kept` can represent columns in another order than the layer's, a `perm`."""
+        """Whether `kept` supports columns in an order other than the layer's (`perm`)."""
 
     def length(self, channels: int) -> int:
-        """Input channels in a full group of a layer with so many of them."""
+        """Number of input channels in a full group, given the layer's number of input channels."""
 
     def suited(self, weight: Tensor) -> Codebook[_Kept]:
-        """The grid to fit to a weight: this one, or one whose parameters are of a finer type."""
+        """The grid to fit to a weight: this one, or one with parameters of a more precise type."""
 
     def for_weight(self, weight: Tensor) -> Codebook[_Kept]:
-        """The grid with what all groups of a weight have in common; this one where they have nothing."""
+        """The grid with the parameters that all groups of a weight share; this one if there are none."""
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
-        """What spans the values of groups from the smallest to the largest, each float32."""
+        """Parameters for groups with these smallest and largest values, all float32."""
 
     def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
         """q as floating-point numbers: true division, half to even, clamped. All arguments broadcast."""
 
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """What q stands for, in float32; q is changed. All arguments broadcast."""
+        """The values of q in float32, computed in place. All arguments broadcast."""
 
     def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> _Kept:
         """A rounded weight, q ``[N, K]`` of `dtype`; its column i is input channel perm[i]."""
 
 
 def over_rows(values: Tensor, rows: int, count: int) -> Tensor:
-    """``[ceil(N / rows), ..]`` values of N = `count` output channels as ``[N, ..]``."""
+    """Expand ``[ceil(N / rows), …]`` values to ``[N, …]`` for N = `count` output channels."""
     return values if rows == 1 else values.repeat_interleave(count if rows == -1 else rows, dim=0)[:count]
 
 
 def spread(parameters: Parameters, grid: Codebook[object], shape: torch.Size) -> Parameters:
-    """Parameters of groups as ``[N, K]``, each repeated for all that share it."""
+    """Expand the parameters of groups to ``[N, K]``."""
     count, columns = shape
     return parameters.map(
         lambda values: over_rows(values.repeat_interleave(grid.length(columns), 1)[:, :columns], grid.rows, count)
@@ -98,10 +99,10 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
     """Scales, and zero points or offsets, for a weight ``[N, K]``: float32 ``[ceil(N / rows), G]``.
 
     Args:
-        moments: None takes each group's whole range. ``[K]`` searches for the part of it that minimises
-            ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, the diagonal of ``sum x x^T`` that of
-            the output if channels were uncorrelated. ``[K, K]``, that matrix itself, minimises each group's own
-            contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
+        moments: None uses each group's whole range. ``[K]`` searches for the part of it that minimises
+            ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, and the diagonal of ``sum x x^T``
+            gives that of the output if channels are uncorrelated. ``[K, K]``, the whole matrix, minimises each
+            group's contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
 
     Raises:
         ValueError: a weight that is not finite, or too large for the type of the grid's scales.
@@ -121,7 +122,7 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
 
 @torch.no_grad()
 def rtn(weight: Tensor, grid: Codebook[Kept], moments: Tensor | None = None) -> Kept:
-    """Round a weight ``[N, K]`` to the nearest points of a grid; `moments` clips, as for `fit`."""
+    """Round a weight ``[N, K]`` to nearest on a grid; `moments` enables clipping, as for `fit`."""
     grid = grid.for_weight(weight)
     parameters = fit(weight, grid, moments)
     q = grid.round(weight.float(), spread(parameters, grid, weight.shape))
@@ -129,13 +130,13 @@ def rtn(weight: Tensor, grid: Codebook[Kept], moments: Tensor | None = None) -> 
 
 
 def check_finite(name: str, value: Tensor) -> None:
-    """Raise ValueError if a tensor holds NaN or infinity."""
+    """Raise ValueError if a tensor contains NaN or infinity."""
     if not torch.isfinite(value).all():
         raise ValueError(f"quantize: {name}: expected finite numbers, got NaN or infinity")
 
 
 class _Error:
-    """The error of each group ``[N, G]`` for differences ``[N, G, length]``, as `fit` describes it."""
+    """The error of each group ``[N, G]`` for differences ``[N, G, length]``, as described in `fit`."""
 
     def __init__(self, moments: Tensor, length: int) -> None:
         groups = -(-moments.shape[-1] // length)
@@ -188,7 +189,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
 
 
 def _together(values: Tensor, rows: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``[N, G]`` values of output channels, reduced to ``[ceil(N / rows), G]`` of those that share parameters."""
+    """Reduce ``[N, G]`` values of output channels to ``[ceil(N / rows), G]`` for those that share parameters."""
     if rows == 1:
         return values
     return torch.stack([reduce(part, 0) for part in values.split(len(values) if rows == -1 else rows)])

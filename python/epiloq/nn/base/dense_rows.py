@@ -1,4 +1,4 @@
-"""Dense rows, as operations need them."""
+"""Contiguous rows, as required by operations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """`x` ``[.., R, K]`` with rows that are dense, apart and evenly spaced: itself, or a copy, of a transpose and of
-    rows that repeat or overlap."""
+    """`x` ``[…, R, K]`` with contiguous, evenly spaced rows that do not overlap: itself, or a copy (of a transpose,
+    or if rows repeat or overlap)."""
     strides, sizes = x.stride(), x.shape
     evenly = all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(x.dim() - 2))
     apart = x.dim() < 2 or strides[-2] >= sizes[-1]

@@ -1,4 +1,4 @@
-"""Direct C++ calls for layers in eager torch."""
+"""Direct C++ calls for layers in eager mode."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_DIMENSIONS = 6
 
 
 def takes_directly(x: Tensor, in_features: int, parts: Sequence[Any]) -> bool:
-    """Whether C++ may take `x` and a layer's tensors, the weight first, then the bias, as they are.
+    """Whether `x` and a layer's tensors (the weight first, then the bias) can be passed directly to C++.
 
-    That is where `x` is dense, ``[.., M, in_features]`` and of the bias's dtype, the tensors are plain, and nothing
-    compiles, traces or differentiates. Views, conversions and two operations called from Python take an eager
-    layer some 30 us, its kernels a few.
+    This requires that `x` ``[…, M, in_features]`` is contiguous and has the bias's dtype, that the tensors are plain,
+    and that nothing is compiled, traced or differentiated. Views, conversions and two operations called from Python
+    would take about 30 us, the kernels only a few.
     """
     if not direct((x,), tuple(parts)):
         return False

@@ -1,4 +1,4 @@
-"""FP8 weights times floating-point activations, for several layers."""
+"""Product of FP8 weights and floating-point activations, used by several layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epiloq.nn.base.dense_rows import dense_rows
 def fp8_weight_product(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block: tuple[int, int], out_features: int
 ) -> Tensor:
-    """``[…, out_features]`` of an FP8 weight that may be padded with zeros along both dimensions."""
+    """Product ``[…, out_features]`` with an FP8 weight that may be zero-padded along both dimensions."""
     columns = x.shape[-1]
     tokens = dense_rows(x.reshape(-1, columns))
     if weight.shape[1] > columns:

@@ -1,8 +1,8 @@
 """Gradients of layers whose quantised weights are frozen: the input's, ``dx = dy W``, and the bias's.
 
-W is the weight that the stored integers stand for. Activations are rounded on the way in, which the gradient ignores
-(straight through). One `torch.autograd.Function` covers all layers, in eager torch, under ``torch.compile`` and under
-``torch.func``'s transforms; calls that want no gradient never come here.
+W is the dequantised weight. Activations may be quantised, which the gradient ignores (straight-through estimator).
+One `torch.autograd.Function` is used for all layers, in eager mode, under ``torch.compile`` and under
+``torch.func``'s transforms; calls without gradients do not use it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ROWS = 128
 class Frozen(QuantizedLayer):
     """A layer that is a function of its input, its bias and tensors that are not trained.
 
-    The methods below take what the kernels read, in the order in which `_call` is given it.
+    The methods below take the kernels' tensors, in the order of the arguments of `_call`.
     """
 
     clamp: tuple[float, float] | None = None
 
     @abstractmethod
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        """The layer's output, by the quantised kernels."""
+        """The layer's output, computed by the quantised kernels."""
 
     @abstractmethod
     def _push(self, x: Tensor, *tensors: Any) -> Tensor:
@@ -43,18 +43,18 @@ class Frozen(QuantizedLayer):
 
     @abstractmethod
     def _pull(self, dy: Tensor, shape: torch.Size, *tensors: Any) -> Tensor:
-        """``dy W`` in floating point, of the shape of the input."""
+        """``dy W`` in floating point, in the shape of the input."""
 
     @abstractmethod
     def _spread(self, bias: Tensor) -> Tensor:
-        """The bias as it is added to an output."""
+        """The bias, broadcast for adding to an output."""
 
     @abstractmethod
     def _gather(self, dy: Tensor) -> Tensor:
         """The sum over each channel of an output."""
 
     def _call(self, x: Tensor, tensors: Sequence[Any]) -> Tensor:
-        """The layer's output, with gradients where they are wanted."""
+        """The layer's output, with gradients if they are needed."""
         bias = self._stored("bias")
         if torch.is_grad_enabled():
             self._refuse_gradients()
@@ -72,7 +72,7 @@ class Frozen(QuantizedLayer):
         return self._run(x, *tensors)
 
     def _refuse_gradients(self) -> None:
-        """Refuse gradients of all tensors but the bias."""
+        """Refuse gradients for all tensors except the bias."""
         for name, tensor in self._parameters.items():
             if name != "bias" and tensor is not None and tensor.requires_grad:
                 raise NotImplementedError(
@@ -93,7 +93,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradient of a `Frozen` layer, as torch.compile takes it."""
+    """The gradient of a `Frozen` layer, in a form that torch.compile supports."""
 
     @staticmethod
     def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
@@ -124,7 +124,7 @@ class _Gradient(torch.autograd.Function):
 
 
 class _GradientOfAnyOrder(_Gradient):
-    """The same with what torch.compile does not trace: a rule for vmap and a forward derivative."""
+    """The same with what torch.compile does not support: a rule for vmap and a forward derivative."""
 
     generate_vmap_rule = True
 
@@ -149,9 +149,9 @@ class _GradientOfAnyOrder(_Gradient):
 
 
 def _added(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
-    """The output with a floating-point product's derivatives, by adding that product less itself.
+    """The output with the derivatives of a floating-point product, which is added and subtracted again.
 
-    For transforms of torch.func within torch.compile (2.13), which trace no `torch.autograd.Function`.
+    For transforms of torch.func within torch.compile (2.13), which do not support `torch.autograd.Function`.
     """
     y = layer._run(x.detach(), *(None if t is None else t.detach() for t in tensors))
     with torch.autocast(x.device.type, enabled=False):
@@ -181,7 +181,7 @@ class FrozenLinear(Frozen):
 
     @abstractmethod
     def _parts(self) -> Sequence[Any]:
-        """What the kernels read."""
+        """The kernels' tensors."""
 
     def dequantized_weight(self) -> Tensor:
         parts = self._parts()
@@ -195,7 +195,7 @@ class FrozenLinear(Frozen):
         return dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Ranges of rows that are dequantised together."""
+        """Ranges of rows to dequantise at a time."""
         step = max(_CHUNK // max(self.in_features, 1) // _ROWS * _ROWS, _ROWS)
         return [(first, min(first + step, self.out_features)) for first in range(0, self.out_features, step)]
 

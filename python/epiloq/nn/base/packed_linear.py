@@ -30,11 +30,11 @@ _Layer = TypeVar("_Layer", bound="PackedLinear")
 
 
 class PackedLinear(FrozenLinear):
-    """``y = x W^T + bias`` with W of 2, 3, 4 or 8 bits; subclasses define the product.
+    """``y = x W^T + bias`` with weights of 2, 3, 4 or 8 bits; subclasses define the product.
 
     stored_bits
-        Of the integers in files. `bits`, those in memory, are 4 on a GPU where kernels read these and not fewer: the
-        same integers, which `file_state` gives as files have them. Loading takes either.
+        Number of bits in files. `bits`, the number in memory, is 4 on a GPU if its kernels support 4 but not fewer:
+        the same integers, which `file_state` returns in the files' form. Loading accepts either.
 
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
@@ -79,7 +79,7 @@ class PackedLinear(FrozenLinear):
 
     @classmethod
     def _of_packed(cls: type[_Layer], weight: PackedWeight, bias: Tensor | None) -> _Layer:
-        """The layer of a packed weight, but for what a subclass holds beside it."""
+        """Create a layer from a packed weight, without the additional state of a subclass."""
         if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
             raise ValueError(
                 f"{cls.__name__}: bias: expected [{weight.n}] on {weight.device}, "
@@ -93,22 +93,22 @@ class PackedLinear(FrozenLinear):
 
     @classmethod
     def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` can take `linear` as it is."""
+        """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear(cls.__name__, linear)
 
     @property
     def zeros(self) -> str:
-        """ "none", "zero" or "offset", as the constructor has it."""
+        """ "none", "zero" or "offset", as in the constructor."""
         return kind_of_zeros(self)
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as a value, which shares the parameters."""
+        """The weight as a value that shares the parameters' memory."""
         return self._value(*self._parts())
 
     @property
     def stored_packed(self) -> PackedWeight:
-        """The weight as a value, of as many bits as files have."""
+        """The weight as a value, with the bits used in files."""
         return self.packed.in_bits(self.stored_bits)
 
     def file_state(self) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class PackedLinear(FrozenLinear):
 
     @torch.no_grad()
     def _widen(self) -> None:
-        """Hold 4 bits where kernels multiply by those and would not by fewer."""
+        """Convert to 4 bits if kernels support 4 but not fewer."""
         q = self._stored("weight_q")
         numbers = (self.bits, self.in_features, self.group_size)
         if q is None or type(q) not in PLAIN or not self.widens or not wants_four_bits(q.device, *numbers):
@@ -132,7 +132,7 @@ class PackedLinear(FrozenLinear):
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             name = type(self).__name__
-            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{name}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
 
     def _parts(self) -> Sequence[Any]:
         return self._all_stored(STORED)
@@ -147,7 +147,7 @@ class PackedLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory: integers with padding, scales, zero points, the order."""
+        """Size of the quantised weight in memory, in bytes: integers with padding, scales, zero points, the order."""
         return self.packed.nbytes
 
     @property
@@ -175,7 +175,7 @@ class PackedLinear(FrozenLinear):
 
 
 def wants_four_bits(device: torch.device, bits: int, in_features: int, group_size: int) -> bool:
-    """Whether kernels of a device multiply by a weight of 4 bits and not by the same one of `bits`, which are fewer."""
+    """Whether a device's kernels support a weight of 4 bits, but not the same one with `bits` bits."""
     return device.type in WIDENING and bits < 4 and _has_kernel(4, in_features, group_size)
 
 
@@ -186,7 +186,8 @@ def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
 
 
 def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None:
-    """How a 2- or 3-bit weight runs on a GPU, for `inspect`; None for other bits, which kernels read directly."""
+    """Description of how a 2- or 3-bit weight runs on a GPU, for `inspect`; None for other bits, which kernels
+    support."""
     if bits >= 4:
         return None
     if _has_kernel(4, in_features, group_size):
@@ -195,7 +196,7 @@ def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None
 
 
 def kind_of_zeros(layer: nn.Module) -> str:
-    """What a layer's weight has besides scales: "none", "zero" or "offset"."""
+    """Kind of zero points of a layer's weight: "none", "zero" or "offset"."""
     return "zero" if layer.weight_zero is not None else "offset" if layer.weight_offset is not None else "none"
 
 
@@ -207,14 +208,14 @@ def check_grid(where: str, bits: int, group_size: int, zeros: str) -> None:
 
 
 def packed_nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> PackedWeight:
-    """The weight on the grids nearest to it, packed."""
+    """The weight rounded to nearest and packed."""
     return pack_weight(*nearest(weight, bits, group_size, symmetric), bits=bits, group_size=group_size)
 
 
 def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of the grids nearest to a weight, q ``[N, K]`` and scale ``[N, groups]``, and zero points unless symmetric.
+    """Round a weight to nearest: q ``[N, K]``, scale ``[N, groups]``, and zero points unless symmetric.
 
-    Bit for bit ``epiloq.quantize.Grid``'s, which stands on these layers and cannot be asked here.
+    Bit-identical to ``epiloq.quantize.Grid``, which depends on these layers and cannot be imported here.
     """
     n, k = weight.shape
     length = k if group_size == -1 else group_size

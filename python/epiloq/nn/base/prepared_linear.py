@@ -33,8 +33,8 @@ FP8_BLOCK = 128
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
-    """Raise ValueError, from the class `name`, unless `linear` is a float ``nn.Linear`` of finite weights that is
-    called."""
+    """Raise ValueError, on behalf of the class `name`, unless `linear` is a callable float ``nn.Linear`` with finite
+    weights."""
     if not isinstance(linear, nn.Linear):
         raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, NonDynamicallyQuantizableLinear):
@@ -56,13 +56,13 @@ def _check_sizes(name: str, in_features: int, out_features: int) -> None:
 
 
 def check_choice(name: str, argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError, from the class `name`, unless `value` is one of `choices`."""
+    """Raise ValueError, on behalf of the class `name`, unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}: {argument}: expected one of {', '.join(choices)}, got {value!r}")
 
 
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`tensor` with zeros appended along each dimension up to `shape`; itself where kernels can read it so."""
+    """`tensor` padded with zeros to `shape`; unchanged if kernels can read it directly."""
     aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
     if tensor.shape == shape and aligned:
         return tensor
@@ -74,16 +74,16 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """8-bit values as the bytes that a layer stores; others unchanged."""
+    """8-bit values viewed as the bytes that a layer stores; others unchanged."""
     return values.view(dtype) if values.dtype != dtype and values.dtype.itemsize == dtype.itemsize == 1 else values
 
 
 class PreparedLinear(FrozenLinear):
-    """A linear layer for inference, of tensors that kernels read padded with zeros.
+    """A linear layer for inference, whose tensors kernels read padded with zeros.
 
-    Stored tensors have the sizes of the layer. Of sizes that kernels do not take, they get padded copies. Only `bias`
-    follows ``.to(dtype)``. Loading takes floating-point tensors in any floating-point dtype where the layer's is not
-    of one byte, and keeps the parameters' addresses (unless assigned).
+    Stored tensors have the sizes of the layer. For sizes that kernels do not support, padded copies are made. Only
+    `bias` follows ``.to(dtype)``. Loading accepts floating-point tensors in any floating-point dtype unless the
+    layer's dtype has one byte, and keeps the parameters' addresses (unless assigned).
     """
 
     RENAMED = FILES_SAY_WEIGHT
@@ -108,7 +108,7 @@ class PreparedLinear(FrozenLinear):
 
     @property
     def padded_in_features(self) -> int:
-        """Input features with padding, as kernels read them."""
+        """Input features including the padding that kernels read."""
         return self._padded_shapes["weight_q"][-1]
 
     def _hold(
@@ -120,7 +120,7 @@ class PreparedLinear(FrozenLinear):
         device: torch.device | str | None,
         wanted: bool = True,
     ) -> None:
-        """Store a tensor of `shape`, which kernels read padded to `multiples`; None unless `wanted`."""
+        """Register a tensor of `shape` that kernels read padded to `multiples`; None unless `wanted`."""
         if dtype is not None and dtype.is_floating_point and dtype.itemsize == 1:
             dtype = torch.uint8
         padding = zip(shape, multiples, strict=True)
@@ -129,7 +129,7 @@ class PreparedLinear(FrozenLinear):
 
     @torch.no_grad()
     def _fill(self, **tensors: Tensor | None) -> None:
-        """Copy tensors, which may be padded, into the parameters of their names."""
+        """Copy tensors, which may be padded, into the parameters with these names."""
         for name, tensor in tensors.items():
             held = self._parameters[name]
             if held is not None and tensor is not None:
@@ -162,11 +162,11 @@ class PreparedLinear(FrozenLinear):
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{self._class()}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
 
     def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: tuple[Any, ...]) -> list[Any] | None:
-        """Where one C++ call suffices: the tensor it may write, `x`, and the layer's parts. Of one of `dtypes`, and
-        with nothing to cut off along N. Otherwise None."""
+        """Arguments of a single C++ call, if that suffices: the output, `x` and the layer's tensors. Requires one of
+        `dtypes` and no padding along N. Otherwise None."""
         if x.dtype not in dtypes or not takes_directly(x, self.in_features, parts):
             return None
         if parts[0].shape[0] != self.out_features:
@@ -174,12 +174,12 @@ class PreparedLinear(FrozenLinear):
         return [x.new_empty((*x.shape[:-1], self.out_features)), x, *parts]
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """`x` as a matrix with dense rows."""
+        """`x` as a matrix with contiguous rows."""
         self._check_width(x)
         return dense_rows(x.reshape(-1, self.in_features))
 
     def _result(self, y: Tensor, x: Tensor) -> Tensor:
-        """The product `y`, padded along N, in the form that belongs to the input `x`."""
+        """The product `y`, which is padded along N, in the shape that corresponds to the input `x`."""
         y = y[:, : self.out_features].contiguous().to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -194,7 +194,7 @@ class PreparedLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory: values, scales, and what kernels read beside these."""
+        """Size of the quantised weight in memory, in bytes: values, scales, and copies for the kernels."""
         not_weight = ("bias", "input_scale", "input_zero_point")
         tensors = [t for name, t in self._parameters.items() if name not in not_weight]
         tensors += [t for name, t in zip(self.PARTS, self._made, strict=True) if name not in not_weight]
@@ -216,7 +216,7 @@ class PreparedLinear(FrozenLinear):
 def number(
     where: str, value: float | Tensor | None, wanted: bool, kinds: tuple[type[float], ...], low: float, high: float
 ) -> float:
-    """`value` as a number from `low` to `high`, or 0 where this kind of activation has no such parameter."""
+    """`value` as a number from `low` to `high`, or 0 if this kind of activation has no such parameter."""
     if value is None and not wanted:
         return 0
     found: float | Tensor | None = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

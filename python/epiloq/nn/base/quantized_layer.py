@@ -30,10 +30,11 @@ class _Made(NamedTuple):
 
 
 class StoredTensors(nn.Module):
-    """A module of parameters without gradients, which are its state dict, each under its own name.
+    """A module whose state dict consists of parameters without gradients.
 
-    They may be loaded, copied or assigned one at a time and in any order, also onto "meta". What kernels read beside
-    them, `_made`, follows by itself. Casts convert `FOLLOWS` alone; integers, float8 and scales keep types and strides.
+    They may be loaded, copied or assigned individually and in any order, also onto "meta". The tensors derived from
+    them for the kernels, `_made`, are updated automatically. Casts convert only `FOLLOWS`; integers, float8 and
+    scales keep their types and strides.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
@@ -63,17 +64,17 @@ class StoredTensors(nn.Module):
             return [self._stored(name) for name in names]
 
     def file_state(self) -> dict[str, Tensor]:
-        """The state dict under the names that files have, and in their form; loading takes either."""
+        """The state dict with the names and in the form used in files; loading accepts either."""
         names = {name: given for given, name in self.RENAMED.items()}
         return {names.get(name, name): t.detach() for name, t in self._parameters.items() if t is not None}
 
     def _make(self) -> Any:
-        """What kernels read, from the stored tensors: a tensor or other value, or a tuple of such."""
+        """Derive the kernels' tensors from the stored ones: a tensor or other value, or a tuple of these."""
         return None
 
     @property
     def _made(self) -> Any:
-        """What kernels read, recomputed if a stored tensor has changed."""
+        """The kernels' tensors, recomputed if a stored tensor has changed."""
         held = self._held
         if is_compiling():
             # A graph reads what was made before, if it was made of these tensors, and otherwise makes it itself.
@@ -114,10 +115,10 @@ class StoredTensors(nn.Module):
         return value
 
     def _settle(self) -> str | None:
-        """After tensors came or went: hold them as parameters that stay frozen, and make what follows from them.
+        """Called after tensors were replaced: keep them as frozen parameters, and update the derived tensors.
 
-        That is made at once, where all tensors are there, so that captured and compiled graphs see it too. Gives what
-        is wrong with their values, if anything is.
+        If all tensors are present this is done immediately, so that captured and compiled graphs see it too. Returns
+        an error text if their values are invalid.
         """
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
@@ -199,14 +200,15 @@ FILES_SAY_WEIGHT: Mapping[str, str] = {"weight": "weight_q"}
 
 
 class QuantizedLayer(StoredTensors):
-    """`StoredTensors` of a layer with a weight: `weight_q` and its scales, and `weight`, computed from them."""
+    """`StoredTensors` of a layer with a weight: `weight_q` and its scales, and `weight`, which is computed from
+    them."""
 
     weight_q: Tensor
     bias: Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type of the layer that this replaces: of its bias, where it has one; casts change it."""
+        """The floating-point type of the layer that this one replaces (and of its bias); casts change it."""
         return self._dtype if self.bias is None else self.bias.dtype
 
     @property
@@ -216,20 +218,20 @@ class QuantizedLayer(StoredTensors):
 
     @abstractmethod
     def dequantized_weight(self) -> Tensor:
-        """The float weight that the stored integers and scales stand for, float32 of `weight_shape`, computed anew."""
+        """The dequantised weight, float32 of `weight_shape`, computed by each call."""
 
     @property
     def weight(self) -> Tensor:
-        """The float weight, for code that reads the ``weight`` of a layer: a tensor of `weight_shape` and `dtype`.
+        """The dequantised weight, for code that reads a layer's ``weight``: a tensor of `weight_shape` and `dtype`.
 
-        Nothing is computed until an operation of torch is called with it; it cannot be written to.
+        Nothing is computed until a torch operation uses it; it cannot be written to.
         """
         if is_compiling():
             return self.dequantized_weight().to(self.dtype)
         return WeightView(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; raises NotImplementedError for a float "weight", which the layer has not."""
+        """As for any module; raises NotImplementedError for a float "weight", which the layer does not have."""
         if name == "weight":
             raise NotImplementedError(
                 f"{type(self).__name__}.weight: cannot be replaced, as the layer stores integers and scales: load "
@@ -239,7 +241,7 @@ class QuantizedLayer(StoredTensors):
 
 
 def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input of a layer, cast if autocast is on. Raises TypeError for what is no tensor, as torch's layers do."""
+    """The input of a layer, cast under autocast. Raises TypeError unless it is a tensor, as torch's layers do."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
     if x.is_nested:
@@ -257,17 +259,17 @@ def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def expected(held: Tensor, given: Tensor) -> str:
-    """The expected and the given tensor, for an error message."""
+    """Describes the expected and the given tensor, for an error message."""
     return f"expected {held.dtype} {list(held.shape)}, got {given.dtype} {list(given.shape)}"
 
 
 def _same_kind(given: torch.dtype, held: torch.dtype) -> bool:
-    """Whether a tensor may be loaded: weights of a byte as they are, other floating-point values in any such dtype."""
+    """Whether a tensor may be loaded: one-byte weights with the same dtype, other floating-point values with any."""
     return given == held or (given.is_floating_point and held.is_floating_point and held.itemsize > 1)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Dense, at an address that is a multiple of 16: those of a safetensors file need not be."""
+    """Contiguous and 16-byte aligned, which tensors of a safetensors file need not be."""
     if type(tensor) not in PLAIN or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -283,7 +285,7 @@ def _apart_from(stored: set[int], value: Any) -> frozenset[int]:
 
 
 def _in_place(held: _Made, new: Any, own: frozenset[int]) -> Any:
-    """`new` in the memory of what was made before, where it fits, for captured CUDA graphs keep its address."""
+    """`new`, copied into the existing memory if it fits, because captured CUDA graphs keep its address."""
     if not isinstance(new, tuple) or len(new) != len(held.value):
         return new
     return tuple(

@@ -1,4 +1,4 @@
-"""WeightView: the ``weight`` of a quantised layer, computed when read."""
+"""WeightView: the ``weight`` of a quantised layer, computed when it is used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class WeightView(Tensor):
-    """The float weight of a quantised layer, which is not in memory: shape, dtype and device are known at once.
+    """The dequantised weight of a quantised layer as a lazy tensor: shape, dtype and device are known, values are not
+    stored.
 
-    Models ask their layers for ``weight.dtype`` and cast to it, or multiply by ``weight`` themselves. An operation of
-    torch computes the weight from the layer's stored tensors, as they then are, each time. Writing to it raises
-    NotImplementedError.
+    Some models cast to ``weight.dtype``, or multiply by ``weight`` themselves. Each torch operation computes the
+    weight from the layer's current tensors. Writing to it raises NotImplementedError.
     """
 
     # transformers never initialises it.

@@ -19,8 +19,8 @@ Clamp = tuple[float, float]
 
 
 def check_conv2d(name: str, conv: nn.Module) -> None:
-    """Raise ValueError, from the class `name`, unless `conv` is a float ``nn.Conv2d`` of finite weights, padded by
-    zeros."""
+    """Raise ValueError, on behalf of the class `name`, unless `conv` is a float ``nn.Conv2d`` with finite weights and
+    zero padding."""
     if not isinstance(conv, nn.Conv2d):
         raise ValueError(f"{name}: conv: expected a torch.nn.Conv2d, got {type(conv).__name__}")
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
@@ -39,7 +39,7 @@ def padding_of(conv: nn.Conv2d) -> Padding:
 
 
 class QuantizedConv2d(Frozen):
-    """A convolution with frozen weights: its sizes."""
+    """Base class of convolutions with frozen weights, with their sizes."""
 
     def __init__(
         self,
@@ -118,5 +118,5 @@ class QuantizedConv2d(Frozen):
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """What torch's convolutions compute in: on a CPU float32."""
+    """The type in which torch's convolutions compute: float32 on a CPU."""
     return x.dtype if x.is_cuda else torch.float32

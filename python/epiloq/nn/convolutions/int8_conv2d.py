@@ -28,26 +28,26 @@ _MAX_TERMS = (2**31 - 1) // (255 * 128)
 
 
 class Int8Conv2d(QuantizedConv2d):
-    """``y = clamp(conv2d(x, W) + bias)`` with int8 W (one scale an output channel) and int8 x (one scale in all).
+    """``y = clamp(conv2d(x, W) + bias)`` with int8 weights (one scale per output channel) and int8 x (one scale).
 
-    For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, which is quantised on the way in,
-    or int8: then it is taken for quantised by `input_scale` and `input_zero_point`. `y` is ``[B, out_channels, P, Q]``
-    in channels_last memory: int8 where the layer has an output quantiser, else of x's dtype (of `dtype` after an int8
-    `x`). See ``epiloq.conv2d_int8``.
+    `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, which is then quantised, or int8 that was
+    quantised with `input_scale` and `input_zero_point`. `y` is ``[B, out_channels, P, Q]`` in channels_last memory:
+    int8 if the layer has an output quantiser, otherwise of x's dtype (`dtype` for int8 `x`). See
+    ``epiloq.conv2d_int8``.
 
-    Parameters without gradients, which are the state dict (C = in_channels / groups):
+    Parameters without gradients, which form the state dict (C = in_channels / groups):
         weight_q            int8 [out_channels, Kh, Kw, C]
         weight_scale        float32 [out_channels]
-        bias                float32 [out_channels], in real numbers
+        bias float32 [out_channels], not quantised
         input_scale         float32 [1]
         input_zero_point    int32 [1] in [-128, 127]
-        output_scale        float32 [1], with an output quantiser alone
+        output_scale float32 [1], only with an output quantiser
         output_zero_point   int32 [1]
-    None of them follows ``.to(dtype)``. What the kernels take besides is made from these before the next call.
-    `set_quantizers` changes the scales and needs no float weight. `weight` is the float weight ``[out_channels, C, Kh,
-    Kw]`` that these stand for, computed when it is read.
+    None of them follows ``.to(dtype)``. Other tensors for the kernels are derived from these before the next call.
+    `set_quantizers` changes the scales and does not need the float weight. `weight` is the dequantised weight
+    ``[out_channels, C, Kh, Kw]``, computed on access.
 
-    Raises ValueError for sizes that do not fit, or sums of more than 65793 products, which int32 might not hold.
+    Raises ValueError for invalid sizes, or sums of more than 65793 products, which could overflow int32.
     """
 
     weight_scale: Tensor
@@ -102,12 +102,12 @@ class Int8Conv2d(QuantizedConv2d):
         output: Quantizer | None = None,
         clamp: Clamp | None = None,
     ) -> Int8Conv2d:
-        """Round `conv` (left as it is) to the nearest int8 weights, on its device.
+        """Round `conv` (which is not changed) to the nearest int8 weights, on its device.
 
-        ``weight_scale = max |W| / 127`` of each output channel, at least 2^-126. x is about
+        ``weight_scale = max |W| / 127`` for each output channel, at least 2^-126. x is about
         ``input_scale * (q - input_zero_point)``; `output` is y's scale and zero point, for a layer with int8 output.
 
-        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros.
+        Raises ValueError unless `conv` is a float ``nn.Conv2d`` with zero padding.
         """
         cls.check_convertible(conv)
         layer = cls(
@@ -133,7 +133,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     @staticmethod
     def check_convertible(conv: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_conv2d`` can take `conv` as it is."""
+        """Raise ValueError unless ``from_conv2d`` supports `conv`."""
         check_conv2d("Int8Conv2d", conv)
         assert isinstance(conv, nn.Conv2d)
         _check_terms(conv.weight[0].numel())
@@ -152,7 +152,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     @torch.no_grad()
     def set_quantizers(self, input: Quantizer | None = None, output: Quantizer | None = None) -> None:
-        """Change the scale and zero point of x, of y, or of both. Raises ValueError for ones out of range."""
+        """Change the scale and zero point of x, y or both. Raises ValueError if they are out of range."""
         into = None if input is None else quantizer_of("Int8Conv2d", "input", *input)
         onto = None if output is None else quantizer_of("Int8Conv2d", "output", *output)
         if into is not None:
@@ -194,12 +194,12 @@ class Int8Conv2d(QuantizedConv2d):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory."""
+        """Size of the quantised weight in memory, in bytes."""
         return self.weight_q.nbytes + 2 * self.weight_scale.nbytes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type that the layer stands in for; casts change it."""
+        """The floating-point type of the layer that this one replaces; casts change it."""
         return self._dtype
 
     def dequantized_weight(self) -> Tensor:

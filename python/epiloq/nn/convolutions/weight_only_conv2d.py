@@ -18,15 +18,15 @@ _STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset")
 
 
 class WeightOnlyConv2d(QuantizedConv2d):
-    """``y = clamp(conv2d(x, W) + bias)`` with W of 2, 3, 4 or 8 bits, see ``epiloq.conv2d_weight_only``.
+    """``y = clamp(conv2d(x, W) + bias)`` with weights of 2, 3, 4 or 8 bits, see ``epiloq.conv2d_weight_only``.
 
-    For inference. `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, best in channels_last memory; `y`
-    is ``[B, out_channels, P, Q]`` in the dtype of `x` and channels_last memory. Made by `from_conv2d` or `from_packed`.
+    `x` is ``[B, in_channels, H, W]`` in float32, float16 or bfloat16, preferably in channels_last memory; `y` is ``[B,
+    out_channels, P, Q]`` in the dtype of `x` and channels_last memory. Made by `from_conv2d` or `from_packed`.
 
-    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
-    `weight_zero` and `weight_offset`, as ``epiloq.PackedConv2dWeight`` describes them; `bias` ``[out_channels]`` of the
-    layer's float dtype, the only one that ``.to(dtype)`` converts. `packed` is these as a value, `weight` the float
-    weight, computed when it is read.
+    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale` and, if present, `weight_zero`
+    and `weight_offset`, as described for ``epiloq.PackedConv2dWeight``; `bias` ``[out_channels]`` of the layer's
+    float dtype, the only parameter that ``.to(dtype)`` converts. `packed` is these as a value, `weight` the
+    dequantised weight, computed on access.
     """
 
     weight_q: Tensor
@@ -50,7 +50,8 @@ class WeightOnlyConv2d(QuantizedConv2d):
         groups: int = 1,
         clamp: Clamp | None = None,
     ) -> WeightOnlyConv2d:
-        """The layer of a packed weight ``[out_channels, Kh, Kw, in_channels / groups]``, whose tensors it shares."""
+        """Create a layer that shares the tensors of a packed weight ``[out_channels, Kh, Kw, in_channels /
+        groups]``."""
         if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
             raise ValueError(
                 f"WeightOnlyConv2d: bias: expected [{weight.n}] on {weight.device}, "
@@ -69,13 +70,13 @@ class WeightOnlyConv2d(QuantizedConv2d):
     def from_conv2d(
         cls, conv: nn.Conv2d, *, bits: int = 4, group_size: int = -1, zeros: str = "none", clamp: Clamp | None = None
     ) -> WeightOnlyConv2d:
-        """Round `conv` (left as it is) to the nearest grid of each block of input channels, on its device.
+        """Round `conv` (which is not changed) to the nearest grid of each block of input channels, on its device.
 
-        As `WeightOnlyLinear.from_linear` does; with group_size -1, and where a group of channels has one alone
-        (depthwise convolutions), there is a scale an output channel.
+        Rounds as `WeightOnlyLinear.from_linear`. With group_size -1, and for depthwise convolutions, there is one
+        scale per output channel.
 
-        Raises ValueError for what is not a float ``nn.Conv2d`` with padding of zeros, and other zeros than "none" and
-        "zero".
+        Raises ValueError unless `conv` is a float ``nn.Conv2d`` with zero padding, and for zeros other than "none"
+        and "zero".
         """
         cls.check_convertible(conv)
         check_grid("WeightOnlyConv2d", bits, group_size, zeros)
@@ -92,17 +93,17 @@ class WeightOnlyConv2d(QuantizedConv2d):
 
     @staticmethod
     def check_convertible(conv: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_conv2d`` can take `conv` as it is."""
+        """Raise ValueError unless ``from_conv2d`` supports `conv`."""
         check_conv2d("WeightOnlyConv2d", conv)
 
     @property
     def zeros(self) -> str:
-        """ "none", "zero" or "offset": what the weight has beside scales."""
+        """ "none", "zero" or "offset": kind of zero points."""
         return kind_of_zeros(self)
 
     @property
     def packed(self) -> PackedConv2dWeight:
-        """The weight as a value, which shares the parameters."""
+        """The weight as a value that shares the parameters' memory."""
         return self._value(*self._all_stored(_STORED))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the quantised weight in memory: integers with padding, scales, zero points."""
+        """Size of the quantised weight in memory, in bytes: integers with padding, scales, zero points."""
         return self.packed.nbytes
 
     def dequantized_weight(self) -> Tensor:
@@ -146,7 +147,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
 
 
 def nearest_blocks(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q ``[Co, Kh, Kw, C]``, scale and zero points, as `pack_conv2d_weight` takes them, of the grids nearest."""
+    """Round to nearest: q ``[Co, Kh, Kw, C]``, scale and zero points for `pack_conv2d_weight`."""
     n, kh, kw, channels = weight.shape
     shape = parameter_shape(group_size, (n, kh, kw, channels))
     if len(shape) == 1:

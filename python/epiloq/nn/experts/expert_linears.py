@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Projections(NamedTuple):
-    """The names of an expert's three matrices, as checkpoints have them."""
+    """Names of an expert's three matrices in checkpoints."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -21,9 +21,10 @@ class Projections(NamedTuple):
 def check_routing(
     name: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None, experts: int
 ) -> None:
-    """Refuse what the experts of `name` cannot take; numbers of experts where they can be read without waiting.
+    """Check the inputs of the experts called `name`; values of expert indices only where no synchronisation is
+    needed.
 
-    `hidden` is None where the layers do not say how wide they are.
+    `hidden` is None if the width of the layers is unknown.
     """
     if hidden_states.dim() != 2 or (hidden is not None and hidden_states.shape[1] != hidden):
         wanted = "H" if hidden is None else hidden
@@ -43,14 +44,14 @@ def check_routing(
 
 @dataclass(frozen=True)
 class Routing:
-    """Which expert takes which token: T tokens, top_k experts each.
+    """Assignment of T tokens to top_k experts each.
 
     order
         int64 ``[T top_k]``: positions among ``top_k_index.flatten()``, sorted by expert.
     ends
-        int32 ``[E]``: the ends of the experts' rows in that order, as ``epiloq.grouped_mm`` takes them.
+        int32 ``[E]``: the ends of the experts' rows in that order, as for ``epiloq.grouped_mm``.
     partial
-        Whether rows of other experts follow, which other processes have; their values are not read.
+        Whether rows for experts in other processes follow; their values are not read.
     """
 
     order: Tensor
@@ -60,7 +61,7 @@ class Routing:
 
     @classmethod
     def of(cls, top_k_index: Tensor, experts: int, part: range | None = None) -> Routing:
-        """Of the numbers ``[T, top_k]`` of each token's experts, of which those of `part` are here if it is given.
+        """Create from the indices ``[T, top_k]`` of each token's experts; `part` selects the experts in this process.
 
         Nothing is read back to the host.
         """
@@ -82,7 +83,8 @@ class Routing:
         return self.order.div(self.top_k, rounding_mode="floor")
 
     def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Rows ``[T top_k, H]``, sorted by expert, as each token's weighted sum ``[T, H]``, in fp32 and in order."""
+        """Combine rows ``[T top_k, H]``, sorted by expert, to each token's weighted sum ``[T, H]``, in fp32 and in
+        order."""
         if self.partial:
             rows = torch.arange(y.shape[0], device=y.device).unsqueeze(-1)
             y = y.masked_fill(rows >= self.ends[-1], 0)
@@ -92,16 +94,17 @@ class Routing:
 
 
 class ExpertLinears(nn.Module):
-    """A layer's experts, each matrix a layer of its own: ``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j.
+    """Experts with a separate layer per matrix: ``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j.
 
-    It is called as the experts of transformers are, with ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]``
-    and ``top_k_weights`` ``[T, top_k]``, and gives ``[T, H]``. Its layers are named as checkpoints name them,
-    ``7.gate_proj`` (or as `experts` has it, gate, up and down in this order), and may be of any kind, quantised or
-    not. Each call reads on the host how many rows each expert has; ``GatedExperts`` does not. Raises ValueError for
-    other shapes, and for numbers of experts that there are not (on a GPU those are not looked at).
+    It has the interface of transformers' experts: ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]`` and
+    ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``
+    (or those of `experts`: gate, up and down, in this order), and may be of any kind, quantised or not. Each call
+    reads the number of rows of each expert on the host; ``GatedExperts`` does not. Raises ValueError for other
+    shapes, and for invalid expert indices (which are not checked on a GPU).
 
     part, whole
-        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
+        The range of experts in this process and their total number, under expert parallelism: see
+        ``epiloq.parallel``.
     """
 
     part: range | None = None

@@ -21,25 +21,26 @@ _PROJECTIONS = ("gate_up_proj", "down_proj")
 class Fp4Experts(StoredTensors):
     """``sum_j w_j (act(x Wg_e^T + bg_e, x Wu_e^T + bu_e) Wd_e^T + bd_e)``, e = index_j, with MXFP4 weights.
 
-    For inference, in the place of ``GptOssExperts`` of transformers and called like them: ``hidden_states`` ``[T, H]``
-    (float32, float16 or bfloat16), ``router_indices`` ``[T, top_k]`` and ``routing_weights`` ``[T, top_k]``, giving
-    ``[T, H]`` of the same dtype. ``act(gate, up) = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)`` with ``g =
-    min(gate, limit)``. Rows are sorted by expert and multiplied by two `epiloq.packed_fp4_mm`, which on a GPU read
-    nothing back to the host for up to 64 rows an expert on average. The experts' results are added in fp32, in a fixed
-    order.
+    Replaces transformers' ``GptOssExperts``, with the same interface: ``hidden_states`` ``[T, H]`` (float32, float16
+    or bfloat16), ``router_indices`` ``[T, top_k]`` and ``routing_weights`` ``[T, top_k]`` give ``[T, H]`` of the same
+    dtype. ``act(gate, up) = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)`` with ``g =
+    min(gate, limit)``. Rows are sorted by expert and multiplied by two `epiloq.packed_fp4_mm`, which on a GPU do not
+    read anything back to the host for up to 64 rows per expert on average. The experts' results are added in fp32, in
+    a fixed order.
 
-    Parameters without gradients, which are the state dict (E = experts, H = hidden, I = intermediate):
+    Parameters without gradients, which form the state dict (E = experts, H = hidden, I = intermediate):
         gate_up_proj_q, gate_up_proj_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, of ``[2 E I, H]``: the
                                             experts' matrices stacked, rows of gate and up alternating
         gate_up_proj_bias                   [E, 2 I], of the model's float dtype, as down_proj_bias [E, H]
         down_proj_q, down_proj_scale        likewise of ``[E H, I]``
-    `file_state` gives, and `from_blocks` takes, what the checkpoints hold (`shapes`).
+    `file_state` returns, and `from_blocks` takes, the tensors of checkpoints (`shapes`).
 
     part, whole
-        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
+        The range of experts in this process and their total number, under expert parallelism: see
+        ``epiloq.parallel``.
 
-    Raises ValueError for sizes that blocks of 32 do not fill, for other shapes of inputs, and on a CPU for numbers of
-    experts that there are not.
+    Raises ValueError for sizes that are not multiples of 32, for other shapes of inputs, and on a CPU for invalid
+    expert indices.
     """
 
     FOLLOWS = frozenset({"gate_up_proj_bias", "down_proj_bias"})
@@ -76,10 +77,10 @@ class Fp4Experts(StoredTensors):
         return (2 * self.intermediate, self.hidden) if name == _PROJECTIONS[0] else (self.hidden, self.intermediate)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the checkpoints' tensors by name.
+        """Shapes of the checkpoints' tensors by name.
 
-        ``gate_up_proj_blocks`` uint8 ``[E, 2 I, H / 32, 16]`` has two E2M1 codes in a byte, an even column in the low
-        half; ``gate_up_proj_scales`` uint8 ``[E, 2 I, H / 32]`` the bytes of E8M0; and down_proj likewise.
+        ``gate_up_proj_blocks`` uint8 ``[E, 2 I, H / 32, 16]`` has two E2M1 codes per byte, with an even column in the
+        low half; ``gate_up_proj_scales`` uint8 ``[E, 2 I, H / 32]`` are E8M0 bytes; down_proj likewise.
         """
         found: dict[str, tuple[int, ...]] = {}
         for name in _PROJECTIONS:
@@ -91,7 +92,7 @@ class Fp4Experts(StoredTensors):
 
     @torch.no_grad()
     def from_blocks(self, tensors: Mapping[str, Tensor]) -> Fp4Experts:
-        """Experts like these, of the checkpoints' tensors by name (`shapes`), on their device.
+        """Create experts like these from the checkpoints' tensors by name (`shapes`), on their device.
 
         Raises ValueError, which names the tensor, for one that is missing or of another shape or type.
         """
@@ -116,7 +117,7 @@ class Fp4Experts(StoredTensors):
         return made.train(self.training)
 
     def some(self, part: range, tensors: Mapping[str, Tensor]) -> Fp4Experts:
-        """The experts of `part` alone, of the checkpoints' tensors of these; their share of each token's sum."""
+        """Create only the experts of `part`, from their tensors; they compute their part of each token's sum."""
         sizes = (len(part), self.hidden, self.intermediate)
         outline = Fp4Experts(*sizes, alpha=self.alpha, limit=self.limit, device="meta", dtype=self._dtype)
         made = outline.train(self.training).from_blocks(tensors)
@@ -124,7 +125,7 @@ class Fp4Experts(StoredTensors):
         return made
 
     def packed(self, name: str) -> PackedFp4Weight:
-        """All experts' matrices of "gate_up_proj" or "down_proj", which share the parameters."""
+        """The matrices "gate_up_proj" or "down_proj" of all experts, sharing the parameters' memory."""
         rows, columns = self._sizes(name)
         q, scale = self.get_parameter(f"{name}_q"), self.get_parameter(f"{name}_scale")
         return PackedFp4Weight(q, scale, None, _FORMAT, self.experts * rows, columns)
@@ -151,7 +152,7 @@ class Fp4Experts(StoredTensors):
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows sorted by expert, by the matrices of this name, with their biases."""
+        """Product of rows sorted by expert with the matrices of this name, with biases."""
         bias = self.get_parameter(f"{name}_bias").to(rows.dtype)
         return epiloq.packed_fp4_mm(rows, self.packed(name), bias, offs=ends)
 

@@ -19,7 +19,7 @@ class Fp8BlockExperts(Experts):
     Weights are float8_e4m3fn with a scale for 128 x 128 of them, activations float8_e4m3fn with a scale for 128 of a
     token, measured at run time, as `Fp8BlockLinear` has them.
 
-    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q          uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale_inv  float32 [E, ceil(N / 128), ceil(K / 128)], max|W| / 448 of the block, at least 2^-126
     Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.

@@ -32,7 +32,8 @@ _Linears: TypeAlias = Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | W4A8
 
 @dataclass(frozen=True)
 class Kind:
-    """Linear layers that can be run together: their class, its options, and the class that runs them."""
+    """Kind of linear layers that can be computed together: their class, its options, and the class that computes
+    them."""
 
     linear: type[_Linears]
     experts: type[Experts]
@@ -40,7 +41,7 @@ class Kind:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Kind | None:
-        """Of a layer; None where there is no class that runs such layers together."""
+        """The kind of a layer; None if no class computes such layers together."""
         if getattr(layer, "bias", None) is not None:
             return None
         if isinstance(layer, Fp8BlockLinear):
@@ -62,7 +63,7 @@ class Kind:
     def stacked(
         self, experts: int, in_features: int, out_features: int, matrices: int, device: torch.device | str | None
     ) -> Experts:
-        """Layers of so many experts, each of so many matrices of as many rows, stacked, without values."""
+        """Stacked layers for `experts` experts with `matrices` matrices each, without values."""
         options = self.options if self.experts.IN_PANELS else {}
         if issubclass(self.experts, PackedFp4Experts):
             options = {**options, "matrices": matrices}
@@ -72,22 +73,22 @@ class Kind:
 class GatedExperts(nn.Module):
     """``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j, with quantised weights and activations.
 
-    For inference, in the place of the experts of a model in transformers, and called as they are: ``hidden_states``
-    ``[T, H]`` (float32, float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` of 0 to E - 1 and ``top_k_weights``
-    ``[T, top_k]``, giving ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and
-    up in one ``epiloq.grouped_mm``, gated and quantised in one pass where `act_fn` is SiLU, multiplied by down in
-    another, and summed in fp32, always in the same order. Nothing is read back to the host, but of weights of few
-    bits (`PackedExperts`, `PackedFp4Experts`) for more than 64 rows an expert on average, where one expert is
-    multiplied after the other. Raises ValueError for other shapes, and on a CPU for numbers of experts that there are
-    not.
+    Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
+    float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give
+    ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and up in one
+    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU), multiplied by down in another, and
+    summed in fp32 in a fixed order. Nothing is read back to the host, except with low-bit weights (`PackedExperts`,
+    `PackedFp4Experts`) for more than 64 rows per expert on average, where experts are multiplied one by one. Raises
+    ValueError for other shapes, and on a CPU for invalid expert indices.
 
-    Stored, and in the state dict, are the tensors of all experts together, gate's before up's, in
-    `gate_up` and `down`. State dicts may also hold a matrix an expert, as `file_state` gives them and checkpoints have
-    them: what the linear layers of `kind` hold, under names like ``7.gate_proj.weight``. Layers that scale
-    activations by the tensor (``Fp8Linear`` of activation "tensor") are run with a scale a token, which is finer.
+    The tensors of all experts are stored together, gate before up, in `gate_up` and `down`, and so they are in the
+    state dict. Loading also accepts one matrix per expert, as returned by `file_state` and stored in checkpoints: the
+    tensors of the linear layers of `kind`, with names like ``7.gate_proj.weight``. Layers with one activation scale
+    per tensor (``Fp8Linear`` with activation "tensor") run with a scale per token, which is finer.
 
     part, whole
-        Which experts of how many these are, where other processes have the others: see ``epiloq.parallel``.
+        The range of experts in this process and their total number, under expert parallelism: see
+        ``epiloq.parallel``.
     """
 
     part: range | None = None
@@ -118,7 +119,7 @@ class GatedExperts(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, linears: ExpertLinears) -> GatedExperts | None:
-        """The same experts, run together; None unless all of their layers are of one kind that can be."""
+        """The same experts, computed together; None unless all of their layers are of the same supported kind."""
         first: Any = linears.layers(0)[0]
         kind = Kind.of(first)
         # The last one first: it is float still whenever this is asked while layer after layer is quantised.
@@ -149,7 +150,7 @@ class GatedExperts(nn.Module):
         return module.train(linears.training)
 
     def linears(self, device: torch.device | str | None = None) -> Iterator[tuple[str, nn.Module]]:
-        """The linear layers that it stands for, by their names in its state dict; on "meta" without values."""
+        """The corresponding linear layers by their names in the state dict; on "meta" without values."""
         for expert in range(self.experts):
             for projection in self.projections:
                 rows, columns = self.hidden, self.intermediate
@@ -162,7 +163,7 @@ class GatedExperts(nn.Module):
                 yield f"{expert}.{projection}", layer
 
     def file_state(self) -> dict[str, Tensor]:
-        """The tensors of each expert's layers by their names in files; views of the parameters, but copies of FP4."""
+        """The tensors of each expert's layers by their names in files: views of the parameters, but copies for FP4."""
         names = {name: given for given, name in self.kind.linear.RENAMED.items()}
         found = {}
         for expert in range(self.experts):
@@ -195,7 +196,8 @@ class GatedExperts(nn.Module):
         return routing.combined(y[:, : self.hidden], top_k_weights)
 
     def _one_by_one(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
-        """The same from layers that have gradients, with gated rows rounded to their type before they are quantised."""
+        """The same result from layers with gradients, with gated rows rounded to their type before they are
+        quantised."""
         gate_up = self.gate_up(hidden_states[routing.tokens], offs=routing.ends)
         gate, up = (part[:, : self.intermediate] for part in gate_up.chunk(2, -1))
         gated = (functional.silu if self.act_fn is None else self.act_fn)(gate) * up
@@ -206,7 +208,7 @@ class GatedExperts(nn.Module):
             experts._settle()
 
     def _begin(self, device: torch.device) -> None:
-        """Zeros on a device in the place of tensors on "meta"."""
+        """Replace tensors on "meta" by zeros on a device."""
         for experts in (self.gate_up, self.down):
             for part in experts.held_parts:
                 held = experts.get_parameter(part)
@@ -214,18 +216,19 @@ class GatedExperts(nn.Module):
                     experts._store(part, torch.zeros_like(held, device=device))
 
     def _clear_padding(self) -> None:
-        """Zero what pads gate and up, of which no expert's matrix has anything."""
+        """Zero the padding of gate and up, which no expert's matrix covers."""
         for begin in (0, self.up_begins):
             self.gate_up.clear(begin + self.intermediate, begin + self.up_begins)
 
     def _place(self, projection: str) -> tuple[Experts, int, int]:
-        """The layers that hold the matrices of a projection, the first row of each in an expert's, and its rows."""
+        """The layers that contain a projection's matrices, the matrix's first row within an expert, and its number of
+        rows."""
         if projection == self.projections.down:
             return self.down, 0, self.hidden
         return self.gate_up, 0 if projection == self.projections.gate else self.up_begins, self.intermediate
 
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
-        """Where the tensors of one linear layer lie in memory, by the last part of their names."""
+        """Views of the tensors of one linear layer, by the last part of their names."""
         experts, begin, rows = self._place(projection)
         return experts.places(expert, begin, rows)
 
@@ -246,7 +249,7 @@ def _is_silu(act_fn: nn.Module) -> bool:
 
 
 def _gathered(q: Tensor, scale: Tensor, rows: Tensor, column: bool) -> tuple[Tensor, Tensor]:
-    """Some rows and their scales, in the layout that the scales have."""
+    """Gather rows and their scales, keeping the layout of the scales."""
     # As bytes, for not every backend gathers float8.
     gathered = q.view(torch.uint8)[rows].view(q.dtype)
     if not column:
@@ -266,7 +269,7 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Copy the matrices of a state dict that has one an expert to their places; stacked ones are loaded as usual."""
+    """Copy the matrices of a state dict with one per expert to their positions; stacked ones are loaded as usual."""
     assert isinstance(module, GatedExperts)
     apart = re.compile(rf"{re.escape(prefix)}\d+\.({'|'.join(map(re.escape, module.projections))})\.")
     first = next((tensor for name, tensor in state.items() if apart.match(name)), None)

@@ -23,7 +23,7 @@ class PackedExperts(Experts):
     Weights are of 2, 3, 4 or 8 bits, activations floating-point, as `WeightOnlyLinear` has them. Products are those of
     `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
 
-    Parameters without gradients, which are the state dict: `weight_q`, `weight_scale`, and where there are such
+    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale`, and where there are such
     `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels stacked.
     """
 
@@ -82,7 +82,7 @@ class PackedExperts(Experts):
 
     @property
     def _panels(self) -> int:
-        """Panels of an expert."""
+        """Number of panels per expert."""
         return -(-self.out_features // PANEL_ROWS)
 
     def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
@@ -90,7 +90,7 @@ class PackedExperts(Experts):
         return [None if part is None else part[panels] for part in parts]
 
     def clear(self, begin: int, end: int) -> None:
-        """Zero the scales, and offsets, of rows of every expert that are padding; a product with such a row is 0."""
+        """Zero the scales and offsets of every expert's padding rows, so that a product with such a row is 0."""
         for row in range(begin, end):
             panel, place = row // PANEL_ROWS, row % PANEL_ROWS
             for name in ("weight_scale", "weight_offset"):
@@ -133,7 +133,7 @@ class W4A8Experts(PackedExperts):
     Weights are of 4 bits, activations FP8 or int8 with a scale a token, measured at run time, as `W4A8Linear` has
     them. Products are those of `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
 
-    Parameters without gradients, which are the state dict: those of `PackedExperts`.
+    Parameters without gradients, which form the state dict: those of `PackedExperts`.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class PackedFp4Experts(Experts):
         How many matrices of as many rows are behind each other in an expert's: of "nvfp4" each has a global scale of
         its own. Where those differ, each row is multiplied by each of the matrices as if it were an expert's own.
 
-    Parameters without gradients, which are the state dict (E = experts):
+    Parameters without gradients, which form the state dict (E = experts):
         weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels stacked
         weight_global_scale     float32 [E matrices], of "nvfp4": the factors or, by default, their reciprocals
     """
@@ -90,7 +90,7 @@ class PackedFp4Experts(Experts):
 
     @property
     def _panels(self) -> int:
-        """Panels of an expert."""
+        """Number of panels per expert."""
         return -(-self.out_features // PANEL_ROWS)
 
     @property
@@ -133,7 +133,7 @@ class PackedFp4Experts(Experts):
         return given
 
     def clear(self, begin: int, end: int) -> None:
-        """Zero the codes of rows of every expert that are padding, and let their scales be 1."""
+        """Zero the codes of every expert's padding rows, and set their scales to 1."""
         for row in range(begin, end):
             panel, place = row // PANEL_ROWS, row % PANEL_ROWS
             # Of a pair of rows that share their bytes, which four lanes hold.
@@ -142,7 +142,7 @@ class PackedFp4Experts(Experts):
             self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]
 
     def _make(self) -> Any:
-        """The factors are one an expert if its matrices have the same one, else one a matrix."""
+        """There is one factor per expert if its matrices have the same one, otherwise one per matrix."""
         q, scale, divisor = (self._padded(name) for name in self.PARTS)
         assert q is not None and scale is not None
         q = without_codes_of_zeros(q, scale, FORMATS[self.format])
@@ -194,8 +194,8 @@ class PackedFp4Experts(Experts):
 
 
 def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:
-    """Where rows sorted by expert are if each expert's come once for each of its matrices, ``[rows, matrices]``; and
-    the ends, int32 ``[E matrices]``, of those. Nothing is read back to the host."""
+    """Positions ``[rows, matrices]`` of rows sorted by expert if each expert's rows are repeated for each of its
+    matrices, and their ends, int32 ``[E matrices]``. Nothing is read back to the host."""
     ends = torch.cat((offs.new_zeros(1), offs, offs.new_full((1,), rows))).long()
     begins, counts = ends[:-1], ends[1:] - ends[:-1]
     row, matrix = (torch.arange(size, device=offs.device) for size in (rows, matrices))

@@ -1,4 +1,4 @@
-"""Experts: base class of the layers of a mixture of experts, and those with scales per token and channel."""
+"""Experts: base class of the layers of a mixture of experts, and the classes with scales per token and channel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Layer = TypeVar("_Layer", bound="Experts")
 
 
 class Experts(PreparedLinear):
-    """``y[i] = x[i] W[e]^T`` for the expert e of each row i, without bias; the base of the classes to use.
+    """``y[i] = x[i] W[e]^T`` for the expert e of each row i, without bias. Abstract base class.
 
-    For inference. The experts' rows come in one of two forms, as of ``epiloq.grouped_mm``: `x` ``[M, in_features]``
-    sorted by expert with `offs`, int32 ``[E]``, the ends of the experts' rows; or `x` ``[E, M, in_features]`` with
-    `masked_m`, int32 ``[E]``, how many of each expert's rows count. On a GPU neither is read back. `y` is contiguous,
-    in the dtype of `x` (float32, float16 or bfloat16), and holds anything in rows that belong to no expert.
+    There are two forms, as in ``epiloq.grouped_mm``: `x` ``[M, in_features]`` sorted by expert with `offs`, int32
+    ``[E]``, the ends of the experts' rows; or `x` ``[E, M, in_features]`` with `masked_m`, int32 ``[E]``, the number
+    of valid rows of each expert. On a GPU neither is read back to the host. `y` is contiguous, in the dtype of `x`
+    (float32, float16 or bfloat16), and undefined in rows that belong to no expert.
     """
 
     SCALE: ClassVar[str]
@@ -54,10 +54,10 @@ class Experts(PreparedLinear):
     @classmethod
     @torch.no_grad()
     def from_weight(cls: type[_Layer], weight: Tensor, **options: Any) -> _Layer:
-        """Quantise float weights ``[E, N, K]`` (left as they are) to the nearest values, on their device.
+        """Quantise float weights ``[E, N, K]`` (which are not changed) to the nearest values, on their device.
 
-        `options` are those of the constructor. Raises ValueError for what is not float32, float16 or bfloat16 of three
-        dimensions.
+        `options` are those of the constructor. Raises ValueError unless the weights are float32, float16 or bfloat16
+        with three dimensions.
         """
         if weight.dim() != 3 or weight.dtype not in FLOAT_DTYPES:
             expected = ", ".join(map(str, FLOAT_DTYPES))
@@ -82,16 +82,16 @@ class Experts(PreparedLinear):
 
     @property
     def gated(self) -> Mapping[str, Any]:
-        """How ``epiloq.silu_and_mul_quant`` makes inputs for it; empty where it does not."""
+        """Options with which ``epiloq.silu_and_mul_quant`` produces its inputs; empty if it cannot."""
         return self.GATED
 
     @property
     def held_parts(self) -> tuple[str, ...]:
-        """The parameters of weights that there are."""
+        """Names of the weight's parameters that are present."""
         return tuple(name for name in self.PARTS if self._parameters[name] is not None)
 
     def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
-        """Where an expert's rows from `begin` on, a multiple of ROWS_PER_SCALE, lie in memory, by parameter."""
+        """Views of an expert's rows from `begin` (a multiple of ROWS_PER_SCALE) on, by parameter."""
         shared = self.ROWS_PER_SCALE
         scales = slice(begin // shared, begin // shared - (-rows // shared))
         return {
@@ -100,11 +100,12 @@ class Experts(PreparedLinear):
         }
 
     def as_in_files(self, parts: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """The tensors of a linear layer of `rows` rows, which `places` gives, in the form that files have."""
+        """The tensors of a linear layer with `rows` rows, taken from `places`, in the files' form."""
         return {**parts, "weight_q": parts["weight_q"].view(self.WEIGHT_DTYPE)}
 
     def fitting(self, name: str, given: Tensor, held: Tensor, rows: int) -> Tensor | str:
-        """A tensor of a linear layer of `rows` rows, in either form, as it is held; or what was expected instead."""
+        """Convert a tensor of a linear layer with `rows` rows, in either form, to the stored form; or return what was
+        expected."""
         exact = name == "weight_q" or self.IN_PANELS
         kind = self.WEIGHT_DTYPE if name == "weight_q" else held.dtype
         if given.shape != held.shape or (exact and given.dtype not in (kind, held.dtype)):
@@ -112,13 +113,13 @@ class Experts(PreparedLinear):
         return as_stored(given, held.dtype)
 
     def clear(self, begin: int, end: int) -> None:
-        """Zero rows of every expert that are padding."""
+        """Zero the padding rows of every expert."""
         self.weight_q[:, begin:end] = 0
         scales = slice(-(-begin // self.ROWS_PER_SCALE), end // self.ROWS_PER_SCALE)
         self.get_parameter(self.SCALE)[:, scales] = 0
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[.., R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself. Of experts that multiply
+        """Rows ``[…, R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself. Of experts that multiply
         floating-point rows these, with unused scales."""
         return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
 
@@ -132,7 +133,7 @@ class Experts(PreparedLinear):
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
-        """``[.., R, N']`` of quantised rows, padded as the weight is."""
+        """``[…, R, N']`` of quantised rows, padded as the weight is."""
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -156,10 +157,10 @@ class Experts(PreparedLinear):
 
     @abstractmethod
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
-        """Of one expert, whose weight and scales alone are the `tensors`."""
+        """Product for one expert, whose weight and scales are the `tensors`."""
 
     def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-        """What kernels read of one expert."""
+        """The tensors of one expert that kernels read."""
         return [None if part is None else part[expert] for part in parts]
 
     def _push(self, x: Tensor, *tensors: Any) -> Tensor:
@@ -169,9 +170,9 @@ class Experts(PreparedLinear):
         return self._by_expert(torch.matmul, self.in_features, dy, *tensors)
 
     def _by_expert(self, product: Callable[[Tensor, Tensor], Tensor], width: int, x: Tensor, *tensors: Any) -> Tensor:
-        """A product of each row with its expert's weight, one expert after the other; 0 of rows without an expert.
+        """Product of each row with its expert's weight, one expert at a time; 0 for rows without an expert.
 
-        With `offs` their values are read on the host, or in a compiled graph every expert multiplies all rows.
+        `offs` is read on the host; in a compiled graph, every expert multiplies all rows instead.
         """
         *parts_of_all, offs, masked_m = tensors
 
@@ -199,7 +200,7 @@ class Experts(PreparedLinear):
 
 
 class RowExperts(Experts):
-    """`Experts` with a scale for each token and one for each output feature of each expert; the base of two kinds."""
+    """`Experts` with a scale per token and one per output feature of each expert. Base class."""
 
     SCALE, ROWS_PER_SCALE = "weight_scale", 1
     PARTS = ("weight_q", "weight_scale")
@@ -247,7 +248,7 @@ class Int8Experts(RowExperts):
     Weights are int8 with a scale a channel, activations int8 with a scale a token, symmetric, measured at run time, as
     `Int8Linear` has them. At most 131056 in_features, where int32 sums stay exact.
 
-    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q      int8 [E, N, K], W / scale rounded to nearest, ties to even
         weight_scale  float32 [E, N], max|W| / 127 of the channel, at least 2^-126
     Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
@@ -266,7 +267,7 @@ class Fp8Experts(RowExperts):
     Weights are float8_e4m3fn with a scale a channel, activations float8_e4m3fn with a scale a token, measured at run
     time, as `Fp8Linear` has them.
 
-    Parameters without gradients, which are the state dict (E = experts, N = out_features, K = in_features):
+    Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q      uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale  float32 [E, N], max|W| / 448 of the channel, at least 2^-126
     Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
