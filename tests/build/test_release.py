@@ -105,6 +105,21 @@ def test_a_label_is_part_of_the_version(wheel: Path, tmp_path: Path) -> None:
     assert run.stdout.split() == ["1.2.0+cu128", "5"]
 
 
+def test_a_label_names_the_compiler_of_the_kernels(tmp_path: Path) -> None:
+    """A build folder keeps the compiler that it was first configured with: CUDACXX alone does not change it."""
+    assert wheel_tools.compiler(tmp_path) is None
+    with pytest.raises(SystemExit, match=r"--label cu128: expected kernels of that CUDA, got those of none"):
+        wheel_tools.check_label("cu128", tmp_path)
+    (tmp_path / "CMakeFiles" / "3.31.6").mkdir(parents=True)
+    said = 'set(CMAKE_CUDA_COMPILER "/nvcc")\nset(CMAKE_CUDA_COMPILER_VERSION "12.8.93")\n'
+    (tmp_path / "CMakeFiles" / "3.31.6" / "CMakeCUDACompiler.cmake").write_text(said)
+    assert wheel_tools.compiler(tmp_path) == "12.8.93"
+    wheel_tools.check_label("cu128", tmp_path)
+    wheel_tools.check_label("nightly", tmp_path)
+    with pytest.raises(SystemExit, match=r"--label cu130: expected kernels of that CUDA, got those of 12\.8\.93: set "):
+        wheel_tools.check_label("cu130", tmp_path)
+
+
 def test_wheels_that_are_too_large_or_strange_are_named(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel_tools.checked_size(wheel) == wheel.stat().st_size
     monkeypatch.setattr(wheel_tools, "LIMIT", 100)
@@ -143,7 +158,7 @@ def test_messages_on_the_page_are_those_of_the_code() -> None:
     page = ROOT / "docs" / "guide" / "installing.md"
     if not page.exists():
         pytest.skip("the documentation is not here")
-    text = page.read_text(encoding="utf-8").partition("## When it fails")[2]
+    text = page.read_text(encoding="utf-8").partition("## Troubleshooting")[2]
     messages = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
     folders = (ROOT / "python" / "epiloq", ROOT / "src", ROOT / "third_party", ROOT / "cmake")
     names = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".cmake")]
