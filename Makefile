@@ -71,8 +71,8 @@ sanitize:  ## the CPU library and the C++ tests under AddressSanitizer and Undef
 	cmake --build --preset sanitize --parallel $(shell nproc)
 	ctest --preset sanitize
 
-wheel: $(TOOLS)  ## manylinux wheels for every CPython from 3.10 to 3.14 on this machine, into dist/
-	$(BIN)/python tools/wheels.py --out dist
+wheel: $(TOOLS)  ## manylinux wheels for every CPython from 3.10 to 3.14 on this machine, into dist/; LABEL=cu128
+	$(BIN)/python tools/wheels.py --out dist $(if $(LABEL),--label $(LABEL))
 
 cuda-check: $(TOOLS)  ## compile every kernel and check the machine code and the wheel
 	$(BIN)/python tools/cuda_check.py

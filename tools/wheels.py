@@ -85,6 +85,20 @@ def checked_size(wheel: Path) -> int:
     return size
 
 
+def compiler(build_dir: Path) -> str | None:
+    """Version of the CUDA compiler that a build folder was configured with, such as 12.8.93; None without kernels."""
+    written = "\n".join(file.read_text("utf-8") for file in build_dir.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"))
+    found = re.search(r'(?m)^set\(CMAKE_CUDA_COMPILER_VERSION "([^"]+)"\)', written)
+    return None if found is None else found[1]
+
+
+def check_label(label: str, build_dir: Path) -> None:
+    """End the program unless a label such as cu128 names the CUDA that a build folder's kernels are compiled by."""
+    version = compiler(build_dir) or "none"
+    if label.startswith("cu") and f"cu{''.join(version.split('.')[:2])}" != label:
+        sys.exit(f"--label {label}: expected kernels of that CUDA, got those of {version}: set CUDACXX to its nvcc")
+
+
 def labelled(python: Path, wheel: Path, label: str, out: Path) -> Path:
     """The same wheel in ``out`` with a local version label, such as cu128, by which its users tell it from others."""
     subprocess.run([str(python), "-m", "pip", "install", "-q", "wheel>=0.40"], check=True)
@@ -142,14 +156,17 @@ def main() -> None:
         print("found:", *found, file=sys.stderr)
         sys.exit(f"no CPython 3.{PYTHON_MINORS[0]} to 3.{PYTHON_MINORS[-1]} was found")
     environment = dict(os.environ)
+    # CMake keeps the compiler that it found first in a folder, whatever CUDACXX says later.
+    build_dir = ROOT / "build" / (f"wheel-{arguments.label}" if arguments.label else "wheel")
     for python in found:
         inside = build_environment(python, environment)
         # One build folder and one copy of CUTLASS for all: the kernels do not depend on Python and are compiled once.
         cutlass = next(inside.parents[1].glob("lib/*/site-packages/cutlass_library/source"), None)
         if cutlass and "CUTLASS_DIR" not in environment.get("CMAKE_ARGS", ""):
             environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} -DCUTLASS_DIR={cutlass}"
-        plain = build(inside, ROOT / "build" / "plain-wheels", ROOT / "build" / "wheel", environment)
+        plain = build(inside, ROOT / "build" / "plain-wheels", build_dir, environment)
         if arguments.label:
+            check_label(arguments.label, build_dir)
             plain = labelled(inside, plain, arguments.label, plain.parent / arguments.label)
         wheel = repair(inside, plain, arguments.out.resolve())
         print(f"{wheel}: {checked_size(wheel) / 1e6:.1f} MB", flush=True)
