@@ -20,7 +20,8 @@ def load() -> None:
     """
     if find_spec("epiloq._core") is None:
         others = ", ".join(sorted(path.name for path in _FOLDER.glob("_core.*.so"))) or "no built module"
-        version = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
+        # A free-threaded CPython, whose modules have names of their own, has a "t" here.
+        version = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}"
         raise ImportError(f"epiloq: {_FOLDER} holds {others}, nothing for {version}: {_REMEDY}", name="epiloq._core")
     try:
         core = import_module("epiloq._core")

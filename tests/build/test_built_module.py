@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import epiloq
+from epiloq import _built_module
 
 CORE = Path(epiloq._core.__file__)
 LIBRARY = CORE.parent / "lib" / "libepiloq.so"
@@ -98,3 +99,11 @@ def test_a_module_for_another_python_is_named(package: Path) -> None:
     (package / CORE.name).rename(package / "_core.cpython-33m-x86_64-linux-gnu.so")
     said = refusal(package)
     assert "_core.cpython-33m-x86_64-linux-gnu.so, nothing for cpython" in said
+
+
+def test_a_module_for_python_with_a_gil_is_named_by_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free-threaded CPython has the same version, but other modules."""
+    monkeypatch.setattr(_built_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "abiflags", "t")
+    with pytest.raises(ImportError, match=rf"nothing for cpython 3\.{sys.version_info.minor}t: install epiloq anew"):
+        _built_module.load()
