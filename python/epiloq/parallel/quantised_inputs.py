@@ -17,6 +17,8 @@ from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
 
 _NAME = "epiloq.parallel: quantise_first"
+# torch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Tokens(NamedTuple):
@@ -31,7 +33,7 @@ class _Tokens(NamedTuple):
         parts = [None if t is None else t.contiguous().view(torch.uint8) for t in self]
         own = torch.cat([part for part in parts if part is not None], 1)
         whole = own.new_empty((mesh.size() * own.shape[0], own.shape[1]))
-        dist.all_gather_into_tensor(whole, own, group=mesh.get_group())
+        _all_gather(whole, own, group=mesh.get_group())
         found: list[Tensor | None] = []
         begin = 0
         for part, like in zip(parts, self, strict=True):
