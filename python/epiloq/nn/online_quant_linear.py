@@ -173,7 +173,7 @@ class OnlineQuantLinear(FrozenLinear):
             numbers = (self.in_features, self.group_size, self.bits)
             return run(x, values, parameters, bias, *numbers, -inf, inf, False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{_NAME}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
         return self._call(x, parts)
 
     def _parts(self) -> Sequence[Any]:

@@ -132,7 +132,7 @@ class PackedLinear(FrozenLinear):
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             name = type(self).__name__
-            raise ValueError(f"{name}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
     def _parts(self) -> Sequence[Any]:
         return self._all_stored(STORED)

@@ -162,7 +162,7 @@ class PreparedLinear(FrozenLinear):
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._class()}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
     def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: tuple[Any, ...]) -> list[Any] | None:
         """Arguments of a single C++ call, if that suffices: the output, `x` and the layer's tensors. Requires one of
