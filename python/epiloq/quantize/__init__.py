@@ -1,4 +1,4 @@
-"""Algorithms that quantise weights, or prepare a model for it: plain functions on layers and their inputs.
+"""Algorithms that quantise weights or prepare a model for quantisation: functions of layers and their inputs.
 
 `epiloq.quantize.calibration.calibrate` applies them to a model block by block; it is not imported with epiloq.
 """

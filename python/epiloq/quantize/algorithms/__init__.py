@@ -1,1 +1,1 @@
-"""The algorithms: AWQ, GPTQ, SmoothQuant, and the table of their names."""
+"""The algorithms (AWQ, GPTQ, SmoothQuant and others) and the table of their names."""

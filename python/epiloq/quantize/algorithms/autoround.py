@@ -1,8 +1,8 @@
-"""AutoRound (Cheng et al., arXiv 2309.05516): learn where weights round to, and their ranges, by signed gradients.
+"""AutoRound (Cheng et al., arXiv 2309.05516): learn the rounding and the ranges of weights by signed gradients.
 
-Each weight has an offset of at most half a step, added before it is rounded, and the two ends of each group's range
-are trained, too. All layers of a block are trained together, on the error of the block's output, in which every token
-counts alike: the norms after it divide each token by its size.
+Each weight has an offset of at most half a step, added before rounding, and both ends of each group's range are
+trained too. All layers of a block are trained together, on the error of the block's output relative to each token's
+norm, because the following norms divide by it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ def autoround(
     batch: int = BATCH,
     seed: int = 0,
 ) -> dict[str, QuantizedWeight]:
-    """Quantise the layers of a block so that its output error is small: the best of what training went through.
+    """Quantise the layers of a block so that its output error is small; returns the best state seen during training.
 
-    The error, ``mean(|y - target|^2 / |target|^2)`` over tokens, of all windows together is measured before the first
-    step and ten times on the way, so the result is never worse than the start.
+    The error over all windows, ``mean(|y - target|^2 / |target|^2)`` over tokens, is measured before the first step
+    and ten times during training, so the result is never worse than the start.
 
     Args:
         weights: ``[N, K]`` by layer.
-        windows: how many there are; ``run(weights, i)`` must be differentiable by weights for i below that.
-        grid: integers on which the weights come to lie.
-        targets: what the block should put out in each window; by default what it does with the exact weights.
-        start: rounded weights by layer, in the layers' order of channels, whose grids are then used in the place of
-            `grid`; by default the weights are rounded to nearest.
-        steps: of signed gradient descent; the rate falls linearly from ``1 / steps``.
-        batch: windows in a step, drawn by `seed`.
+        windows: their number; ``run(weights, i)`` must be differentiable with respect to weights for each i below it.
+        grid: integer grid for the weights.
+        targets: desired output of the block for each window; by default its output with the exact weights.
+        start: rounded weights by layer, in the layers' order of channels, whose grids are used instead of `grid`; by
+            default the weights are rounded to nearest.
+        steps: number of signed gradient descent steps; the learning rate decreases linearly from ``1 / steps``.
+        batch: number of windows per step, drawn with `seed`.
 
     Raises:
-        ValueError: numbers that are not finite, or arguments out of range.
+        ValueError: non-finite numbers, or arguments out of range.
     """
     for name, lowest, value in (("windows", 1, windows), ("steps", 0, steps), ("batch", 1, batch)):
         if value < lowest:
@@ -97,7 +97,7 @@ def autoround(
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:
-    """Squared error of each token in parts of its squared size, on average."""
+    """Mean over tokens of the squared error divided by the squared norm."""
     exact = wanted.to(found.device).float()
     smallest = torch.finfo(torch.float32).tiny
     return ((found.float() - exact).square().sum(-1) / exact.square().sum(-1).clamp(min=smallest)).mean()
@@ -106,8 +106,8 @@ def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:
 class _Learned:
     """A layer's weight while offsets and ranges are trained.
 
-    A weight whose code is not the nearest one, as GPTQ's need not be, is moved to where it is: just within the cell
-    of its code, on its own side, so that training can move it back.
+    A weight whose code is not the nearest one, as may happen with GPTQ, is moved just inside the cell of its code, on
+    its own side, so that training can move it back.
     """
 
     def __init__(self, weight: Tensor, start: QuantizedWeight) -> None:
@@ -123,11 +123,11 @@ class _Learned:
         self.up = torch.ones_like(start.scale, requires_grad=True)
 
     def parameters(self) -> list[Tensor]:
-        """What is trained."""
+        """The trained parameters."""
         return [self.offset, self.up] if self.grid.symmetric else [self.offset, self.up, self.down]
 
     def clamp_(self) -> None:
-        """Keep offsets within half a step, and the ends of ranges between half and one and a half of the start's."""
+        """Clamp offsets to half a step, and the ends of ranges to between 0.5 and 1.5 of the initial ones."""
         self.offset.clamp_(-0.5, 0.5)
         self.down.clamp_(0.5, 1.5)
         self.up.clamp_(0.5, 1.5)
@@ -144,7 +144,7 @@ class _Learned:
         return self.grid.kept(q.detach().to(self.grid.dtype), parameters.map(Tensor.detach))
 
     def _parameters(self) -> Parameters:
-        """Scales and zero points of the trained ranges; those of the start, bit for bit, before training."""
+        """Scales and zero points of the trained ranges; before training, bit-identical to the initial ones."""
         steps, zero = (1 << self.grid.bits) - 1, self.start.shift
         if zero is None:
             exact = self.start.scale * self.up
@@ -165,7 +165,7 @@ class _Learned:
 
 
 def _through(exact: Tensor, rounded: Tensor) -> Tensor:
-    """A rounded value, bit for bit, with the gradient of the exact one."""
+    """The rounded value, bit for bit, with the gradient of the exact one (straight-through)."""
     return _Through.apply(exact, rounded)  # type: ignore[no-untyped-call,no-any-return]
 
 

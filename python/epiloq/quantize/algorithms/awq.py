@@ -1,4 +1,4 @@
-"""AWQ (Lin et al., 2023): scale up the weights of channels with large inputs, so that rounding them costs less."""
+"""AWQ (Lin et al., 2023): scale up the weights of channels with large inputs to reduce the effect of rounding them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def awq_scale(
     ratios: int = RATIOS,
     channels: Tensor | None = None,
 ) -> Tensor:
-    """The scale ``s``, float32 ``[K]``, for layers that read one input: ``W s`` is what should be quantised.
+    """The scale ``s``, float32 ``[K]``, for layers that share an input: ``W s`` should be quantised.
 
-    Of ``s = mean|x|^r``, normalised to ``sqrt(max s * min s) = 1``, for r in 0, 1/ratios, .. the one is taken with the
-    least output error ``sum_i |x (Q(W_i s) / s - W_i)^T|^2`` of round-to-nearest. r = 0 is no scaling, so the result
-    is never worse on the calibration inputs. Fold it with ``fold_(producer, consumers, s)``.
+    ``s = mean|x|^r``, normalised to ``sqrt(max s * min s) = 1``; among r = 0, 1/ratios, … the value with the least
+    output error ``sum_i |x (Q(W_i s) / s - W_i)^T|^2`` of round-to-nearest is chosen. r = 0 means no scaling, so the
+    result is never worse on the calibration inputs. Fold it with ``fold_(producer, consumers, s)``.
 
     Args:
-        weights: ``[N_i, K]``, of every layer that reads the input.
+        weights: ``[N_i, K]``, one for every layer that reads the input.
         hessian: ``[K, K]``, ``sum x x^T`` in any scale.
         mean_abs: ``[K]``, the mean magnitude of each input channel.
-        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
+        channels: ``[K]``; channels with the same number share a scale (see `channel_map`).
     """
     if ratios < 1:
         raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
@@ -55,10 +55,10 @@ def awq_scale(
 
 
 def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Kept]) -> Kept:
-    """Round a weight ``[N, K]``, scaled already, to nearest with each group's range clipped as AWQ searches it."""
+    """Round an already scaled weight ``[N, K]`` to nearest, with each group's range clipped by AWQ's search."""
     return rtn(weight, grid, hessian)
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> float:
-    """``trace(D H D^T)``: the squared output error of a weight that is off by D ``[N, K]``, in the Hessian's scale."""
+    """``trace(D H D^T)``: the squared output error of a weight with the error D ``[N, K]``, in the Hessian's scale."""
     return max(0.0, float(((difference @ hessian.to(difference.dtype)) * difference).sum()))

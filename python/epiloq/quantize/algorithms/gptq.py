@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., 2022): round weights column by column; later columns compensate each error."""
+"""GPTQ (Frantar et al., 2022): round weights column by column, and compensate each error in later columns."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ def gptq(
 ) -> Kept:
     """Quantise a weight ``[N, K]`` so that its output error on the calibration inputs is small.
 
-    It works with any grid, as later columns compensate the error, whatever its cause. Layers that read the same
-    input may be stacked along N where rows do not share scales: then they do not depend on each other.
+    It works with any grid. Layers that read the same input may be stacked along N if rows do not share scales: they
+    are then independent.
 
     Args:
-        hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel that never
-            occurred is rounded to nearest and takes part in no compensation.
-        moments: clipping of the ranges, as for `fit`.
-        act_order: take the channels with the largest inputs first, while there is most left to compensate with.
-        static_groups: fit every scale to the weights as they were, so that `act_order` leaves groups where they are.
-            Otherwise a group's scale is fitted to its compensated weights when its turn comes, groups are made in
+        hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel without
+            inputs is rounded to nearest and takes no part in compensation.
+        moments: clip ranges, as for `fit`.
+        act_order: process the channels with the largest inputs first, while the most columns are left for
+        compensation.
+        static_groups: fit all scales to the original weights, so that `act_order` does not change the groups.
+            Otherwise a group's scale is fitted to its compensated weights when it is reached, groups are formed in
             the order of processing, and with `act_order` the result has a `perm`.
-        dampening: this part of the mean diagonal is added to the diagonal; ten times more, up to 10, for as long as
-            the matrix cannot be factored.
-        block: columns that are compensated at once; only speed depends on it.
-        dtype: of the factorisation, float32 or float64.
+        dampening: this fraction of the mean diagonal is added to the diagonal; it is increased tenfold, up to 10,
+            while the matrix cannot be factored.
+        block: number of columns compensated at once; it only affects speed.
+        dtype: type of the factorisation, float32 or float64.
 
     Raises:
-        ValueError: before anything is computed, `act_order` without `static_groups` on a grid that cannot represent
-            such groups; shapes that do not fit, numbers that are not finite, or a Hessian that no dampening helps.
+        ValueError: before anything is computed: `act_order` without `static_groups` on a grid that cannot represent
+            such groups, mismatching shapes, non-finite numbers; or a Hessian that cannot be factored with any
+            dampening.
     """
     if weight.ndim != 2:
         raise ValueError(f"gptq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
@@ -76,10 +78,11 @@ def gptq(
 
 
 def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening.
+    """Upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening.
 
-    Turned by half, the lower factor of the turned matrix is an upper R with ``R R^T`` the matrix, so R's inverse is
-    the factor sought: neither the inverse nor a second factorisation is needed, which take three times as long.
+    The lower factor of the matrix with rows and columns reversed, reversed again, is an upper R with ``R R^T`` equal
+    to the matrix, so R's inverse is the desired factor. This avoids the inverse and a second factorisation, which
+    would take three times as long.
     """
     mean = matrix.diagonal().mean()
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
@@ -99,7 +102,7 @@ def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
 
 
 def without_dead(hessian: Tensor) -> Tensor:
-    """A copy with an ordinary diagonal where channels never occurred, which decouples them."""
+    """A copy with an ordinary diagonal for channels without inputs, which decouples them."""
     matrix = hessian.clone()
     diagonal = matrix.diagonal()
     dead = diagonal == 0
@@ -108,7 +111,7 @@ def without_dead(hessian: Tensor) -> Tensor:
 
 
 class _Groups(Generic[Kept]):
-    """The parameters of groups while GPTQ proceeds in `order`: known from the start, or fitted when a group begins."""
+    """The parameters of groups while GPTQ proceeds in `order`: given, or fitted when a group is reached."""
 
     def __init__(
         self, weight: Tensor, grid: Codebook[Kept], moments: Tensor | None, order: Tensor, static: bool
@@ -137,7 +140,7 @@ class _Groups(Generic[Kept]):
         self.parameters.append(found.map(lambda part: over_rows(part[:, 0], self.grid.rows, values.shape[1])))
 
     def result(self, q: Tensor) -> Kept:
-        """The value, from q ``[K, N]`` in the order of processing."""
+        """The result, from q ``[K, N]`` in the order of processing."""
         shifts = [part.shift for part in self.fitted if part.shift is not None]
         found = Parameters(torch.cat([part.scale for part in self.fitted], 1), torch.cat(shifts, 1) if shifts else None)
         moved = not torch.equal(self.order, self.order.sort().values)
@@ -147,7 +150,8 @@ class _Groups(Generic[Kept]):
 
 
 def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups[Kept], start: int, end: int) -> Tensor:
-    """Quantise columns start to end, compensating inside the block; their scaled errors ``[end - start, N]``."""
+    """Quantise columns start to end with compensation inside the block; returns their scaled errors ``[end - start,
+    N]``."""
     values, factor = rest[start:end], upper[start:end, start:end]
     errors = torch.empty_like(values)
     for i, diagonal in enumerate(factor.diagonal().tolist()):
@@ -161,7 +165,7 @@ def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups[Kept
 
 
 def _blocks(columns: int, length: int, block: int) -> list[tuple[int, int]]:
-    """First columns and ends of blocks, such that a group begins with a block or lies inside one."""
+    """First columns and ends of blocks, such that each group starts with a block or lies inside one."""
     span = length if length > block else block // length * length
     return [
         (start, min(start + block, base + span, columns))

@@ -1,7 +1,7 @@
-"""Refinement of a rounded weight: scales and zero points refitted in closed form, and coordinate descent on the codes.
+"""Refinement of a rounded weight: closed-form refit of scales and zero points, and coordinate descent on the codes.
 
-Both lower the objective that GPTQ approximates greedily, the squared output error ``trace(D H D^T)``, D the difference
-from the exact weight, and both may revise every earlier decision (CDQuant, arXiv 2406.17542).
+Both reduce the objective that GPTQ approximates greedily, the squared output error ``trace(D H D^T)`` with D the
+difference from the exact weight, and both can revise every earlier decision (CDQuant, arXiv 2406.17542).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def refine(
     rounds: int = ROUNDS,
     dampening: float = DAMPENING,
 ) -> Calibrated:
-    """A rounded weight ``[N, K]`` with a smaller output error, or the same one: no step that raises it is taken.
+    """Return a rounded weight ``[N, K]`` whose output error is at most the given one's: no step increases it.
 
-    A round refits the scale and the zero point of each group (integers with one scale per row and group; other grids
-    keep their parameters), then moves each code to the best one while all others stay, column by column.
+    A round refits the scale and the zero point of each group (only for integers with one scale per row and group),
+    then changes each code to the best one given all others, column by column.
 
     Args:
-        value: what `gptq` or `rtn` made of the weight, in the layer's order or with a `perm`.
+        value: result of `gptq` or `rtn` for the weight, in the layer's order or with a `perm`.
         weight: ``[N, K]``, the exact weight.
         hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale.
-        rounds: how often at most; it ends when nothing moves.
-        dampening: this part of the mean diagonal is added to the diagonal, as in `gptq`.
+        rounds: maximum number of rounds; it ends when nothing changes.
+        dampening: this fraction of the mean diagonal is added to the diagonal, as in `gptq`.
 
     Raises:
-        ValueError: shapes that do not fit, numbers that are not finite, or arguments out of range.
+        ValueError: mismatching shapes, non-finite numbers, or arguments out of range.
     """
     if weight.shape != value.q.shape:
         raise ValueError(f"refine: weight: expected {list(value.q.shape)}, got {list(weight.shape)}")
@@ -72,7 +72,7 @@ def refine(
 
 
 def joined(parts: Sequence[Calibrated]) -> Calibrated:
-    """Neighbouring rows of one layer, in the layer's order of columns and of scales for each row, as one weight."""
+    """Join consecutive rows of a layer, with the same order of columns, to one weight."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -97,13 +97,14 @@ class _State:
         return self.grid.restore(self.codes.clone(), self._spread())
 
     def gradient(self) -> Tensor:
-        """Half the derivative of the objective, ``H D`` ``[K, N]``; computed anew, so that no rounding adds up."""
+        """Half the derivative of the objective, ``H D`` ``[K, N]``; recomputed, so that rounding does not
+        accumulate."""
         return self.hessian @ (self.restored() - self.weight)
 
     def descend(self) -> bool:
-        """One pass of coordinate descent over the columns; whether any code moved.
+        """One pass of coordinate descent over the columns; returns whether any code changed.
 
-        The objective is a parabola in one weight, so the grid's nearest point to its lowest one is the best code.
+        The objective is a parabola in each weight, so the code nearest to its minimum is the best one.
         """
         gradient, values, spread_out = self.gradient(), self.restored(), self._spread()
         moved = False
@@ -128,7 +129,8 @@ class _State:
         return moved
 
     def refit(self) -> bool:
-        """The best scale and integer zero point of each group while others stay, in order; whether any changed."""
+        """Refit the scale and integer zero point of each group given the others, in order; returns whether any
+        changed."""
         assert isinstance(self.grid, Grid)
         gradient, moved = self.gradient(), False
         scales, shift = self.parameters.scale.clone(), self.parameters.shift
@@ -153,10 +155,11 @@ class _State:
 def _best(
     codes: Tensor, within: Tensor, gradient: Tensor, before: tuple[Tensor, Tensor], grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """The scale and zero point ``[N]`` of one group with the least objective; codes and gradient ``[length, N]``.
+    """The scale and zero point ``[N]`` that minimise the objective for one group; codes and gradient are ``[length,
+    N]``.
 
-    With the group's weights ``s (q - z)`` the objective is ``2 s (q - z) l + s^2 (q - z) H (q - z)``: for each z the
-    best s is known, and there are few z.
+    With the group's weights ``s (q - z)`` the objective is ``2 s (q - z) l + s^2 (q - z) H (q - z)``: for each of the
+    few z the best s has a closed form.
     """
     scale, zero = before
     linear = gradient - within @ (scale * (codes - zero))

@@ -1,8 +1,9 @@
-"""Rotations folded into a model's weights, at no cost when it runs (R1 and R2 of QuaRot and SpinQuant).
+"""Rotations folded into a model's weights, at no cost at run time (R1 and R2 of QuaRot and SpinQuant).
 
-A transformer whose norms have no weights computes the same when its hidden states are rotated: what writes them is
-multiplied by an orthogonal matrix, what reads them by its transpose. So are the values of each attention head, between
-two linear layers. Rotated weights and inputs have few outliers, and rounding them costs less.
+A transformer whose norms have no weights computes the same if its hidden states are rotated: layers that write them
+are multiplied by an orthogonal matrix, layers that read them by its transpose. The same applies to the values of each
+attention head, between two linear layers. Rotated weights and inputs have fewer outliers, which reduces rounding
+errors.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Rotated:
     """The result.
 
     untied
-        Whether the output head was the embedding's weight and is a tensor of its own now.
+        Whether the output head was tied to the embedding and is a separate tensor now.
     error
-        How far logits are off, as `BOUNDS` has it.
+        Difference of the logits, in the sense of `BOUNDS`.
     """
 
     untied: bool
@@ -40,7 +41,7 @@ class Rotated:
 
 
 def check_rotatable(model: nn.Module) -> None:
-    """Raise ValueError, which names the model's kind, for one that `rotate_` does not know."""
+    """Raise ValueError, which names the architecture, if `rotate_` does not support it."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES or model.get_output_embeddings() is None:  # type: ignore[operator]
         raise ValueError(
@@ -50,7 +51,7 @@ def check_rotatable(model: nn.Module) -> None:
 
 
 def untie_head_(model: Any) -> bool:
-    """Give the output head a weight of its own; whether it was the embedding's."""
+    """Give the output head a separate weight; returns whether it was tied to the embedding."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head.weight is not embedding.weight:
         return False
@@ -61,19 +62,19 @@ def untie_head_(model: Any) -> bool:
 
 @torch.no_grad()
 def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
-    """Fold norms' weights into the layers after them, then rotations into all that read or write hidden states.
+    """Fold norms' weights into the following layers, then rotations into all layers that read or write hidden states.
 
-    The model computes the same within `BOUNDS`, in its own type, and has the same architecture; but a tied head becomes
-    a tensor of its own (``config.tie_word_embeddings`` is False then), since the last norm's weight is in it. Products
-    are computed in float64.
+    The model computes the same within `BOUNDS`, in its own type, and keeps its architecture. A tied head becomes a
+    separate tensor (``config.tie_word_embeddings`` is then False), because the last norm's weight is folded into it.
+    Products are computed in float64.
 
     Args:
-        model: a language model of transformers, of one of `FAMILIES`, in floating point.
-        seed: of the signs of the Hadamard matrices, or of random rotations where none is known.
+        model: a floating-point language model in transformers, of one of `FAMILIES`.
+        seed: seed for the signs of the Hadamard matrices, or for random rotations.
 
     Raises:
-        ValueError: another kind of model, with nothing changed; or one whose logits move by more than the bound, with
-            its weights as they were.
+        ValueError: an unsupported architecture, or logits that differ by more than the bound; the weights are then
+            unchanged.
     """
     check_rotatable(model)
     parts = _Parts(model)
@@ -100,7 +101,7 @@ def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
 
 
 class _Parts:
-    """What reads and writes the hidden states of a model."""
+    """The layers that read and write the hidden states of a model."""
 
     def __init__(self, model: Any) -> None:
         body = model.get_decoder()
@@ -142,7 +143,7 @@ def _rotate(parts: _Parts, generator: torch.Generator) -> None:
 
 
 def _rotate_outputs(layer: nn.Linear, turn: Tensor, size: int) -> None:
-    """Multiply each `size` neighbouring outputs by a matrix, ``y Q``."""
+    """Multiply each run of `size` outputs by a matrix, ``y Q``."""
     turn = turn.to(layer.weight.device)
     heads = layer.weight.double().unflatten(0, (-1, size))
     _set(layer.weight, torch.einsum("hik,ij->hjk", heads, turn).flatten(0, 1))
@@ -162,7 +163,7 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _restored_on_error(model: nn.Module) -> Iterator[None]:
-    """Give every parameter its value again when something goes wrong."""
+    """Restore every parameter's value if an error occurs."""
     before: Mapping[str, Tensor] = {name: value.detach().clone() for name, value in model.named_parameters()}
     targets = dict(model.named_parameters())
     try:

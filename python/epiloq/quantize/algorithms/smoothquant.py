@@ -1,8 +1,8 @@
 """SmoothQuant (Xiao et al., 2023): move the range of activations into weights, channel by channel, before W8A8.
 
-A linear layer computes ``x W^T``. Dividing channel j of x by ``s_j`` where x is made (a norm's weight, or the rows of
-the linear layer before a gated product) and multiplying column j of W by it changes nothing in real numbers, and evens
-out what an int8 scale per token has to span.
+A linear layer computes ``x W^T``. Dividing channel j of x by ``s_j`` in the preceding layer (a norm's weight, or the
+rows of the linear layer before a gated product) and multiplying column j of W by it does not change the exact result,
+and reduces the range that an int8 scale per token has to cover.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INT8 = Grid(8, symmetric=True)
 
 @dataclass(frozen=True)
 class Smoothed:
-    """One folding: the module that makes the input, the linear layers that read it, and ``s``, float32 ``[K]``."""
+    """One folding: the producer of the input, the linear layers that read it, and ``s``, float32 ``[K]``."""
 
     producer: str
     consumers: tuple[str, ...]
@@ -45,13 +45,13 @@ class Smoothed:
 def smooth_scale(
     amax: Tensor, weights: Sequence[Tensor], alpha: float = ALPHA, channels: Tensor | None = None
 ) -> Tensor:
-    """``s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)``, float32 ``[K]``; 1 where a channel is never used.
+    """``s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)``, float32 ``[K]``; 1 for unused channels.
 
     Args:
         amax: ``[K]``, the largest magnitude in each channel of the inputs.
-        weights: ``[N_i, K]``, of every layer that reads them.
-        alpha: how much of the difficulty moves into the weights, 0 to 1.
-        channels: ``[K]``; channels of one number get one scale (see `channel_map`).
+        weights: ``[N_i, K]``, one for every layer that reads them.
+        alpha: how much of the range is moved into the weights, 0 to 1.
+        channels: ``[K]``; channels with the same number share a scale (see `channel_map`).
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_scale: alpha: expected 0 to 1, got {alpha}")
@@ -73,14 +73,14 @@ def search_smooth_scale(
     grid: Codebook[Calibrated] = INT8,
     inputs: Codebook[Calibrated] = INT8,
 ) -> Tensor:
-    """`smooth_scale` with the alpha of `ALPHAS` whose quantised product is nearest to the exact one on a sample.
+    """`smooth_scale` with the alpha from `ALPHAS` whose quantised product is closest to the exact one on a sample.
 
     Args:
-        x: ``[T, K]``, some of the inputs.
+        x: ``[T, K]``, a sample of the inputs.
         amax, weights, channels: as for `smooth_scale`.
-        static: one scale and zero point, which span the sample and `amax`, for all tokens instead; nearest is then
-            what has the least `token_error`.
-        grid, inputs: how weights and inputs are rounded; by default as in W8A8, a scale for each channel and token.
+        static: use one scale and zero point for all tokens, which cover the sample and `amax`, and minimise
+            `token_error`.
+        grid, inputs: how weights and inputs are rounded; by default as in W8A8, with a scale per channel and token.
     """
     weight = torch.cat([weight.float() for weight in weights])
     tokens = x.reshape(-1, x.shape[-1]).float()
@@ -103,9 +103,9 @@ def search_smooth_scale(
 def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, channels: Tensor | None = None) -> None:
     """Divide the producer's output channels by ``scale`` [K], multiply the consumers' input channels by it, in place.
 
-    The producer has a weight ``[K]`` (a norm) or ``[K, ..]`` (a linear layer), and perhaps a bias ``[K]``. With
-    `channels` (see `channel_map`) it has as many rows as those have numbers, and each is divided by the scale of any
-    of the channels of its number, which have one scale.
+    The producer has a weight ``[K]`` (a norm) or ``[K, …]`` (a linear layer), and optionally a bias ``[K]``. With
+    `channels` (see `channel_map`) it has one row per distinct number, and each row is divided by the scale that the
+    channels with its number share.
     """
     if channels is not None:
         spread, scale = scale, torch.ones_like(scale[: int(channels.max()) + 1]).index_copy(0, channels, scale)
@@ -136,23 +136,24 @@ def smoothquant_(
 ) -> tuple[Smoothed, ...]:
     """Smooth every foldable input of `model`'s linear layers in place; then quantise it with `epiloq.quantize_`.
 
-    What can be folded is found by running the model. A norm whose output is a linear layer's input, a linear layer
-    before a gated product, and one whose channels attention sums over (values, those of grouped heads too) are
-    candidates. A candidate is taken only if folding powers of two leaves the model's output the same bit for bit, so a
-    norm that something else reads as well (a residual, another kind of layer) is left alone, and so is one whose weight
-    is computed. Computed weights of chosen linear layers (`torch.nn.utils.parametrize`, pruning) become parameters.
+    Foldable inputs are found by running the model. Candidates are a norm whose output is a linear layer's input, a
+    linear layer before a gated product, and one whose channels attention sums over (values, also of grouped heads). A
+    candidate is used only if folding powers of two leaves the model's output bit-identical, so a norm that is also
+    read by others (a residual, another kind of layer) is not changed, nor one with a computed weight. Computed
+    weights of selected linear layers (`torch.nn.utils.parametrize`, pruning) become parameters.
 
     Args:
         calibrate: ``calibrate(model)`` runs the model on sample inputs; its first call is also used as the probe.
         alpha: as for `smooth_scale`.
-        filter_fn: ``filter_fn(module, name) -> bool``, which linear layers will be quantised; as for `quantize_`.
+        filter_fn: ``filter_fn(module, name) -> bool``, selects the linear layers that will be quantised; as for
+        `quantize_`.
 
     Returns:
-        What was folded: norms and gated products in the order of the model's run, then values.
+        The foldings: norms and gated products in the order in which the model runs them, then values.
 
     Raises:
-        ValueError: `calibrate` did not call the model, `alpha` is out of range, or a chosen layer's weight is computed
-            in a way that is not known.
+        ValueError: `calibrate` did not call the model, `alpha` is out of range, or a selected layer's weight is
+            computed in an unsupported way.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
@@ -173,7 +174,7 @@ def smoothquant_(
 
 
 class Folding(NamedTuple):
-    """A producer and every linear layer that reads it, by name, and `fold_`'s `channels`."""
+    """A producer and every linear layer that reads it, by name, and the `channels` for `fold_`."""
 
     producer: str
     consumers: tuple[str, ...]
@@ -182,10 +183,11 @@ class Folding(NamedTuple):
 
 @torch.no_grad()
 def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]) -> list[Folding]:
-    """What of a run can be folded exactly: the candidates that were seen, and linear layers that attention sums over.
+    """The foldings of a run that are exact: the candidates that were seen, and linear layers that attention sums
+    over.
 
-    Those are left out of which no consumer is wanted, as ``takes(module, name)`` says. A float16 model is held in
-    float32 as well meanwhile, for in float16 halving rounds what is below 2^-13, and most weights have some of that.
+    Candidates without a consumer selected by ``takes(module, name)`` are left out. A float16 model is temporarily
+    also held in float32, because in float16 halving rounds values below 2^-13, which most weights contain.
     """
     wanted = {name for name in seen.amax if takes(model.get_submodule(name), name)}
     found = []
@@ -206,7 +208,8 @@ def _widened(value: object) -> object:
 
 
 def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -> Folding | None:
-    """The folding into one of the linear layers that ran just before a layer, if its channels are some of theirs."""
+    """The folding into one of the linear layers that ran just before a layer, if its input consists of their
+    channels."""
     ran = list(seen.amax)
     (consumer,) = linears(model, [name])
     for producer in reversed(ran[: ran.index(name)][-NEAREST:]):
@@ -218,12 +221,12 @@ def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -
 
 
 def linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The linear layers of those names."""
+    """The linear layers with these names."""
     return [module for module in map(model.get_submodule, names) if isinstance(module, nn.Linear)]
 
 
 def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: Folding) -> bool:
-    """Whether folding powers of two leaves every output bit as it was, for they are exact in floating point."""
+    """Whether folding powers of two, which are exact in floating point, leaves the output bit-identical."""
     producer, consumers = model.get_submodule(folding.producer), linears(model, folding.consumers)
     if any(computed_parts(module) for module in (producer, *consumers)):
         return False

@@ -11,18 +11,20 @@ class Algorithm:
     """How weights are prepared and rounded.
 
     fold
-        What moves between a block's norms (or linear layers) and the linear layers that read them.
+        What is folded between a block's norms (or linear layers) and the linear layers that read them.
     compensate
-        Round by GPTQ rather than each weight to its nearest point.
+        Round by GPTQ rather than to nearest.
     clip
-        The error that the clipping of ranges minimises: of each weight, weighted by its input, or of the output; see
-        `fit`. None takes whole ranges.
+        The error that clipping of ranges minimises: of each weight, weighted by its input, or of the output; see
+        `fit`. None uses whole ranges.
     refine
-        Refit scales and zero points after that, and move codes one by one; see `refine`.
+        Then refit scales and zero points, and change codes one by one; see `refine`.
     slices
-        Weight tokens by the gradient of the end loss, for so many slices of a layer's rows; see `guide`. 0 does not.
+        Number of slices of a layer's rows for which tokens are weighted by the gradient of the final loss; see
+        `guide`. 0 disables this.
     learn
-        Then train rounding and ranges of a block's layers together, in so many steps; see `autoround`. 0 does not.
+        Number of steps in which rounding and ranges of a block's layers are then trained together; see `autoround`. 0
+        disables this.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""End-to-end tuning: train the scales of a quantised model, and its norms, for the least divergence from the original.
+"""End-to-end tuning: train the scales and norms of a quantised model to minimise its divergence from the original.
 
-The codes stay (EfficientQAT's second phase, Chen et al., arXiv 2407.11062), so the checkpoint has the same size and
-format. The loss is ``KL(teacher || model)`` on calibration text; rounding, also of scales to the checkpoint's type and
-of activations to int8, is differentiated as the identity.
+The codes do not change (EfficientQAT's second phase, Chen et al., arXiv 2407.11062), so the checkpoint keeps its size
+and format. The loss is ``KL(teacher || model)`` on calibration text. Rounding (also of scales to the checkpoint's
+type and of activations to int8) is differentiated as the identity.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Tuned:
     """The result.
 
     weights
-        By layer, codes as they were.
+        By layer, with unchanged codes.
     norms
         The other parameters that were trained, by name.
     before, after
-        The divergence in nats per token; equal, with everything as it was, where tuning did not help.
+        The divergence in nats per token. They are equal, and nothing is changed, if tuning did not help.
     """
 
     weights: dict[str, QuantizedWeight]
@@ -63,22 +63,25 @@ def tune(
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> Tuned:
-    """Train scales (of weights, and static ones of inputs) and norms of a language model; the model stays as it is.
+    """Train scales (of weights, and static ones of inputs) and norms of a language model; the model itself is not
+    changed.
 
-    Each step takes one window. The result has the smaller of the divergences before and after, over at most `CHECKED`
-    windows.
+    Each step uses one window. The result is that with the smaller divergence before or after training, over at most
+    `CHECKED` windows.
 
     Args:
-        model: in float32, as `calibrate` leaves it: what is not a quantised weight is that of the result.
-        weights: of its layers by name.
-        teacher: the model in floating point; ``teacher(window).logits`` as the model's.
-        windows: int64 ``[1, n]`` tokens each.
-        steps: of Adam.
-        inputs: how the layers' inputs are rounded to int8; those with ``weight.inputs`` are static. None leaves them.
+        model: in float32, as left by `calibrate`: all parameters other than quantised weights are those of the
+        result.
+        weights: quantised weights by layer name.
+        teacher: the floating-point model; called as ``teacher(window).logits``.
+        windows: int64 tokens ``[1, n]`` each.
+        steps: number of Adam steps.
+        inputs: how the layers' inputs are rounded to int8; those with ``weight.inputs`` are static. None does not
+        round them.
         advance: called after each step.
 
     Raises:
-        ValueError: no windows, steps or rate out of range, or a model that is not in float32.
+        ValueError: no windows, steps or rate out of range, or a model not in float32.
     """
     for name, lowest, value in (("windows", 1, len(windows)), ("steps", 0, steps)):
         if value < lowest:
@@ -133,7 +136,7 @@ def _logarithms(logits: Tensor) -> Tensor:
 
 
 class _Layer:
-    """A quantised weight whose scales change by a trained part of themselves."""
+    """A quantised weight whose scales are changed by a trained fraction."""
 
     def __init__(self, value: QuantizedWeight, device: torch.device) -> None:
         self.value, self.grid = value, value.grid
@@ -159,7 +162,7 @@ class _Layer:
 
 
 class _State:
-    """A model's trained parameters: changes in proportion to scales of weights and inputs, and to norms' weights."""
+    """A model's trained parameters: relative changes of weight and input scales, and of norms' weights."""
 
     def __init__(self, model: nn.Module, weights: Mapping[str, QuantizedWeight], inputs: Inputs | None) -> None:
         self.model, self.inputs = model, inputs
@@ -172,7 +175,7 @@ class _State:
             self.static[name] = self._of_siblings(name, grid)
 
     def _of_siblings(self, name: str, grid: InputGrid) -> tuple[InputGrid, Tensor]:
-        """A layer's input scale with its change, which layers of one module that have the same scale share."""
+        """A layer's input scale with its change, shared by layers of a module with the same scale."""
         parent = name.rpartition(".")[0]
         for other, (known, change) in self.static.items():
             same = torch.equal(known.scale, grid.scale) and torch.equal(known.zero, grid.zero)
@@ -181,13 +184,13 @@ class _State:
         return grid, torch.zeros_like(grid.scale, device=home_of(self.model), requires_grad=True)
 
     def changes(self) -> list[Tensor]:
-        """What is trained, each once."""
+        """The trained parameters, each once."""
         scales = [layer.change for layer in self.layers.values()]
         inputs = list({id(change): change for _, change in self.static.values()}.values())
         return [*scales, *self.norm_changes.values(), *inputs]
 
     def kept(self, name: str) -> QuantizedWeight:
-        """A layer's weight with its trained scales."""
+        """A layer's weight with the trained scales."""
         value = self.layers[name].kept()
         if name not in self.static:
             return value
@@ -206,7 +209,7 @@ class _State:
 
     @contextmanager
     def rounded_inputs(self) -> Iterator[None]:
-        """Round the inputs of layers to int8 whenever the model runs."""
+        """Round the inputs of layers to int8 when the model runs."""
         handles = []
         for name in self.layers if self.inputs is not None else ():
 

@@ -25,7 +25,8 @@ INPUTS: dict[str | None, Inputs | None] = {"int8": "int8", "int8-azp": "int8-azp
 
 
 def tuned(job: Job, store: Store, tally: Tally) -> Callable[[str], Block]:
-    """Train scales and norms, these in the model in place; gives each finished block by name."""
+    """Train scales and norms (the latter in place in the model); returns a function from a block's name to the
+    finished block."""
     settings, device = job.settings, job.settings.device
     blocks = {name: block for name in tally.blocks if (block := store.read(name)) is not None}
     weights = {
@@ -64,7 +65,7 @@ def _changed(block: Block, found: Tuned, types: dict[str, torch.dtype]) -> Block
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Give a model float32 parameters for a while."""
+    """Temporarily convert a model's parameters to float32."""
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     model.float()
     try:
