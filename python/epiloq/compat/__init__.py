@@ -1,4 +1,4 @@
-"""Other libraries' names and signatures over epiloq's operations, one module a library."""
+"""Functions with the names and signatures of other libraries, implemented by epiloq; one module per library."""
 
 from epiloq.compat import deep_gemm, sglang, vllm
 

@@ -1,4 +1,4 @@
-"""Argument checks that the compatibility modules share; everything else is checked by the operations."""
+"""Argument checks shared by the compatibility modules; everything else is checked by the operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def vector(operation: str, name: str, tensor: Tensor, numel: int) -> Tensor:
 
 
 def rows_apart(operation: str, name: str, x: Tensor) -> Tensor:
-    """`x` [.., K] with dense rows that lie apart: itself, or a copy where its memory has another order."""
+    """`x` [.., K] with contiguous rows that do not overlap: itself, or a copy if its memory has another order."""
     _require_tensor(operation, name, x)
     if x.dim() == 0:
         raise ValueError(f"{operation}: {name}: expected shape [.., K], got a scalar")

@@ -1,6 +1,6 @@
-"""AWQ and GPTQ products of vLLM: weights in other engines' words, packed once for as long as their tensors live.
+"""vLLM's AWQ and GPTQ products: weights in other layouts, packed once and cached as long as their tensors exist.
 
-``epiloq.formats`` is imported when first needed, for ``import epiloq`` brings this module along.
+``epiloq.formats`` is imported on first use, because ``import epiloq`` imports this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epiloq.weights.packed_weight import PackedWeight
 
 
 class _Kept(NamedTuple):
-    """A packed weight, and what it was packed of: the tensors, what they meant, where they lay, their versions."""
+    """A packed weight, and its source: the tensors, their meaning, their addresses and versions."""
 
     references: list[weakref.ref[Tensor]]
     seen: tuple[object, ...]
@@ -36,12 +36,13 @@ def awq_gemm(input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, spl
     """``input @ W``, ``[M, N]`` of input's dtype, summed in fp32, with ``W = (q - z) * s`` of AutoAWQ's ``gemm`` words.
 
     `input` float16 or bfloat16 [M, K]; `qweight` int32 [K, N / 8]; `scales` of input's dtype [G, N]; `qzeros` int32
-    [G, N / 8], groups of K / G. `split_k_iters`, how vLLM's kernel divides its work, changes nothing here.
+    [G, N / 8], groups of K / G. `split_k_iters`, a parameter of vLLM's kernel, is ignored.
 
-    The weight is packed on the first call, which takes as long as many products and synchronises, and kept beside its
-    words while `qweight` lives: twice the memory. It is packed anew when one of the tensors is another object, lies
-    elsewhere or was written to through torch. Writes that torch does not count (to ``.data``, or by kernels of others)
-    need `forget_weights`; tensors made under ``torch.inference_mode`` count none and are packed on every call.
+    The weight is packed on the first call, which takes as long as many products and synchronises, and is cached while
+    `qweight` exists, which doubles the memory. It is packed again if one of the tensors is replaced, has another
+    address or was written to through torch. After writes that torch does not count (to ``.data``, or by other
+    kernels) call `forget_weights`. Tensors created under ``torch.inference_mode`` count no writes and are packed on
+    every call.
     """
     operation = "awq_gemm"
     _check_activations(operation, input)
@@ -50,9 +51,9 @@ def awq_gemm(input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, spl
 
 
 def awq_dequantize(qweight: Tensor, scales: Tensor, zeros: Tensor, split_k_iters: int, thx: int, thy: int) -> Tensor:
-    """The weight of `awq_gemm`'s words, ``[K, N]`` of the scales' dtype, each element rounded once.
+    """Dequantise the weight of `awq_gemm` to ``[K, N]`` of the scales' dtype, each element rounded once.
 
-    Nothing is kept. `split_k_iters`, `thx` and `thy`, the shape of vLLM's launch, change nothing here.
+    Nothing is cached. `split_k_iters`, `thx` and `thy`, vLLM's launch parameters, are ignored.
     """
     return _awq("awq_dequantize", qweight, scales, zeros).dequantize(scales.dtype).t().contiguous()
 
@@ -69,14 +70,14 @@ def gptq_gemm(
 ) -> Tensor:
     """``a @ W``, ``[M, N]`` of a's dtype, summed in fp32, with ``W = (q - z) * s`` of GPTQ's words.
 
-    `a` float16 or bfloat16 [M, K]; `b_q_weight` int32 [K bit / 32, N]; `b_gptq_qzeros` int32 [G, N bit / 32], less one
-    unless `use_v2_format`; `b_gptq_scales` [G, N]; `bit` 2, 3, 4 or 8.
+    `a` float16 or bfloat16 [M, K]; `b_q_weight` int32 [K bit / 32, N]; `b_gptq_qzeros` int32 [G, N bit / 32], stored
+    minus one unless `use_v2_format`; `b_gptq_scales` [G, N]; `bit` 2, 3, 4 or 8.
 
-    Without `use_exllama` words are as files have them, and `b_g_idx` int32 [K] is the group of each channel. With it
-    they went through `gptq_shuffle`, and `b_g_idx` is the order of the channels that it was given. Empty or on "meta"
-    it stands for channels in order, in groups of K / G.
+    Without `use_exllama` words are as in files, and `b_g_idx` int32 [K] is the group of each channel. With it they
+    were reordered by `gptq_shuffle`, and `b_g_idx` is the order of channels that it was given. If empty or on "meta",
+    channels are in order, in groups of K / G.
 
-    The weight is packed on the first call and kept, as `awq_gemm` says.
+    The weight is packed on the first call and cached, as for `awq_gemm`.
     """
     operation = "gptq_gemm"
     _check_activations(operation, a)
@@ -91,10 +92,10 @@ def gptq_gemm(
 
 
 def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
-    """Bring the words of a GPTQ file, int32 [K bit / 32, N], into the order that ``use_exllama`` means, in place.
+    """Reorder the words of a GPTQ file, int32 [K bit / 32, N], in place for ``use_exllama``.
 
-    `q_perm` int32 [K]: channel j is then what channel q_perm[j] was; empty or on "meta" for none. Within every two
-    halves of a word even channels are in the lower and odd ones in the upper (3 bits: of every three words).
+    `q_perm` int32 [K]: channel j becomes the former channel q_perm[j]; empty or on "meta" for no permutation. In each
+    word, even channels go to the lower half and odd ones to the upper half (3 bits: in each group of three words).
     """
     from epiloq.formats.layouts import exllama, words
 
@@ -108,7 +109,7 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
 
 
 def forget_weights() -> None:
-    """Drop every weight that `awq_gemm` and `gptq_gemm` keep."""
+    """Drop all weights cached by `awq_gemm` and `gptq_gemm`."""
     _kept.clear()
 
 
@@ -163,7 +164,7 @@ def _gptq(
 
 
 def _packed(tensors: tuple[Tensor, ...], how: tuple[object, ...], make: Callable[[], PackedWeight]) -> PackedWeight:
-    """The weight of these tensors, made unless it is kept; it goes when the first of them does."""
+    """The packed weight for these tensors, from the cache if possible; dropped when the first tensor is."""
     if any(tensor.is_inference() for tensor in tensors):
         return make()
     first, seen = tensors[0], (*how, *((tensor.data_ptr(), tensor._version) for tensor in tensors))

@@ -1,10 +1,10 @@
-"""FP8 functions of DeepGEMM, with its signatures and meaning: change the import, nothing else.
+"""FP8 functions of DeepGEMM, with the same signatures and semantics: only the import needs to change.
 
-Products are of ``deep_gemm``, casts of ``deep_gemm.utils``. `compiled_dims` and `disable_ue8m0_cast` steer DeepGEMM's
-compiler and its scales on Blackwell; they mean nothing here, where scales are float32.
+Products are from ``deep_gemm``, casts from ``deep_gemm.utils``. `compiled_dims` and `disable_ue8m0_cast` control
+DeepGEMM's compiler and its scales on Blackwell; they are ignored here, where scales are float32.
 
 Differences: any M, N and K; scales in any layout; casts divide and round half to even, where DeepGEMM multiplies by a
-reciprocal (one step apart at a tie); wrong arguments raise ValueError.
+reciprocal (a difference of one step at a tie); invalid arguments raise ValueError.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def fp8_gemm_nt(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """``d = c + a @ b.t()``, groups of 128 of K each with their scales.
+    """``d = c + a @ b.t()``, with scales per group of 128 along K.
 
     `a` is float8_e4m3fn [M, K] with float32 [M, ceil(K / 128)]; `b` [N, K] with [ceil(N / 128), ceil(K / 128)], or
-    with `recipe` (1, 1, 128) [N, ceil(K / 128)]. `d` [M, N] is bfloat16, float16 or float32, `c` like it, or `d`
-    itself; with `c` the product is kept in float32 until it is added.
+    with `recipe` (1, 1, 128) [N, ceil(K / 128)]. `d` [M, N] is bfloat16, float16 or float32, and `c` has the same
+    dtype, or is `d` itself; with `c` the product is kept in float32 until it is added.
     """
     (x, scale_x), (weight, scale_weight) = a, b
     require_matrix("fp8_gemm_nt", a=x, b=weight, d=d)
@@ -78,9 +78,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     `a` is float8_e4m3fn [M, K] with float32 [M, ceil(K / 128)], rows sorted by expert; `b` [E, N, K] with
     [E, ceil(N / 128), ceil(K / 128)]. `grouped_layout` is int32: [M], each row's expert, -1 for rows of padding; or,
-    with `use_psum_layout`, [E], the ends of the experts' rows. Rows of padding may hold anything afterwards.
-    Experts need not start at multiples of 128, as DeepGEMM has it. On CUDA nothing is read back to the host, so that
-    rows which are not sorted, or of an expert that is not there, go unnoticed.
+    with `use_psum_layout`, [E], the ends of the experts' rows. Padding rows of `d` are undefined. Unlike in DeepGEMM,
+    experts need not start at multiples of 128. On CUDA nothing is read back to the host, so unsorted rows and invalid
+    expert indices are not detected.
     """
     (x, scale_x), (weight, scale_weight) = a, b
     offs = grouped_layout if use_psum_layout else _ends(grouped_layout, x.shape[0], weight.shape[0])
@@ -117,7 +117,7 @@ def m_grouped_fp8_gemm_nt_masked(
     """``d[e, :masked_m[e]] = a[e, :masked_m[e]] @ b[e].t()``; other rows of `d` are not written.
 
     `a` is float8_e4m3fn [E, M, K] with float32 [E, M, ceil(K / 128)], `b` [E, N, K] with
-    [E, ceil(N / 128), ceil(K / 128)], `masked_m` int32 [E]. `expected_m`, a hint to DeepGEMM, means nothing here.
+    [E, ceil(N / 128), ceil(K / 128)], `masked_m` int32 [E]. `expected_m`, a hint to DeepGEMM, is ignored.
     """
     (x, scale_x), (weight, scale_weight) = a, b
     epiloq.grouped_mm(x, weight.mT, scale_x, scale_weight.mT, masked_m=masked_m, recipe=recipe or _DEFAULT, out=d)
@@ -126,10 +126,10 @@ def m_grouped_fp8_gemm_nt_masked(
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn of `x` [M, K], and float32 scales [M, ceil(K / gran_k)] = max(max|x|, 1e-4) / 448.
+    """Cast `x` [M, K] to float8_e4m3fn with float32 scales [M, ceil(K / gran_k)] = max(max|x|, 1e-4) / 448.
 
-    `use_ue8m0` rounds scales up to powers of two. Raises NotImplementedError for `use_packed_ue8m0`, Blackwell's
-    integers of four scales.
+    `use_ue8m0` rounds scales up to powers of two. Raises NotImplementedError for `use_packed_ue8m0` (four scales
+    packed into an integer, for Blackwell).
     """
     require_matrix("per_token_cast_to_fp8", x=x)
     if use_packed_ue8m0:
@@ -138,13 +138,14 @@ def per_token_cast_to_fp8(
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn of `x` [N, K], and float32 scales of its square blocks, = max(max|x|, 1e-4) / 448."""
+    """Cast `x` [N, K] to float8_e4m3fn with float32 scales of its square blocks, = max(max|x|, 1e-4) / 448."""
     require_matrix("per_block_cast_to_fp8", x=x)
     return epiloq.quantize_fp8(x, granularity="block", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
 
 
 def get_mn_major_tma_aligned_tensor(x: Tensor) -> Tensor:
-    """float32 scales [.., M, G] in the layout of TMA: strides (1, M rounded up to 4); `x` itself if it has that."""
+    """float32 scales [.., M, G] in the layout of TMA: strides (1, M rounded up to 4); `x` itself if it already has
+    this layout."""
     if x.dim() not in (2, 3) or x.dtype != torch.float32:
         raise ValueError(
             f"get_mn_major_tma_aligned_tensor: x: expected float32 of 2 or 3 dimensions, got {x.dtype} {list(x.shape)}"

@@ -1,7 +1,8 @@
-"""int8 and FP8 functions of ``sgl_kernel``, with its signatures and meaning: change the import, nothing else.
+"""int8 and FP8 functions of ``sgl_kernel``, with the same signatures and semantics: only the import needs to change.
 
-Any K and N are taken (sgl_kernel asks for multiples of 16 and 8), quantisers divide and round half to even, a zero
-group has the scale ``max(eps, 448 * 2^-126) / 448``, and wrong arguments raise ValueError instead of RuntimeError.
+Any K and N are supported (sgl_kernel requires multiples of 16 and 8), quantisers divide and round half to even, a
+zero group has the scale ``max(eps, 448 * 2^-126) / 448``, and invalid arguments raise ValueError instead of
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def int8_scaled_mm(
     """``D[m, n] = scales_a[m] * scales_b[n] * (mat_a @ mat_b)[m, n] + bias[n]``.
 
     `mat_a` int8 [M, K] row-major, `mat_b` int8 [K, N] column-major, `scales_a` float32 of exactly M elements and
-    `scales_b` of exactly N, `out_dtype` bfloat16 or float16, `bias` of N elements of `out_dtype`; all else raises
-    ValueError.
+    `scales_b` of exactly N, `out_dtype` bfloat16 or float16, `bias` of N elements of `out_dtype`; anything else
+    raises ValueError.
     """
     return _scaled_mm("int8_scaled_mm", INT8, mat_a, mat_b, scales_a, scales_b, out_dtype, bias)
 
@@ -38,7 +39,7 @@ def int8_scaled_mm(
 def fp8_scaled_mm(
     mat_a: Tensor, mat_b: Tensor, scales_a: Tensor, scales_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """`int8_scaled_mm` of float8_e4m3fn."""
+    """`int8_scaled_mm` for float8_e4m3fn."""
     return _scaled_mm("fp8_scaled_mm", FP8, mat_a, mat_b, scales_a, scales_b, out_dtype, bias)
 
 
@@ -68,8 +69,8 @@ def fp8_blockwise_scaled_mm(
     """``mat_a @ mat_b``, each 128 of K scaled by ``scales_a[m, k / 128] * scales_b[k / 128, n / 128]``.
 
     `mat_a` float8_e4m3fn [M, K] row-major, `mat_b` [K, N] column-major, `scales_a` float32 [M, ceil(K / 128)] and
-    `scales_b` [ceil(K / 128), ceil(N / 128)] in any layout (sgl_kernel asks for M-major and K-major ones), `out_dtype`
-    bfloat16 or float16.
+    `scales_b` [ceil(K / 128), ceil(N / 128)] in any layout (sgl_kernel requires M-major and K-major ones),
+    `out_dtype` bfloat16 or float16.
     """
     operation = "fp8_blockwise_scaled_mm"
     require_dtype(operation, FP8, mat_a=mat_a, mat_b=mat_b)
@@ -103,8 +104,8 @@ def sgl_per_token_group_quant_8bit(
 
     `output_s` float32 [.., K / group_size], in any layout, is written with max(max|x|, eps) / `fp8_max`, rounded up to
     powers of two where `scale_ue8m0`. `fp8_min` and `fp8_max` are the type's own limits. With `fuse_silu_and_mul`,
-    `input` is [.., 2 K] and ``silu(input[.., :K]) * input[.., K:]`` is quantised, without a look at `eps`. Groups of
-    int8 below `eps` keep their own scale. `enable_v2` chooses among sgl_kernel's kernels and means nothing here.
+    `input` is [.., 2 K] and ``silu(input[.., :K]) * input[.., K:]`` is quantised, ignoring `eps`. int8 groups below
+    `eps` keep their own scale. `enable_v2` selects one of sgl_kernel's kernels and is ignored.
 
     Raises NotImplementedError for `masked_m`, for int8 with `scale_ue8m0` or `fuse_silu_and_mul`, and for scales that
     are packed into integers.

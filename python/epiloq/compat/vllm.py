@@ -1,12 +1,11 @@
-"""int8, FP8, AWQ and GPTQ functions of vLLM, with its signatures and meaning: change the import, nothing else.
+"""int8, FP8, AWQ and GPTQ functions of vLLM, with the same signatures and semantics: only the import needs to change.
 
-All are of ``vllm._custom_ops``, but `per_token_group_quant_fp8` and `per_token_group_quant_int8`, which are of
+All are from ``vllm._custom_ops``, except `per_token_group_quant_fp8` and `per_token_group_quant_int8` from
 ``vllm.model_executor.layers.quantization.utils`` (`fp8_utils` and `int8_utils`).
 
-Differences, all on the permissive or the defined side: any K and N (vLLM asks for multiples of 16); quantisers
-divide and round half to even, where vLLM's kernels multiply by a reciprocal in places (one step apart at a tie); a
-zero row has the scale 2^-126 instead of 0 and a constant row a valid one; wrong arguments raise ValueError instead
-of AssertionError or RuntimeError.
+Differences: any K and N (vLLM requires multiples of 16); quantisers divide and round half to even, where some of
+vLLM's kernels multiply by a reciprocal (a difference of one step at a tie); a zero row has the scale 2^-126 instead
+of 0, and a constant row a valid one; invalid arguments raise ValueError instead of AssertionError or RuntimeError.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def cutlass_scaled_mm(
     column-major; `scale_a` float32 of 1 or M elements, `scale_b` of 1 or N; `out_dtype` bfloat16 or float16; `bias` of
     N elements of `out_dtype`.
 
-    FP8 with any other numbers of scales is block-wise: `scale_a` [M, ceil(K / 128)] in any layout, `scale_b`
-    [ceil(K / 128), ceil(N / 128)] (and a bias, which vLLM does not take there).
+    FP8 with any other number of scales is block-wise: `scale_a` [M, ceil(K / 128)] in any layout, `scale_b` [ceil(K /
+    128), ceil(N / 128)] (also with a bias, which vLLM does not support).
     """
     operation = "cutlass_scaled_mm"
     require_dtype(operation, INT8 + FP8, a=a, b=b)
@@ -78,9 +77,9 @@ def cutlass_scaled_mm_azp(
 ) -> Tensor:
     """``D = scale_a * scale_b * (a @ b - azp * azp_adj) + bias``, shape ``[.., N]``.
 
-    As `cutlass_scaled_mm` of int8, with `azp_adj` int32 of N elements (the column sums of `b`) and `azp` int32 of M
-    elements. Without `azp` the zero point is one for all tokens and `azp_adj` contains it as a factor. The
-    correction is computed in int32, as in vLLM, which is exact while the sums of ``(a - azp) * b`` fit in int32.
+    As `cutlass_scaled_mm` for int8, with `azp_adj` int32 of N elements (the column sums of `b`) and `azp` int32 of M
+    elements. Without `azp` all tokens have the same zero point, which is a factor of `azp_adj`. The correction is
+    computed in int32, as in vLLM, which is exact if the sums of ``(a - azp) * b`` fit in int32.
     """
     operation = "cutlass_scaled_mm_azp"
     require_dtype(operation, INT8, a=a, b=b)
@@ -101,8 +100,8 @@ def scaled_int8_quant(
 
     With `scale` (float32, one element) and, if not `symmetric`, `azp` (int32, one element): per tensor, both
     returned as given. Otherwise per token, `azp` ignored: scale float32 [tokens, 1] = max|x| / 127; or, if not
-    `symmetric`, scale = (max - min) / 255 and azp int32 [tokens, 1] = round(-128 - min / scale). That range need
-    not contain zero, so that azp may leave [-128, 127].
+    `symmetric`, scale = (max - min) / 255 and azp int32 [tokens, 1] = round(-128 - min / scale). The range need not
+    contain zero, so azp may be outside [-128, 127].
     """
     input = rows_apart("scaled_int8_quant", "input", input)
     if scale is None:
@@ -134,17 +133,17 @@ def scaled_fp8_quant(
 ) -> tuple[Tensor, Tensor]:
     """Quantise `input` [.., K], its leading dimensions flattened to M rows, to ``(q, scale)``, q float8_e4m3fn [.., K].
 
-    Memory in another order than by rows is copied, as vLLM does.
+    Inputs that are not row-major are copied, as in vLLM.
 
     Without `scale`: per tensor, scale float32 [1] = max|x| / 448; or, with `use_per_token_if_dynamic`, [rows, 1] =
     max(min(max|x|, scale_ub) / 448, 1 / (448 * 512)).
 
-    With `scale` it is returned as given. `group_shape` says how many rows and columns share a scale, -1 for all of
-    them; without it that follows from a scale of one element or of two dimensions. Tensors (-1, -1), tokens (1, -1),
-    groups (1, g) and square blocks (g, g) are taken; else NotImplementedError.
+    A given `scale` is returned unchanged. `group_shape` is the number of rows and columns that share a scale, -1 for
+    all; by default it is inferred from a scale with one element or two dimensions. Tensors (-1, -1), tokens (1, -1),
+    groups (1, g) and square blocks (g, g) are supported; others raise NotImplementedError.
 
-    `output` is written where it is given; `num_token_padding` instead makes the results at least so many rows, of
-    which those past M are not written.
+    The result is written to `output` if given. `num_token_padding` instead allocates at least this number of rows;
+    rows past M are not written.
     """
     operation = "scaled_fp8_quant"
     input = rows_apart(operation, "input", input)
@@ -178,7 +177,7 @@ def scaled_fp8_quant(
 
 
 def _granularity(x: Tensor, scale: Tensor, group_shape: tuple[int, int] | None) -> tuple[str, int]:
-    """What a static scale belongs to, in epiloq's terms."""
+    """Granularity of a static scale, in epiloq's terms."""
     m, k = x.shape
     if group_shape is None:
         if scale.numel() == 1:
@@ -216,7 +215,7 @@ def per_token_group_quant_fp8(
 
     q is float8_e4m3fn like `x`, scale float32 [.., ceil(K / group_size)]; with `column_major_scales` the strides of
     two dimensions are (1, M rounded up to 4), `tma_aligned_scales` or not. `use_ue8m0` rounds scales up to powers of
-    two; None, which asks vLLM's configuration, means False here.
+    two; None (vLLM: as configured) means False.
     """
     if dtype not in (None, torch.float8_e4m3fn):
         raise ValueError(f"per_token_group_quant_fp8: dtype: expected torch.float8_e4m3fn or None, got {dtype}")
@@ -239,7 +238,7 @@ def per_token_group_quant_int8(
     """Quantise groups of `group_size` of the rows of `x` [.., K] to ``(q, scale)``, scale = max|x| / 127.
 
     q is int8 like `x`, scale float32 [.., K / group_size]; K is a multiple of `group_size`, `x` contiguous. Groups
-    below `eps` keep their own scale, so that they are not rounded to zero.
+    below `eps` keep their own scale, so they are not rounded to zero.
     """
     operation = "per_token_group_quant_int8"
     if dtype != torch.int8:
@@ -249,7 +248,7 @@ def per_token_group_quant_int8(
 
 
 def _checked_rows(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`a` as [M, K]; its own row stride is kept where its leading dimensions can be viewed as one."""
+    """`a` as [M, K]; the row stride is kept if the leading dimensions can be viewed as one."""
     require_half(operation, out_dtype)
     require_matrix(operation, b=b)
     if a.dim() == 0:

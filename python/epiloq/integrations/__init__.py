@@ -1,1 +1,2 @@
-"""epiloq inside other libraries, one package a library; importing one registers it. ``import epiloq`` imports none."""
+"""Integrations into other libraries, one package per library. Importing one registers it; ``import epiloq`` imports
+none."""

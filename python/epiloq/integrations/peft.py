@@ -1,10 +1,11 @@
-"""Adapters of PEFT on quantised models: the import lets ``peft.LoraConfig`` take epiloq's linear layers.
+"""PEFT adapters for quantised models: the import makes ``peft.LoraConfig`` support epiloq's linear layers.
 
     import epiloq.integrations.peft
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
 
-The weights stay quantised and frozen; the adapters are trained in float32, on the input gradients that every layer of
-``epiloq.nn`` has. ``target_modules="all-linear"`` means ``nn.Linear`` to PEFT: give it `linear_names` of the model.
+The weights stay quantised and frozen; the adapters are trained in float32, using the input gradients of the layers of
+``epiloq.nn``. For PEFT, ``target_modules="all-linear"`` means ``nn.Linear`` only: pass `linear_names` of the model
+instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _without_epiloq: Any = LoraConfig.__post_init__
 
 
 class LoraLinear(Linear):
-    """PEFT's LoRA layer around a quantised linear layer of epiloq. It does not merge into the integers."""
+    """PEFT's LoRA layer around one of epiloq's quantised linear layers. Merging is not supported."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **more: Any) -> None:
         for option in _OF_WEIGHTS:
@@ -46,7 +47,7 @@ class LoraLinear(Linear):
         return module.in_features, module.out_features
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """To the device of the quantised tensors; their dtypes are none to train in."""
+        """Move to the device of the quantised tensors, but not to their dtype, which cannot be trained."""
         base = self.get_base_layer()
         target = device or next(tensor.device for tensor in (*base.buffers(), *base.parameters()))
         for name in (*self.adapter_layer_names, *self.other_param_names):
@@ -69,7 +70,8 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def register() -> None:
-    """Let every ``LoraConfig`` made from now on, those of saved adapters too, take epiloq's linear layers."""
+    """Make every ``LoraConfig`` created from now on, including those of saved adapters, support epiloq's linear
+    layers."""
 
     def with_epiloq(config: LoraConfig) -> None:
         _without_epiloq(config)

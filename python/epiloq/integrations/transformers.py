@@ -1,15 +1,15 @@
-"""Quantised models in transformers, on epiloq's layers.
+"""Quantised models in transformers, with epiloq's layers.
 
-``import epiloq.integrations.transformers`` is all: from then on ``from_pretrained`` opens directories of every method
-in `METHODS` with epiloq's modules, on a CPU and on GPUs, without the packages that wrote them.
+After ``import epiloq.integrations.transformers``, ``from_pretrained`` opens directories of every method in `METHODS`
+with epiloq's modules, on CPUs and GPUs, without the packages that wrote them.
 
-It takes the place of transformers' own quantizers of these methods, for the process; `unregister` puts those back, and
-`register` takes their place again. ``from_pretrained(FLOAT_DIRECTORY, quantization_config=EpiloqConfig("w8a8-int8"))``
-quantises a model in floating point after loading it. ``save_pretrained`` writes the format that a directory was in,
-and epiloq's own for a model that was quantised after loading.
+This replaces transformers' own quantizers for these methods in the current process; `unregister` restores them, and
+`register` replaces them again. ``from_pretrained(FLOAT_DIRECTORY, quantization_config=EpiloqConfig("w8a8-int8"))``
+quantises a floating-point model after loading it. ``save_pretrained`` writes the format in which a directory was
+opened, and epiloq's own for a model that was quantised after loading.
 
-Raises ValueError, before any model is returned, where a directory is not what its configuration says: the message
-names the file and the tensor.
+Raises ValueError, before any model is returned, if a directory does not match its configuration: the message names
+the file and the tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _from_dict(said: Any) -> Any:
 
 
 def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says, and of local directories what older AutoGPTQ and AutoAWQ wrote in a file beside it."""
+    """Content of config.json; for local directories also the separate file that older AutoGPTQ and AutoAWQ wrote."""
     found: tuple[dict[str, Any], dict[str, Any]] = _THEIR_READERS[2].__func__(cls, *given, **options)
     source = given[0] if given else options.get("pretrained_model_name_or_path")
     folder = Path(source) if isinstance(source, (str, PathLike)) else None
@@ -78,7 +78,7 @@ _THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
 
 
 def register() -> None:
-    """Open directories of every method in `METHODS` with epiloq; importing this package does it."""
+    """Open directories of every method in `METHODS` with epiloq. Called when this module is imported."""
     for table, ours in _OURS:
         table.update(dict.fromkeys(METHODS, ours))
     for owner, name, reader in _READERS:
@@ -86,7 +86,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Put back the quantizers that transformers had; models that are open already stay as they are."""
+    """Restore transformers' own quantizers; models that are already open are not affected."""
     for (table, _), theirs in zip(_OURS, _THEIRS, strict=True):
         for method in METHODS:
             table.pop(method, None)

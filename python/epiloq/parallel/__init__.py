@@ -1,11 +1,11 @@
-"""Quantised layers over several processes, by ``torch.distributed``.
+"""Quantised layers on several processes, with ``torch.distributed``.
 
     from torch.distributed.tensor.parallel import parallelize_module
     from epiloq.parallel import ColwiseParallel, RowwiseParallel
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-`shard_rows`, `shard_columns` and `join` cut one layer, without processes. Models of transformers are opened in parts by
-``from_pretrained(.., tp_plan="auto")`` after ``import epiloq.integrations.transformers``.
+`shard_rows`, `shard_columns` and `join` split and merge single layers, without processes. transformers models are
+sharded by ``from_pretrained(…, tp_plan="auto")`` after ``import epiloq.integrations.transformers``.
 """
 
 from epiloq.parallel.shards import Shard, join, shard_columns, shard_rows

@@ -1,4 +1,4 @@
-"""A quantised linear layer as matrices that can be split: integers, scales and zero points in the weight's order."""
+"""A quantised linear layer as matrices that can be split: integers, scales and zero points, in the weight's order."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from epiloq.weights.packed_weight import pack_weight
 
 
 class BlockedTensor(NamedTuple):
-    """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and how many of the weight's rows and columns share an
-    element. 0 means all of them: such a tensor is the same in every shard."""
+    """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and the numbers of the weight's rows and columns that
+    share an element. 0 means all: such a tensor is the same in every shard."""
 
     tensor: Tensor
     rows: int
@@ -40,14 +40,14 @@ class BlockedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers of a class come apart and are put together.
+    """How layers of a class are split and merged.
 
     take
         A layer's tensors by name, with the integers under "q".
     make
-        A layer ``[n, k]`` of tensors with these names and the options of another layer.
+        Creates a layer ``[n, k]`` from tensors with these names and the options of another layer.
     tail
-        Whether columns must end on a scale, too.
+        Whether columns must also end at the end of a scale group.
     """
 
     take: Callable[[Any], dict[str, BlockedTensor]]
@@ -56,7 +56,7 @@ class Cut:
 
 
 def _prepared(**units: Callable[[Any], tuple[int, int]]) -> Cut:
-    """Layers that store their tensors as they are; `units` are those of the scales."""
+    """`Cut` for layers that store their tensors unpacked; `units` are those of the scales."""
 
     def take(layer: Any) -> dict[str, BlockedTensor]:
         blocked = {"q": BlockedTensor(layer._stored("weight_q"), 1, 1)}
@@ -173,7 +173,7 @@ CUTS: Mapping[type[nn.Module], Cut] = {
 
 
 def cut_of(layer: nn.Module) -> Cut:
-    """How a layer comes apart. Raises ValueError for what is no quantised linear layer of epiloq."""
+    """The `Cut` for a layer. Raises ValueError unless it is one of epiloq's quantised linear layers."""
     if type(layer) not in CUTS:
         known = ", ".join(kind.__name__ for kind in CUTS)
         raise ValueError(f"epiloq.parallel: layer: expected one of {known}, got {type(layer).__name__}")
@@ -181,5 +181,5 @@ def cut_of(layer: nn.Module) -> Cut:
 
 
 def options_of(layer: nn.Module) -> Options:
-    """The arguments of a layer's constructor beside its sizes."""
+    """The arguments of a layer's constructor other than its sizes."""
     return KINDS[type(layer).__name__].said(layer)

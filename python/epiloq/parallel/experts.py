@@ -1,4 +1,4 @@
-"""Splitting the experts of a layer, and joining them again."""
+"""Splitting and joining the experts of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epiloq.nn import ExpertLinears, GatedExperts
 
 @torch.no_grad()
 def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
-    """Keep the experts of `part` alone, of a layer that has all. The module gives their share of each sum."""
+    """Reduce a layer with all experts to those of `part`. The module then computes their part of each sum."""
     if module.part is not None:
         raise ValueError("epiloq.parallel: experts: expected all experts of a layer, got a part of them")
     if isinstance(module, GatedExperts):
@@ -32,7 +32,7 @@ def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
 
 
 def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
-    """Experts as a layer for each matrix, on the CPU, without hooks, to be sent."""
+    """Convert experts to one layer per matrix, on the CPU and without hooks, for sending."""
     layers = dict(module.linears()) if isinstance(module, GatedExperts) else None
     experts = []
     for e in range(module.experts):
@@ -44,7 +44,7 @@ def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
 
 
 def join_experts(parts: Sequence[ExpertLinears]) -> nn.Module:
-    """All experts of the layer whose parts, in their order, these are, run together where they can be."""
+    """Join parts, in order, to a layer with all experts, computed together if possible."""
     experts = [dict(zip(p.projections, p.layers(e), strict=True)) for p in parts for e in range(p.experts)]
     linears = ExpertLinears(experts, parts[0].act_fn).train(parts[0].training)
     return GatedExperts.from_linears(linears) or linears

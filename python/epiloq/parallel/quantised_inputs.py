@@ -1,4 +1,4 @@
-"""Tokens quantised before they are gathered: bytes and scales are sent instead of 16-bit numbers."""
+"""All-gather of quantised tokens: bytes and scales are sent instead of 16-bit numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _Tokens(NamedTuple):
-    """Bytes ``[M, K padded]``, a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]`` a token; None: static."""
+    """Bytes ``[M, K padded]``, and per token a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]``; None if
+    static."""
 
     q: Tensor
     scale: Tensor | None
     zero: Tensor | None
 
     def gathered(self, mesh: DeviceMesh) -> _Tokens:
-        """Those of all ranks, of which each has as many, in one message."""
+        """Gather the tokens of all ranks, which have the same number each, in one message."""
         parts = [None if t is None else t.contiguous().view(torch.uint8) for t in self]
         own = torch.cat([part for part in parts if part is not None], 1)
         whole = own.new_empty((mesh.size() * own.shape[0], own.shape[1]))
@@ -104,7 +105,7 @@ _KINDS: Mapping[type[nn.Module], _Kind] = {
 
 
 def check_takes(layer: nn.Module) -> None:
-    """Raise ValueError for layers that do not quantise each token by itself."""
+    """Raise ValueError for layers that do not quantise tokens independently."""
     if type(layer) not in _KINDS:
         known = ", ".join(kind.__name__ for kind in _KINDS)
         raise ValueError(f"{_NAME}: expected one of {known}, got {type(layer).__name__}")
@@ -113,7 +114,8 @@ def check_takes(layer: nn.Module) -> None:
 
 
 def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
-    """Let a layer take inputs of which each rank has as many tokens, along `dim`, and give the product for all."""
+    """Make a layer accept inputs sharded evenly along the token dimension `dim`, and return the product for all
+    tokens."""
     check_takes(layer)
     quantise, multiply = _KINDS[type(layer)]
 

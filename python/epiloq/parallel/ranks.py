@@ -1,4 +1,4 @@
-"""Messages between ranks besides tensors: whether they open the same files, and errors of one rank."""
+"""Communication between ranks other than tensors: checks that they open the same files, and errors of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "epiloq.parallel"
 
 @contextmanager
 def ended() -> Iterator[None]:
-    """Raise ConnectionError, in a sentence, where an exchange fails because a rank is not there any more."""
+    """Convert the failure of an exchange with a rank that has ended to ConnectionError."""
     try:
         yield
     except RuntimeError as error:

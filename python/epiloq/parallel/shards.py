@@ -45,7 +45,8 @@ class Shard:
 
 
 def part_of(size: int, rank: int, parts: int) -> range:
-    """Which of `size` rows or columns are a rank's, as ``torch.chunk`` splits: the last may have fewer or none."""
+    """The rows or columns, of `size`, that belong to a rank, as by ``torch.chunk``: the last ranks may have fewer or
+    none."""
     length = -(-size // parts)
     return range(min(size, rank * length), min(size, (rank + 1) * length))
 
@@ -54,9 +55,9 @@ def part_of(size: int, rank: int, parts: int) -> range:
 def shard_rows(layer: nn.Module, begin: int, end: int) -> nn.Module:
     """Output features `begin` to `end` (any, but at least one) of a quantised linear layer, with their bias.
 
-    For the whole input ``[.., in_features]`` it gives ``[.., end - begin]``: the same columns of the layer's output, in
-    the same bits where products are exact sums. The layer is left as it is. Raises ValueError for what is no quantised
-    linear layer of epiloq, a shard of one, or other rows.
+    Given the whole input ``[…, in_features]`` it returns these columns of the output, ``[…, end - begin]``,
+    bit-identical if products are exact sums. The original layer is not changed. Raises ValueError unless it is one of
+    epiloq's quantised linear layers and not a shard, and for invalid rows.
     """
     return _shard(layer, range(begin, end), None)
 
@@ -65,10 +66,11 @@ def shard_rows(layer: nn.Module, begin: int, end: int) -> nn.Module:
 def shard_columns(layer: nn.Module, begin: int, end: int) -> nn.Module:
     """Input features `begin` to `end` (any, but at least one) of a quantised linear layer, without its bias.
 
-    For ``[.., end - begin]`` of the input it gives ``[.., out_features]``, a summand of the layer's output; the bias is
-    the shard's `bias_of_sum`, to be added once to the sum. Activations with measured scales are quantised by these
-    columns alone, so that their scales are at most those of the whole token. A cut inside a scale group keeps the
-    group's scale: the input is preceded by zeros. The layer is left as it is. Raises ValueError as `shard_rows` does.
+    Given the input's columns ``[…, end - begin]`` it returns a summand ``[…, out_features]`` of the output; the bias
+    is the shard's `bias_of_sum`, to be added once to the sum. Dynamic activation scales are computed from these
+    columns only, so they are at most those of the whole token. If the shard starts inside a scale group it keeps the
+    group's scale, and the input is padded with zeros. The original layer is not changed. Raises ValueError as
+    `shard_rows` does.
     """
     return _shard(layer, None, range(begin, end))
 
@@ -81,7 +83,7 @@ def _shard(layer: Any, rows: range | None, columns: range | None) -> nn.Module:
 
 
 def shard_(layer: Any, rows: range | None, columns: range | None) -> None:
-    """Make a shard of a layer itself; its hooks stay."""
+    """Convert a layer to a shard in place, keeping its hooks."""
     made, bias = _cut(layer, rows, columns)
     _finish(made, bias, columns is not None)
     vars(layer).update({name: value for name, value in vars(made).items() if name not in _HOOKS | {"training"}})
@@ -143,10 +145,10 @@ def _slice(block: BlockedTensor, rows: range, columns: range) -> Tensor:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where columns in activation order go in a shard of some input features.
+    """Positions of columns in activation order in a shard of input features.
 
-    Each group's columns fill subgroups of `length`: `kept` positions of the whole order go to `places` of `width`, and
-    the subgroups have the scales of `groups`.
+    Each group's columns fill subgroups of `length`: the positions `kept` of the whole order go to `places` of
+    `width`, and the subgroups have the scales of `groups`.
     """
 
     kept: Tensor
@@ -185,7 +187,7 @@ def _reordered(
 
 
 def padded_input(shard: Shard, x: Tensor) -> Tensor:
-    """The input of a shard with its zeros. Raises ValueError for another width."""
+    """The input of a shard, padded with zeros. Raises ValueError for another width."""
     if x.dim() == 0 or x.shape[-1] != len(shard.columns):
         raise ValueError(
             f"epiloq.parallel: x: expected shape [.., {len(shard.columns)}], the input features {shard.columns.start} "
@@ -195,7 +197,7 @@ def padded_input(shard: Shard, x: Tensor) -> Tensor:
 
 
 def install(layer: nn.Module, pads: bool = True) -> None:
-    """Let a shard pad its input, unless that is whole, and cut off rows above its own."""
+    """Make a shard pad its input if necessary, and drop the rows above its own."""
     if pads:
         layer.register_forward_pre_hook(_before)
     layer.register_forward_hook(_after)
@@ -210,7 +212,7 @@ def _after(layer: Any, inputs: Any, y: Tensor) -> Tensor:
 
 
 def bare(layer: nn.Module) -> nn.Module:
-    """A shard without hooks, on the CPU, to be sent."""
+    """A shard without hooks, on the CPU, for sending."""
     found = type(layer).__new__(type(layer))
     nn.Module.__init__(found)
     vars(found).update({name: value for name, value in vars(layer).items() if name not in _HOOKS and name != "forward"})
@@ -223,10 +225,10 @@ def bare(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def join(shards: Sequence[Any]) -> nn.Module:
-    """The whole layer of its shards, which may overlap but leave nothing out, on the first one's device.
+    """Join shards, which may overlap but must cover everything, to a whole layer on the first one's device.
 
-    Its tensors are those of the layer that was cut, bit for bit. Raises ValueError for layers that are no shards of
-    one layer, or where rows or columns are missing.
+    Its tensors equal those of the original layer bit for bit. Raises ValueError unless the layers are shards of the
+    same layer that cover all rows and columns.
     """
     first: Shard = shards[0].shard
     n, k, options = first.out_features, first.in_features, first.options
@@ -274,7 +276,7 @@ def _missing(shards: Sequence[Shard]) -> str:
 
 
 def _place(whole: dict[str, Tensor], name: str, block: BlockedTensor, shard: Shard) -> None:
-    """Put a shard's tensor in its place in the whole layer's."""
+    """Copy a shard's tensor to its position in the whole layer's."""
     given, n, k = block.tensor, shard.out_features, shard.in_features
     # Zeros in front begin a group, so that shards begin on whole elements.
     row, column = shard.rows.start - shard.above, shard.columns.start - shard.head

@@ -26,7 +26,7 @@ _NAME = "epiloq.parallel"
 
 
 class _SumGradients(torch.autograd.Function):
-    """Every rank's columns have a gradient of the same input: their sum is the input's."""
+    """Sums the gradients that the ranks' columns have for the same input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, each of whose summands has the sum's gradient."""
+    """Sum over ranks; each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
@@ -86,17 +86,18 @@ def _changes_first_input(change: Callable[[Tensor], Any]) -> Callable[..., Any]:
 
 
 class ColwiseParallel(TorchColwise):
-    """Output features over ranks: torch's style of the same name, which also takes epiloq's quantised linear layers.
+    """Shards output features: torch's style of the same name, which also supports epiloq's quantised linear layers.
 
-    Each rank holds the rows of the weight that ``torch.chunk`` gives it, and gives as many columns of the output. For
-    integer weights and activations these are the columns of one process, bit for bit. Other modules are torch's.
+    Each rank has the rows of the weight that ``torch.chunk`` assigns to it, and computes the corresponding columns of
+    the output. With integer weights and activations these are bit-identical to a single process. Other modules are
+    passed to torch.
 
     input_layouts, output_layouts, use_local_output
-        As torch has them.
+        As in torch.
     quantise_first
         With inputs sharded by tokens (``input_layouts=Shard(1)`` of a sequence): each rank quantises its tokens, and
-        bytes and scales travel in the place of 16-bit numbers. The results are the same. For layers with a scale a
-        token, or a static one: ``Int8Linear``, ``Fp8Linear`` and ``W4A8Linear``; ValueError for others.
+        sends bytes and scales instead of 16-bit numbers. The results are the same. For layers with a scale per token,
+        or a static one: ``Int8Linear``, ``Fp8Linear`` and ``W4A8Linear``; ValueError for others.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class ColwiseParallel(TorchColwise):
 
 
 class RowwiseParallel(TorchRowwise):
-    """Input features over ranks: torch's style of the same name, which also takes epiloq's quantised linear layers.
+    """Shards input features: torch's style of the same name, which also supports epiloq's quantised linear layers.
 
-    Each rank holds the columns of the weight that ``torch.chunk`` gives it, multiplies them by its part of the input,
-    and the outputs are summed, in the dtype of the output; then the bias is added, once. The arguments are torch's.
-    Scales of tokens that are measured are those of the rank's part: never larger than the whole token's.
+    Each rank has the columns of the weight that ``torch.chunk`` assigns to it and multiplies them by its part of the
+    input. The outputs are summed in the dtype of the output, and the bias is added once. The arguments are torch's.
+    Dynamic scales of tokens are computed from the rank's part, and never larger than the whole token's.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -188,10 +189,10 @@ class RowwiseParallel(TorchRowwise):
 
 
 class ExpertParallel(ParallelStyle):
-    """Experts over ranks: for ``GatedExperts`` and ``ExpertLinears``, whose tokens and routing every rank has.
+    """Shards experts: for ``GatedExperts`` and ``ExpertLinears``; every rank has all tokens and the routing.
 
-    Each rank computes what its experts add to each token, and the sums are summed in the dtype of the tokens. Any
-    number of experts, at least one a rank. Raises ValueError for other modules.
+    Each rank computes the contribution of its experts to each token, and these are summed in the dtype of the tokens.
+    Any number of experts with at least one per rank is supported. Raises ValueError for other modules.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -205,7 +206,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def sum_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Let the outputs of ranks that have experts of a layer each be summed."""
+    """Sum the outputs of the ranks, each of which has some of a layer's experts."""
     module.register_forward_hook(lambda layer, inputs, y: summed(y, mesh))
     return module
 

@@ -1,4 +1,4 @@
-"""EpiloqConfig: the ``quantization_config`` of a model in transformers that runs on epiloq's layers."""
+"""EpiloqConfig: the ``quantization_config`` of a transformers model with epiloq's layers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from epiloq.formats.epiloq_modules import METHOD
 
 
 class EpiloqConfig(QuantizationConfigMixin):
-    """How to quantise a model in floating point, or what a quantised directory says of itself.
+    """How to quantise a floating-point model, or the description of a quantised directory.
 
     scheme
-        One of ``epiloq.schemes.available()`` that needs no calibration: what to make of the linear layers after
-        loading. None opens directories that are quantised already, whatever `scheme` says.
+        One of ``epiloq.schemes.available()`` that needs no calibration, applied to the linear layers after loading.
+        None opens directories that are already quantised; for these `scheme` has no effect.
     head, embedding
-        Schemes for the output head and the input embedding, as `epiloq.quantize_` has them; None leaves them in
-        floating point, and `scheme` None the other layers.
+        Schemes for the output head and the input embedding, as in `epiloq.quantize_`; None leaves them in floating
+        point, as a `scheme` of None does for the other layers.
     modules_to_not_convert
-        Names of linear layers, or of modules that hold them, to leave in floating point, or patterns of such names, as
-        ``ignore`` of `epiloq.quantize_` has them.
+        Names of linear layers, or of modules that contain them, to leave in floating point, or patterns, as for
+        ``ignore`` of `epiloq.quantize_`.
 
-    What else a config.json has under ``quantization_config`` is kept as it is, and saved again.
+        Other entries under ``quantization_config`` in config.json are kept and saved again.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EpiloqConfig(QuantizationConfigMixin):
         self.said = said
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON-ready dictionary, as config.json has it."""
+        """The JSON-ready dictionary for config.json."""
         own: dict[str, Any] = {"scheme": self.scheme, "head": self.head, "embedding": self.embedding}
         own |= {"modules_to_not_convert": self.modules_to_not_convert}
         given = {name: value for name, value in own.items() if value is not None}

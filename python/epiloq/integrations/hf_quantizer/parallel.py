@@ -1,4 +1,4 @@
-"""Models of transformers over several ranks: each opens its part of every quantised layer, one layer at a time."""
+"""transformers models on several ranks: each opens its part of every quantised layer, one layer at a time."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def is_parallel(model: Any) -> bool:
 
 
 class Split:
-    """How the ranks share a model: which layers are cut, and by which style each."""
+    """How a model is distributed over ranks: which layers are sharded, and with which style."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
-        """Take the quantised layers of a model out of what transformers loads and cuts.
+        """Exclude the quantised layers of a model from what transformers loads and shards.
 
-        Raises ValueError on every rank: other kinds of parallelism, heads that the ranks do not divide, ranks whose
-        directories or machines differ, layers with a style that quantised layers have not.
+        Raises ValueError on every rank: other kinds of parallelism, numbers of heads not divisible by the number of
+        ranks, ranks with different directories or machines, layers with an unsupported style.
         """
         asked = model.config.distributed_config
         with together():
@@ -112,7 +112,7 @@ class Split:
         return taken
 
     def open_(self, model: Any) -> None:
-        """Put this rank's part of every quantised layer in its place. Raises ValueError, on every rank."""
+        """Install this rank's part of every quantised layer. Raises ValueError on every rank."""
         manager = model._mesh_manager
         if manager is None:
             raise ValueError(f"{_NAME}: expected a device mesh of transformers, found none")
@@ -144,7 +144,7 @@ class Split:
 
     @contextmanager
     def whole(self, model: Any) -> Iterator[bool]:
-        """Replace the parts by whole layers on the first rank, and return whether this is it."""
+        """Replace the parts by whole layers on the first rank; returns whether this is the first rank."""
         group, parts = model._mesh_manager.get_mesh("tp").get_group(), dict[str, nn.Module]()
         try:
             for name in self.names:
@@ -159,7 +159,7 @@ class Split:
                 put_(model, name, part)
 
     def gathered(self, model: Any) -> dict[str, Tensor]:
-        """The whole of the floating-point tensors that ranks share, by name; on the first rank alone."""
+        """The sharded floating-point tensors as a whole, by name; only on the first rank."""
         found, first = (
             dict[str, Tensor](),
             torch.distributed.get_rank(model._mesh_manager.get_mesh("tp").get_group()) == 0,
@@ -224,7 +224,7 @@ def _check(model: Any, asked: Any) -> None:
 
 
 def _arithmetic() -> dict[str, str]:
-    """What decides the bits of what every rank computes by itself, such as norms and the next token."""
+    """Properties that determine the results that every rank computes itself, such as norms and the next token."""
     return arithmetic("cuda" if torch.cuda.is_available() else "cpu")
 
 

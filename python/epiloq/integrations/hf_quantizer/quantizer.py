@@ -30,10 +30,10 @@ _NAME = "epiloq.integrations.transformers"
 
 
 class EpiloqQuantizer(HfQuantizer):
-    """Opens quantised directories with epiloq's modules, and quantises models in floating point after loading.
+    """Opens quantised directories with epiloq's modules, and quantises floating-point models after loading.
 
-    For inference. Tensors are loaded by transformers, so that shards, devices and renamed tensors work as usual; only
-    the quantised layers are epiloq's. Raises ValueError where something does not fit, before a model is returned.
+    Tensors are loaded by transformers, so shards, devices and renamed tensors work as usual; only the quantised
+    layers are epiloq's. Raises ValueError for mismatches before a model is returned.
     """
 
     quantization_config: EpiloqConfig
@@ -70,7 +70,7 @@ class EpiloqQuantizer(HfQuantizer):
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of activations and of what stays in floating point, as it was asked for."""
+        """The requested type of activations and of unquantised parameters."""
         if dtype not in FLOAT_DTYPES:
             raise ValueError(f"{_NAME}: dtype: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
         return dtype
@@ -125,10 +125,10 @@ class EpiloqQuantizer(HfQuantizer):
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors to save, in the format of the directory that was opened, or else in epiloq's own.
+        """The tensors to save, in the format of the directory that was opened, or in epiloq's own.
 
-        Where ranks share the model, all call this, and the first gets the whole layers. Nothing is exchanged after it,
-        so that a rank that dies leaves no file.
+        If the model is distributed, all ranks must call this, and the first receives the whole layers. Nothing is
+        exchanged afterwards, so a rank that dies leaves no partial file.
         """
         if self.split is None:
             return self._whole_state(model), {}
