@@ -202,7 +202,7 @@ def test_a_rank_dies_and_the_run_goes_on_later(models: Path, whole: Path, tmp_pa
     for said in (run.said[0], run.said[2]):
         assert "Traceback" not in said
         assert len([line for line in said.splitlines() if line.startswith("epiloq quantize: ")]) == 1
-        assert "goes on from there" in said
+        assert "continues from there" in said
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2)
     assert run.codes == [0, 0]

@@ -236,7 +236,7 @@ def test_an_interrupted_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(store.Store, "write", once)
         result = quantize(teacher, tmp_path / "out", *options)
-    assert result.exit_code == 130 and "goes on from there" in result.output and not (tmp_path / "out").exists()
+    assert result.exit_code == 130 and "continues from there" in result.output and not (tmp_path / "out").exists()
     assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
     assert json.loads((tmp_path / "r.json").read_text())["blocks_resumed"] == 1
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))

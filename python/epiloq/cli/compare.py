@@ -24,26 +24,28 @@ WORST = 5
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="DIR_A", help="A model directory, quantised or not.")],
-    b: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another of the same model.")],
+    b: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another directory of the same model.")],
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text file, or a folder of them, that both predict.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Text file, or a folder of them, on which to compare predictions.", show_default=False
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to evaluate at most.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens to evaluate.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,
-    device: Annotated[str, typer.Option(metavar="D", help="Where the models run: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="D", help="Device on which the models run: cpu or cuda.")] = "cpu",
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Compare two directories of one model: weights by layer, sizes and, with --text, predictions.
+    """Compare two directories of the same model: weights by layer, sizes and, with --text, predictions.
 
-    Weights are compared as they are dequantised, one layer at a time. Algorithms that fold scales (awq, smoothquant)
-    change weights and norms together, so that only what the models predict compares them with the original.
+    Dequantised weights are compared, one layer at a time. Algorithms that fold scales (awq, smoothquant) change weights
+    and norms together, so only predictions can be compared with the original.
 
     Examples:\n
       epiloq compare model model-w4\n
       epiloq compare model model-w4 --text other.txt --json figures.json\n
 
-    Exit codes: 0 compared, whatever the outcome; 2 a directory is bad, or they are not of one model.
+    Exit codes: 0 compared, whatever the result; 2 a directory is invalid, or they contain different models.
     """
     check_target(json_file)
     check_device(device)

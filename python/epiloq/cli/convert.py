@@ -19,14 +19,14 @@ def convert(
     layout: Annotated[str, choices("The format to write", FORMATS, "--format", "FORMAT")],
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Rewrite a quantised model losslessly in another format, or explain why that format cannot hold it.
+    """Rewrite a quantised model losslessly in another format, or explain why that format cannot represent it.
 
     Examples:\n
       epiloq convert model-awq model-ct --format compressed-tensors\n
       epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
 
-    Exit codes: 0 converted; 1 the disk failed; 2 the input is bad, or the format cannot represent it; 130 interrupted.
-    Nothing is left under OUT unless it is 0.
+    Exit codes: 0 converted; 1 disk error; 2 invalid input, or the format cannot represent it; 130 interrupted.
+    OUT is created only on success.
     """
     check_target(json_file)
     console = summary_console(json_file)

@@ -1,4 +1,4 @@
-"""``epiloq demo``: quantise a real language model (``--vision``: networks that read) and show what that costs."""
+"""``epiloq demo``: quantise a real language model (``--vision``: text recognition networks) and show the effect."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
 
 def demo(
     vision: Annotated[
-        bool, typer.Option("--vision", help="Convolutional networks for text recognition instead of a language model.")
+        bool, typer.Option("--vision", help="Use text recognition networks instead of a language model.")
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where report.html (vision.html) and the converted teacher go.")
+        Path, typer.Option(metavar="DIR", help="Directory for report.html (vision.html) and the converted teacher.")
     ] = Path("build/demo"),
     teacher: Annotated[
         Path | None,
@@ -182,7 +182,7 @@ def demo(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=FEWEST_TOKENS, max=MOST_TOKENS, help="Tokens of text to evaluate on.")
+        int, typer.Option(min=FEWEST_TOKENS, max=MOST_TOKENS, help="Number of tokens of text to evaluate on.")
     ] = 3072,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the CPU and, if there is one, the GPU.")

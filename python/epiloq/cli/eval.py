@@ -142,28 +142,28 @@ def evaluate(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text file, or a folder of them.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(min=ALL, help="Tokens to evaluate at most; 0 for all.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=ALL, help="Maximum number of tokens to evaluate; 0 for all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,
     kl: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also the KL divergence from this model's predictions on the text.", show_default=False
+            metavar="DIR", help="Also measure the KL divergence from this model's predictions.", show_default=False
         ),
     ] = None,
     tasks: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A task of lm-evaluation-harness (YAML), or a folder of them. Python code that they name is run.",
+            help="A task of lm-evaluation-harness (YAML), or a folder of them. Python code named there is executed.",
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=ALL, help="Documents of each task at most; 0 for all.")] = ALL,
-    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
+    limit: Annotated[int, typer.Option(min=ALL, help="Maximum number of documents per task; 0 for all.")] = ALL,
+    device: Annotated[str, typer.Option(metavar="D", help="Device: cpu or cuda.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Evaluate although the text is too short.")] = False,
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Measure a model's perplexity on a text, its divergence from another model, or what it achieves in tasks.
+    """Measure a model's perplexity on a text, its divergence from another model, or its results in tasks.
 
     Examples:\n
       epiloq eval model-w4 --text other.txt\n

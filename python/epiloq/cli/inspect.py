@@ -1,4 +1,4 @@
-"""``epiloq inspect``: what a model directory holds, without running the model."""
+"""``epiloq inspect``: the contents of a model directory, without running the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inspect(
         Path, typer.Argument(metavar="MODEL", help="A model directory, quantised or not, or a GGUF file.")
     ],
     check: Annotated[
-        bool, typer.Option("--check", help="Also decode every layer, and look for values that are not finite.")
+        bool, typer.Option("--check", help="Also decode every layer, and check for NaN and infinities.")
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
@@ -37,7 +37,7 @@ def inspect(
       epiloq inspect model-w4 --check --json facts.json\n
       epiloq inspect model-q4_k_m.gguf\n
 
-    Exit codes: 0 all well; 2 the model is bad, in one sentence that names the file and the tensor.
+    Exit codes: 0 valid; 2 invalid, with one sentence that names the file and the tensor.
     """
     check_target(json_file)
     console = results_console(json_file)

@@ -1,4 +1,4 @@
-"""``epiloq quantize``: turn a Hugging Face model directory into a smaller one."""
+"""``epiloq quantize``: quantise a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weight_only() -> list[str]:
 
 
 _CHOSEN = f"{AUTO}: --bytes chooses"
-GO_ON = "; what was finished is kept, and the same command goes on from there"
+GO_ON = "; finished blocks are kept, and the same command continues from there"
 
 
 def run(settings: Settings) -> dict[str, Any] | None:
@@ -99,15 +99,15 @@ def quantize(
     output: Annotated[Path, typer.Option(metavar="DIR", help="The directory to create. It must not exist.")],
     scheme: Annotated[
         str | None,
-        choices("What the layers become; or a budget, --bytes or --bits", available(), "--scheme", "SCHEME"),
+        choices("Scheme of the layers; or give a budget, --bytes or --bits", available(), "--scheme", "SCHEME"),
     ] = None,
     file_bytes: Annotated[
         str | None,
         typer.Option(
             "--bytes",
             metavar="SIZE",
-            help="Instead of a scheme, the size of the weight files, such as 90MB: schemes are chosen for each "
-            "layer, for the least KL divergence.",
+            help="A budget instead of a scheme: the size of the weight files, such as 90MB. A scheme is "
+            "chosen for each layer to minimise the KL divergence.",
             show_default=False,
         ),
     ] = None,
@@ -115,7 +115,7 @@ def quantize(
         float | None,
         typer.Option(
             metavar="BITS",
-            help="The same by bits per weight of the quantised layers, scales included.",
+            help="A budget in bits per weight of the quantised layers, including scales.",
             show_default=False,
         ),
     ] = None,
@@ -123,8 +123,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="LIST",
-            help=f"What a budget chooses from: w<bits>a16 or w<bits>a16-g<size>, with commas; {','.join(DEFAULT)} by "
-            "default.",
+            help="Schemes from which a budget chooses, separated by commas: w<bits>a16 or w<bits>a16-g<size>. "
+            f"By default {','.join(DEFAULT)}.",
             show_default=False,
         ),
     ] = None,
@@ -134,57 +134,73 @@ def quantize(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Calibration text: a file or a folder; not for rtn.", show_default=False),
+        typer.Option(metavar="FILE", help="Calibration text: a file or a folder. Not used by rtn.", show_default=False),
     ] = None,
     head: Annotated[
         str | None,
-        choices("The output head, rounded to nearest", [*ready(), AUTO], "--head", "SCHEME", f"as it is; {_CHOSEN}"),
+        choices(
+            "Scheme of the output head, rounded to nearest",
+            [*ready(), AUTO],
+            "--head",
+            "SCHEME",
+            f"unchanged; {_CHOSEN}",
+        ),
     ] = None,
     embedding: Annotated[
         str | None,
-        choices("The input embedding, rounded to nearest", [*weight_only(), AUTO], "--embedding", "SCHEME", "as it is"),
+        choices(
+            "Scheme of the input embedding, rounded to nearest",
+            [*weight_only(), AUTO],
+            "--embedding",
+            "SCHEME",
+            "unchanged",
+        ),
     ] = None,
     layout: Annotated[
         str | None,
-        choices("The format to write", FORMATS, "--format", "FORMAT", "the first that can hold the layers"),
+        choices("The format to write", FORMATS, "--format", "FORMAT", "the first that can represent the layers"),
     ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="int4 weights without zero points: slightly faster, less accurate.")
     ] = False,
     alpha: Annotated[
-        float, typer.Option(min=0, max=1, help="SmoothQuant: migration strength, from activations to weights.")
+        float, typer.Option(min=0, max=1, help="Migration strength of SmoothQuant, from activations to weights.")
     ] = 0.5,
     keep_dynamic: Annotated[
         str | None,
         typer.Option(
             metavar="P|auto",
-            help="w8a8-int8-static: layers with a scale for each token, by a pattern of names ('*.down_proj') or where "
-            "one scale costs much.",
+            help="For w8a8-int8-static: layers that keep a scale per token, as a name pattern ('*.down_proj'), or auto "
+            "for those where a single scale costs much accuracy.",
             show_default=False,
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 32,
+    windows: Annotated[int, typer.Option(min=1, help="Number of calibration windows.")] = 32,
     length: Annotated[int, typer.Option(min=8, help="Tokens per window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed that chooses windows of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing windows of the text.")] = 0,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Layers to leave in floating point: a name, one like '*.down_proj', or a regular expression after "
-            "'re:'; may be given several times.",
+            help="Layers to leave in floating point: a name, a pattern like '*.down_proj', or a regular expression "
+            "after 're:'. May be repeated.",
             show_default=False,
         ),
     ] = None,
     blocks: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The list of repeated layers, where it is not found.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="Name of the list of repeated layers, if it is not found automatically.",
+            show_default=False,
+        ),
     ] = None,
     rotate: Annotated[
         bool,
         typer.Option(
             "--rotate",
-            help="Fold Hadamard rotations into the weights first (llama, mistral, qwen2): for weights with a scale per "
-            "channel. A tied output head becomes a tensor of its own.",
+            help="First fold Hadamard rotations into the weights (llama, mistral, qwen2); useful with one scale per "
+            "channel. A tied output head becomes a separate tensor.",
         ),
     ] = False,
     tune: Annotated[
@@ -192,21 +208,24 @@ def quantize(
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="Then train scales and norms on the calibration text, a window a step, for the least KL divergence "
-            "from the original. 64 help much and take twice as long as gptq; language models, integer weights.",
+            help="Then train scales and norms on the calibration text, one window per step, to minimise the KL "
+            "divergence from the original. 64 steps help much and take twice as long as gptq. Language models with "
+            "integer weights.",
         ),
     ] = 0,
     device: Annotated[
         str,
-        typer.Option(metavar="D", help="Where blocks are quantised: cpu, cuda or auto."),
+        typer.Option(metavar="D", help="Device on which blocks are quantised: cpu, cuda or auto."),
     ] = "cpu",
     evaluation: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Other text, to measure perplexity before and after.", show_default=False),
+        typer.Option(metavar="FILE", help="Different text, for perplexity before and after.", show_default=False),
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Go on with too little text, or with text to evaluate on that calibration sees."),
+        typer.Option(
+            "--force", help="Continue with too little text, or with evaluation text that overlaps the calibration text."
+        ),
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
     report: Annotated[
@@ -214,12 +233,12 @@ def quantize(
         typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Turn a model directory into a smaller one, the linear layers of its repeated blocks quantised.
+    """Quantise the linear layers of a model's repeated blocks, and write a new model directory.
 
-    What is outside the blocks stays as it is, but for an output head and an embedding with schemes of their own. A
-    model that ties them has one weight for both: either option quantises both.
+    Everything outside the blocks is unchanged, except an output head or an embedding with a scheme of its own. If the
+    model ties them, either option quantises both.
 
-    Run the same command again to go on with a run that was interrupted.
+    To resume an interrupted run, run the same command again.
 
     Examples:\n
       epiloq quantize model --scheme w8a8-int8 --algorithm rtn --output model-w8\n

@@ -1,4 +1,4 @@
-"""``epiloq tune``: time the kernels that a model could use on this card, and keep the fastest."""
+"""``epiloq tune``: time the kernels for a model on this GPU, and keep the fastest."""
 
 from __future__ import annotations
 
@@ -40,24 +40,27 @@ def read_what(text: str) -> Any:
 
 
 def tune(
-    what: Annotated[list[str], typer.Argument(metavar="MODEL|NxK…", help="Model directories, or shapes out x in.")],
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|NxK…", help="Model directories, or shapes as out_features x in_features."),
+    ],
     tokens: Annotated[str, typer.Option(metavar="M,…", help="Numbers of tokens.")] = "1,16,256,2048",
     scheme: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="For shapes and float models; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Scheme for shapes and float models; may be repeated.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where choices are kept; by default in the user's cache.")
+        Path | None, typer.Option(metavar="FILE", help="File for the choices; by default in the user's cache.")
     ] = None,
     device: Annotated[int | None, typer.Option(metavar="I", min=0, help="Index of the CUDA device.")] = None,
     json_file: Annotated[Path | None, json_option()] = None,
 ) -> None:
-    """Time all kernels that could serve a model's layers on this card; the fastest are used from now on.
+    """Time all kernels for a model's layers on this GPU; the fastest are used from then on.
 
     Examples:\n
       epiloq tune model-w4\n
       epiloq tune 4096x4096 28672x4096 --scheme w8a8-int8 --tokens 1,8,64,1000\n
 
-    Exit codes: 2 without a CUDA device, too.
+    Exit codes: 2 for invalid input, or without a CUDA device.
     """
     check_target(json_file)
     counts = read_tokens(tokens)
