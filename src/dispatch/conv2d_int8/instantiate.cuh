@@ -11,10 +11,10 @@ namespace epiloq::ops::conv2d_int8 {
 template <int kRow>
 void launch_tiled(TiledProblem const& t, unsigned blocks, int split, int device, Stream stream) {
   static constexpr TileConfig kTile = kTiles[kRow];
-  using T = Tiled<kTile.mma, kTile.team_m, kTile.team_n, kTile.teams_m, kTile.teams_n, kTile.depth, kTile.stages,
+  using T = Tiled<kTile.mma, kTile.warp_m, kTile.warp_n, kTile.warps_m, kTile.warps_n, kTile.depth, kTile.stages,
                   kTile.vector, kTile.blocks>;
   static_assert(T::kThreads == kTile.threads() && T::Mainloop::kAhead == kTile.ahead() && sizeof(conv2d::Window) == 16);
-  auto* const kernel = tiled_kernel<T, kTile.ring_bytes()>;
+  auto* const kernel = tiled_kernel<T, kTile.pipeline_bytes()>;
   static PerDevice prepared;
   prepared.once(device, [kernel] {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTile.shared_bytes()),

@@ -145,7 +145,7 @@ std::string describe(Choice const& choice) {
   }
   TileConfig const& c = kTiles[choice.row];
   text << "implicit product, " << (c.mma == Mma::kWgmma ? "wgmma " : "mma.sync ") << c.tile_m() << " pixels x "
-       << c.tile_n() << " channels of " << c.team_m << 'x' << c.team_n << ", " << c.stages << " stages of " << c.depth
+       << c.tile_n() << " channels of " << c.warp_m << 'x' << c.warp_n << ", " << c.stages << " stages of " << c.depth
        << ", copies of " << c.vector << (c.vector == 1 ? " channel" : " channels");
   if (choice.split > 1) text << ", K over clusters of " << choice.split;
   return text.str();

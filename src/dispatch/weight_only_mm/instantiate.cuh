@@ -16,15 +16,15 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-template <class Ring>
-void launch_kernel(void (*kernel)(Problem, Ring), PerDevice& prepared, Problem const& p, Ring const& ring, dim3 grid,
-                   int threads, int shared_bytes, int device, Stream stream) {
+template <class Layout>
+void launch_kernel(void (*kernel)(Problem, Layout), PerDevice& prepared, Problem const& p, Layout const& layout,
+                   dim3 grid, int threads, int shared_bytes, int device, Stream stream) {
   prepared.once(device, [kernel, device] {
     int const most = device_properties(device).shared_memory_per_block;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                "asking for shared memory");
   });
-  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, ring),
+  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, layout),
              "launching epiloq.weight_only_mm");
 }
 
@@ -38,10 +38,10 @@ void launch_gemv(Problem const& p, int split, int device, Stream stream) {
   using S = Gemv<Products, kPanels, kConfig.warps, kConfig.stages, kConfig.blocks>;
   static PerDevice prepared;
   StageLayout const weights = StageLayout::of(p.weight, kPanels, kGroups);
-  GemvPipeline const ring{weights, weights.bytes + Products::token_bytes(p.m), S::kStages, Products::scratch_bytes(p.m),
-                          gemv_received_bytes(p.m, S::kRows, split)};
+  GemvPipeline const pipeline{weights, weights.bytes + Products::token_bytes(p.m), S::kStages,
+                              Products::scratch_bytes(p.m), gemv_received_bytes(p.m, S::kRows, split)};
   dim3 const grid(static_cast<unsigned>(ceil_div(p.weight.n, S::kRows)), split);
-  int const own_bytes = ring.received + std::max(S::kWarps * ring.warp_bytes(), S::kSumBytes);
+  int const own_bytes = pipeline.received + std::max(S::kWarps * pipeline.warp_bytes(), S::kSumBytes);
   // CTAs that start while the previous kernel's still run would pile up on the SMs that are free first. Padding shared
   // memory spreads them, unless every SM gets the same number anyway: then the room lets the next kernel start.
   DeviceProperties const& properties = device_properties(device);
@@ -50,7 +50,7 @@ void launch_gemv(Problem const& p, int split, int device, Stream stream) {
   int const share_bytes =
       smem_for_ctas_per_sm(ceil_div(blocks, properties.sm_count), properties.shared_memory_per_block);
   int const shared_bytes = spreads ? std::max(own_bytes, share_bytes) : own_bytes;
-  launch_kernel(gemv_kernel<S, T>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+  launch_kernel(gemv_kernel<S, T>, prepared, p, pipeline, grid, S::kThreads, shared_bytes, device, stream);
 }
 
 template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
@@ -59,12 +59,12 @@ void launch_tiled(Problem const& p, int split, int device, Stream stream) {
   using S = Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
                   kConfig.blocks>;
   static PerDevice prepared;
-  StageLayout const ring = StageLayout::of(p.weight, S::kPanels, kGroups);
-  int const shared_bytes = std::max(S::kStages * S::stage_bytes(ring), S::kSumBytes);
+  StageLayout const layout = StageLayout::of(p.weight, S::kPanels, kGroups);
+  int const shared_bytes = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   // CTAs of the same rows start together and share weights in L2.
   auto const tiles = [](int size, int of_tile) { return static_cast<unsigned>(ceil_div(size, of_tile)); };
   dim3 const grid(tiles(p.m, S::kTokens), split, tiles(p.weight.n, S::kRows));
-  launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, ring, grid, S::kThreads, shared_bytes, device, stream);
+  launch_kernel(tiled_kernel<S, CudaType<kX>>, prepared, p, layout, grid, S::kThreads, shared_bytes, device, stream);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -14,11 +14,11 @@
 namespace epiloq::ops::conv2d_int8 {
 
 // Integers rather than a TileConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__ template.
-template <Mma kMma, int kTeamM_, int kTeamN_, int kTeamsM, int kTeamsN_, int kDepth_, int kStages_, int kBytes_,
+template <Mma kMma, int kWarpM_, int kWarpN_, int kWarpsM, int kWarpsN_, int kDepth_, int kStages_, int kBytes_,
           int kBlocks_>
 struct Tiled {
-  static constexpr int kTeamM = kTeamM_, kTeamN = kTeamN_, kTeamsN = kTeamsN_;
-  static constexpr int kTileM = kTeamM * kTeamsM, kTileN = kTeamN * kTeamsN;
+  static constexpr int kWarpM = kWarpM_, kWarpN = kWarpN_, kWarpsN = kWarpsN_;
+  static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kDepth = kDepth_, kStages = kStages_, kBytes = kBytes_;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   static constexpr int kBlocks = 2;  // more do not fit SM75's shared memory
@@ -28,7 +28,7 @@ struct Tiled {
   static constexpr int kB = kTileM * kDepth;  // offset of the weights in a stage
   static constexpr int kStageBytes = (kTileM + kTileN) * kDepth;
   using Mainloop = typename MainloopOf<kMma>::template Of<Tiled>;
-  static constexpr int kThreads = Mainloop::kTeam * kTeamsM * kTeamsN;
+  static constexpr int kThreads = Mainloop::kMmaThreads * kWarpsM * kWarpsN;
   using Copies = std::conditional_t<kBytes == 1, ByteCopies<Tiled>, WideCopies<Tiled>>;
 };
 
@@ -52,21 +52,21 @@ __device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledPro
 
 template <class T>
 __device__ __forceinline__ void multiply(typename T::Mainloop::Sums& sums, TiledProblem const& t,
-                                         typename T::Copies& copies, SharedAddress ring, int stages, int team_row,
-                                         int team_column) {
+                                         typename T::Copies& copies, SharedAddress first_stage, int stages,
+                                         int warp_row, int warp_column) {
   using Mainloop = typename T::Mainloop;
-  constexpr int kAhead = Mainloop::kAhead, kRingBytes = T::kStages * T::kStageBytes;
+  constexpr int kAhead = Mainloop::kAhead, kPipelineBytes = T::kStages * T::kStageBytes;
   int read = 0, write = kAhead * T::kStageBytes, left = stages;
   do {  // there is at least one stage: a path around the loop would make the compiler move sums that wgmma is using
     cp_async_wait<kAhead - 1>();
     Mainloop::publish();
     __syncthreads();  // all copies have landed, and the stage to be refilled has been read
-    Mainloop::begin(sums, ring + read, team_row, team_column);
-    if (left > kAhead) copies.issue(t, ring + write);
+    Mainloop::begin(sums, first_stage + read, warp_row, warp_column);
+    if (left > kAhead) copies.issue(t, first_stage + write);
     cp_async_commit();
-    Mainloop::end(sums, ring + read, team_row, team_column);
-    read = read + T::kStageBytes == kRingBytes ? 0 : read + T::kStageBytes;
-    write = write + T::kStageBytes == kRingBytes ? 0 : write + T::kStageBytes;
+    Mainloop::end(sums, first_stage + read, warp_row, warp_column);
+    read = read + T::kStageBytes == kPipelineBytes ? 0 : read + T::kStageBytes;
+    write = write + T::kStageBytes == kPipelineBytes ? 0 : write + T::kStageBytes;
   } while (--left > 0);
   Mainloop::wait_for_all(sums);
   cp_async_wait<0>();
@@ -74,10 +74,10 @@ __device__ __forceinline__ void multiply(typename T::Mainloop::Sums& sums, Tiled
 
 // CTAs along x take tiles, channels fastest, so that CTAs of the same pixels run together; along y groups; along z, a
 // cluster, they split the columns.
-template <class T, int kRingBytes>
+template <class T, int kPipelineBytes>
 __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto* const windows = reinterpret_cast<conv2d::Window*>(shared + kRingBytes);
+  auto* const windows = reinterpret_cast<conv2d::Window*>(shared + kPipelineBytes);
   Place<T> const here(t);
   pdl_trigger();
   for (int row = threadIdx.x; row < T::kTileM; row += T::kThreads) {
@@ -86,22 +86,22 @@ __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_c
   __syncthreads();
   typename T::Copies copies(t, here, windows);
   pdl_wait();
-  SharedAddress const ring = shared_address(shared);
+  SharedAddress const first_stage = shared_address(shared);
 #pragma unroll 1
   for (int i = 0; i < T::Mainloop::kAhead; ++i) {
-    if (i < here.stages) copies.issue(t, ring + i * T::kStageBytes);
+    if (i < here.stages) copies.issue(t, first_stage + i * T::kStageBytes);
     cp_async_commit();
   }
-  int const team = __shfl_sync(~0u, threadIdx.x / T::Mainloop::kTeam, 0);
-  int const team_row = team / T::kTeamsN, team_column = team % T::kTeamsN, first_column = team_column * T::kTeamN;
+  int const warp = __shfl_sync(~0u, threadIdx.x / T::Mainloop::kMmaThreads, 0);  // or warpgroup
+  int const warp_row = warp / T::kWarpsN, warp_column = warp % T::kWarpsN, first_column = warp_column * T::kWarpN;
   typename T::Mainloop::Sums sums;
   start<T>(sums, t, here, first_column);
-  multiply<T>(sums, t, copies, ring, here.stages, team_row, team_column);
+  multiply<T>(sums, t, copies, first_stage, here.stages, warp_row, warp_column);
   __syncthreads();  // the sums replace the stages
   SumsInShared<T> const all_sums(shared);
   all_sums.put(sums);
   if (gridDim.z > 1) cluster_sync();
-  finish(all_sums, t, here, T::Mainloop::first_row(team_row), first_column);
+  finish(all_sums, t, here, T::Mainloop::first_row(warp_row), first_column);
   if (gridDim.z > 1) cluster_sync();  // other CTAs may still read this one's sums
 }
 

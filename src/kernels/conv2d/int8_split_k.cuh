@@ -9,19 +9,19 @@
 
 namespace epiloq::ops::conv2d_int8 {
 
-// A thread's sums: `kLines` pixels, and for each runs of 8 channels, 32 channels apart. A run is two 16-byte pieces,
-// adjacent to other threads' pieces.
+// A thread's sums: `kLines` pixels, and for each runs of 8 channels, 32 channels apart. A run is two 16-byte vectors,
+// adjacent to other threads' vectors.
 template <class T>
 struct SumsInShared {
-  static constexpr int kRuns = T::kTeamN / 32, kLines = 2 * T::Mainloop::kRows;
-  static constexpr int kPiece = T::kThreads * 16;  // bytes between the pieces of a thread
+  static constexpr int kRuns = T::kWarpN / 32, kLines = 2 * T::Mainloop::kRows;
+  static constexpr int kVectorStride = T::kThreads * 16;  // bytes between the vectors of a thread
 
   unsigned char* mine;
 
-  __device__ __forceinline__ explicit SumsInShared(unsigned char* ring) : mine(ring + threadIdx.x * 16) {}
+  __device__ __forceinline__ explicit SumsInShared(unsigned char* shared) : mine(shared + threadIdx.x * 16) {}
 
   __device__ __forceinline__ int* at(int line, int run, int value) const {
-    return reinterpret_cast<int*>(mine + ((line * kRuns + run) * 2 + value / 4) * kPiece) + value % 4;
+    return reinterpret_cast<int*>(mine + ((line * kRuns + run) * 2 + value / 4) * kVectorStride) + value % 4;
   }
 
   __device__ __forceinline__ void put(typename T::Mainloop::Sums const& sums) const {

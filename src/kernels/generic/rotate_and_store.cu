@@ -1,5 +1,5 @@
 // Rotary embedding of query and key heads; keys and values go to their places in a cache. A thread has an element of a
-// head's first half, and the one of the second half that it turns with. Each product is rounded, as torch rounds it.
+// head's first half, and the one of the second half that it rotates with. Each product is rounded, as torch rounds it.
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class T>
-__device__ __forceinline__ T turned(T x, T cos, T other, T sin, float sign) {
+__device__ __forceinline__ T rotated(T x, T cos, T other, T sin, float sign) {
   T const a = static_cast<T>(__fmul_rn(static_cast<float>(x), static_cast<float>(cos)));
   T const b = static_cast<T>(__fmul_rn(sign * static_cast<float>(other), static_cast<float>(sin)));
   return static_cast<T>(__fadd_rn(static_cast<float>(a), static_cast<float>(b)));
@@ -34,8 +34,8 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
       std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
       T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
       T const x = first, y = second;
-      first = turned(x, cos[element], y, sin[element], -1.f);
-      second = turned(y, cos[element + half], x, sin[element + half], 1.f);
+      first = rotated(x, cos[element], y, sin[element], -1.f);
+      second = rotated(y, cos[element + half], x, sin[element + half], 1.f);
     }
     T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
     if (head >= p.heads) {

@@ -201,8 +201,8 @@ void launch_decode(Problem const& p, int device, Stream stream) {
   constexpr int kResident = 2;
   std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows;
   std::int64_t const at_once = std::int64_t{kResident} * device_properties(device).sm_count;
-  std::int64_t const turns = (panels + at_once - 1) / at_once;
-  dim3 const grid(static_cast<unsigned>((panels + turns - 1) / turns),
+  std::int64_t const waves = (panels + at_once - 1) / at_once;
+  dim3 const grid(static_cast<unsigned>((panels + waves - 1) / waves),
                   static_cast<unsigned>((p.m + D::kTokens - 1) / D::kTokens));
   cuda_check(launch_pdl(&decode_table_kernel<T, kTiles>, grid, kThreads, 0, stream, p), "launching epiloq.table_mm");
 }

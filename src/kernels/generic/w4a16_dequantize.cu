@@ -148,15 +148,15 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
                                    {8, dequantize_kernel<8, T>}};
   unsigned const panels = (w.n + kPanelRows - 1) / kPanelRows;
   // Threads loop over tiles if there are enough of them to fill all SMs without.
-  constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTurns = 4;
+  constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTilesPerThread = 4;
   unsigned const tiles = w.padded_k / depth(w.bits);
   unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;
-  unsigned const turns =
-      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{panels} * tiles / enough, 1, kMostTurns));
-  unsigned const tiles_a_block = turns * kTilesAtOnce;
+  unsigned const tiles_per_thread =
+      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{panels} * tiles / enough, 1, kMostTilesPerThread));
+  unsigned const tiles_per_block = tiles_per_thread * kTilesAtOnce;
   for (Variant const& variant : kVariants) {
     if (variant.bits != w.bits) continue;
-    dim3 const grid(panels, std::min(65535u, (tiles + tiles_a_block - 1) / tiles_a_block));
+    dim3 const grid(panels, std::min(65535u, (tiles + tiles_per_block - 1) / tiles_per_block));
     cuda_check(launch_pdl(variant.kernel, grid, kThreads, 0, stream, w, static_cast<T*>(problem.out)),
                "launching epiloq.dequantize_weight");
   }

@@ -132,14 +132,14 @@ __global__ void __launch_bounds__(kBlockThreads)
   pdl_wait();
   int const row = blockIdx.x;
   int const cols = row < p.rows ? p.cols : 0, padded_cols = row < p.rows ? p.padded_cols : 0;
-  int const pieces = (p.padded_cols + p.group - 1) / p.group * lanes;
+  int const vectors = (p.padded_cols + p.group - 1) / p.group * lanes;
   T const* const x_row = static_cast<T const*>(p.x) + row * p.stride_x;
   std::int8_t* const q_row = p.q + row * p.stride_q;
   pdl_trigger();
   // Whole warps stay in the loop, as they shuffle.
-  for (int first = blockIdx.y * blockDim.x; first < pieces; first += gridDim.y * blockDim.x) {
-    int const piece = first + threadIdx.x, lane = piece & (lanes - 1);
-    int const column = ((piece - lane) * kVectors + lane) * kVector, step = lanes * kVector;
+  for (int first = blockIdx.y * blockDim.x; first < vectors; first += gridDim.y * blockDim.x) {
+    int const vector = first + threadIdx.x, lane = vector & (lanes - 1);
+    int const column = ((vector - lane) * kVectors + lane) * kVector, step = lanes * kVector;
     auto const left = [&](int v) { return cols - column - v * step; };
     Vector<T> held[kVectors];
 #pragma unroll
@@ -161,13 +161,13 @@ __global__ void __launch_bounds__(kBlockThreads)
       sum = add_bytes(bytes[v].y, add_bytes(bytes[v].x, sum));
     }
     sum = add_lanes(sum, lanes);
-    if (piece >= pieces) continue;
+    if (vector >= vectors) continue;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       int const to = column + v * step;
       store(q_row + to, padded_cols - to, q_vectors, bytes[v]);
     }
-    store_parameters(p, lane, lanes, row, piece / lanes, parameters, sum);
+    store_parameters(p, lane, lanes, row, vector / lanes, parameters, sum);
   }
 }
 
@@ -247,8 +247,8 @@ __global__ void __launch_bounds__(kBlockThreads) by_warp(__grid_constant__ Probl
 
 char const* const kDoing = "launching epiloq.quantize_blockwise_int8";
 
-dim3 grid_of(Problem const& p, int pieces, int each) {
-  return dim3(p.parameter_rows, std::clamp((pieces + each - 1) / each, 1, kMaxGridY));
+dim3 grid_of(Problem const& p, int vectors, int each) {
+  return dim3(p.parameter_rows, std::clamp((vectors + each - 1) / each, 1, kMaxGridY));
 }
 
 // Whether rows of x are whole 16 bytes apart, and those of q vectors.
@@ -281,8 +281,8 @@ bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
 
 template <class T, int kVectors>
 void launch_lanes(Problem const& p, int lanes, Aligned const& aligned, Stream stream) {
-  int const pieces = blocks_of(p) * lanes, threads = std::min(kBlockThreads, (pieces + 31) / 32 * 32);
-  launch_spread(kDoing, by_lanes<T, kVectors>, grid_of(p, pieces, threads), threads, stream, p, lanes, aligned.x,
+  int const vectors = blocks_of(p) * lanes, threads = std::min(kBlockThreads, (vectors + 31) / 32 * 32);
+  launch_spread(kDoing, by_lanes<T, kVectors>, grid_of(p, vectors, threads), threads, stream, p, lanes, aligned.x,
                 aligned.q);
 }
 

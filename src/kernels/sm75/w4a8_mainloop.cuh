@@ -72,12 +72,12 @@ struct BlockwiseSm75 {
   struct Pipeline {
     static_assert(K::kStages == 1);
     typename K::Work const work;
-    SharedAddress const ring;
+    SharedAddress const stages;
     Held<typename K::A> a;
     Held<typename K::B> b;
 
-    __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* ring_)
-        : work(work_), ring(shared_address(ring_)) {
+    __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* stages_)
+        : work(work_), stages(shared_address(stages_)) {
       if (work.steps > 0) b.load(work.b(), work.step(0), work.thread);
       pdl_wait();
       if (work.steps > 0) a.load(work.a(), work.step(0), work.thread);
@@ -85,8 +85,8 @@ struct BlockwiseSm75 {
 
     // As BlockwiseSm80's.
     __device__ __forceinline__ int begin(int i) {
-      a.store(ring, ring + K::kParametersA, work.a(), work.thread);
-      b.store(ring + K::kB, ring + K::kParametersB, work.b(), work.thread);
+      a.store(stages, stages + K::kParametersA, work.a(), work.thread);
+      b.store(stages + K::kB, stages + K::kParametersB, work.b(), work.thread);
       K::sync_k_group(work.k_group);
       if (i + 1 < work.steps) {
         b.load(work.b(), work.step(i + 1), work.thread);

@@ -29,23 +29,23 @@ __device__ __forceinline__ void mma_s8(unsigned* c, unsigned const (&a)[4], unsi
 
 template <class T>
 struct MmaSync {
-  static constexpr int kTeam = 32;
-  static constexpr int kRows = T::kTeamM / 16, kColumns = T::kTeamN / 8;  // fragments of a warp
+  static constexpr int kMmaThreads = 32;                                  // a warp
+  static constexpr int kRows = T::kWarpM / 16, kColumns = T::kWarpN / 8;  // fragments of a warp
   static constexpr int kRowStep = 16;                                     // from one fragment to the next
   static constexpr int kAhead = T::kStages - 1;                           // a stage is read before the next barrier
   using Sums = unsigned[kRows][4 * kColumns];
 
-  static __device__ __forceinline__ int first_row(int team_row) { return team_row * T::kTeamM; }
+  static __device__ __forceinline__ int first_row(int warp_row) { return warp_row * T::kWarpM; }
 
   // Hooks that only the wgmma main loop needs.
   static __device__ __forceinline__ void publish() {}
   static __device__ __forceinline__ void begin(Sums&, SharedAddress, int, int) {}
   static __device__ __forceinline__ void wait_for_all(Sums&) {}
 
-  static __device__ __forceinline__ void end(Sums& sums, SharedAddress stage, int team_row, int team_column) {
+  static __device__ __forceinline__ void end(Sums& sums, SharedAddress stage, int warp_row, int warp_column) {
     int const lane = threadIdx.x % 32;
-    int const row = team_row * T::kTeamM + lane % 16;
-    int const column = team_column * T::kTeamN + lane / 16 * 8 + lane % 8;
+    int const row = warp_row * T::kWarpM + lane % 16;
+    int const column = warp_column * T::kWarpN + lane / 16 * 8 + lane % 8;
 #pragma unroll
     for (int d = 0; d < T::kDepth / 32; ++d) {
       unsigned a[kRows][4], b[kColumns / 2][4];

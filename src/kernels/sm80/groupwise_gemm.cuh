@@ -157,12 +157,12 @@ struct MmaGroupwise {
     }
   }
 
-  static __device__ void sum(Sums& sums, GroupwiseProblem const& p, GroupwiseTile const& tile, SharedAddress ring,
-                             Position const& at) {
+  static __device__ void sum(Sums& sums, GroupwiseProblem const& p, GroupwiseTile const& tile,
+                             SharedAddress first_stage, Position const& at) {
     int const depth = (p.k + kGroupDepth - 1) / kGroupDepth;
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
-      if (i < depth) copy_stage(ring + i * kStageBytes, p, tile, i);
+      if (i < depth) copy_stage(first_stage + i * kStageBytes, p, tile, i);
       cp_async_commit();
     }
     float scales[kRows][2], next[kRows][2];
@@ -171,10 +171,10 @@ struct MmaGroupwise {
     for (int i = 0; i < depth; ++i) {
       cp_async_wait<kStages - 2>();
       __syncthreads();
-      if (i + kStages - 1 < depth) copy_stage(ring + filled * kStageBytes, p, tile, i + kStages - 1);
+      if (i + kStages - 1 < depth) copy_stage(first_stage + filled * kStageBytes, p, tile, i + kStages - 1);
       cp_async_commit();
       load_scales(next, p, tile, at, min(i + 1, depth - 1));
-      add_stage(sums, ring + read * kStageBytes, scales, p, tile, at, i);
+      add_stage(sums, first_stage + read * kStageBytes, scales, p, tile, at, i);
 #pragma unroll
       for (int s = 0; s < 2 * kRows; ++s) scales[s / 2][s % 2] = next[s / 2][s % 2];
       filled = filled + 1 == kStages ? 0 : filled + 1;
@@ -209,12 +209,13 @@ struct MmaGroupwise {
 
   using Scheduler = GroupwiseScheduler<MmaGroupwise>;
 
-  static __device__ void run(GroupwiseProblem const& p, GroupwiseTiles const& tiles, DType out, SharedAddress ring) {
+  static __device__ void run(GroupwiseProblem const& p, GroupwiseTiles const& tiles, DType out,
+                             SharedAddress first_stage) {
     Position const at;
     Scheduler scheduler(p, tiles);
     for (GroupwiseTile tile; scheduler.next(tile);) {
       Sums sums = {};
-      sum(sums, p, tile, ring, at);
+      sum(sums, p, tile, first_stage, at);
       // Chosen at run time, as the main loop dominates compile time.
       if (out == DType::kFloat16) store<__half>(sums, p, tile, at);
       if (out == DType::kBFloat16) store<__nv_bfloat16>(sums, p, tile, at);

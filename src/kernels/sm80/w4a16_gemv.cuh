@@ -133,21 +133,21 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
 // A column of CTAs splits K. Weights are loaded before pdl_wait (problems/weight_only.h).
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
-                                                                       __grid_constant__ GemvPipeline const ring) {
+                                                                       __grid_constant__ GemvPipeline const pipeline) {
   extern __shared__ __align__(kSharedLine) std::uint8_t memory[];
   using Products = typename S::Products;
-  std::uint8_t* const shared = memory + ring.received;
+  std::uint8_t* const shared = memory + pipeline.received;
   constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
   int const warp = threadIdx.x / 32, rank = blockIdx.y, split = gridDim.y;
   int const all_steps = p.weight.padded_k / kStep;
   int const first_step = rank * all_steps / split, steps = (rank + 1) * all_steps / split - first_step;
-  int const turns = (steps - warp + kWarps - 1) / kWarps;  // of this warp
+  int const iterations = (steps - warp + kWarps - 1) / kWarps;  // of this warp
   // CTAs begin at different steps, so that they read different tokens from L2 at a time. A prime, of which the number
   // of steps is unlikely to be a multiple.
   constexpr int kApart = 23;
   int const begin = blockIdx.x * kApart % steps;
-  auto const step_of = [&](int turn) {
-    int const step = begin + warp + turn * kWarps;
+  auto const step_of = [&](int iteration) {
+    int const step = begin + warp + iteration * kWarps;
     return first_step + (step < steps ? step : step - steps);
   };
 
@@ -158,12 +158,13 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
     cluster_arrive();
   }
   pdl_trigger();
-  typename Products::W::Source const source(p.weight, ring.weights, blockIdx.x * (S::kRows / kPanelRows));
-  std::uint8_t* const stages = shared + warp * ring.warp_bytes();
-  SharedAddress const to = shared_address(stages), scratch = to + S::kStages * ring.bytes;
-  int const tokens_at = ring.weights.bytes, early = min(kAhead, turns);
+  typename Products::W::Source const source(p.weight, pipeline.weights, blockIdx.x * (S::kRows / kPanelRows));
+  std::uint8_t* const stages = shared + warp * pipeline.warp_bytes();
+  SharedAddress const to = shared_address(stages), scratch = to + S::kStages * pipeline.bytes;
+  int const tokens_at = pipeline.weights.bytes, early = min(kAhead, iterations);
 #pragma unroll 1
-  for (int turn = 0; turn < early; ++turn) source.issue(ring.weights, to + turn * ring.bytes, step_of(turn));
+  for (int iteration = 0; iteration < early; ++iteration)
+    source.issue(pipeline.weights, to + iteration * pipeline.bytes, step_of(iteration));
   if (split > 1) {
     __syncwarp();
     cluster_wait();
@@ -172,24 +173,24 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
 
   Products const products(p);
 #pragma unroll 1
-  for (int turn = 0; turn < kAhead; ++turn) {
-    if (turn < turns) products.issue(to + turn * ring.bytes + tokens_at, step_of(turn));
+  for (int iteration = 0; iteration < kAhead; ++iteration) {
+    if (iteration < iterations) products.issue(to + iteration * pipeline.bytes + tokens_at, step_of(iteration));
     cp_async_commit();
   }
   typename Products::Sums sums = {};
-  int read = 0, write = kAhead * ring.bytes;
+  int read = 0, write = kAhead * pipeline.bytes;
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
+  for (int iteration = 0; iteration < iterations; ++iteration) {
     cp_async_wait<kAhead - 1>();
     __syncwarp();  // a stage is the warp's own, and all lanes have read the one to be refilled
-    if (turn + kAhead < turns) {
-      source.issue(ring.weights, to + write, step_of(turn + kAhead));
-      products.issue(to + write + tokens_at, step_of(turn + kAhead));
+    if (iteration + kAhead < iterations) {
+      source.issue(pipeline.weights, to + write, step_of(iteration + kAhead));
+      products.issue(to + write + tokens_at, step_of(iteration + kAhead));
     }
     cp_async_commit();
-    products.multiply(sums, ring.weights, stages + read, to + read + tokens_at, scratch);
+    products.multiply(sums, pipeline.weights, stages + read, to + read + tokens_at, scratch);
     write = read;
-    read = read + ring.bytes == S::kStages * ring.bytes ? 0 : read + ring.bytes;
+    read = read + pipeline.bytes == S::kStages * pipeline.bytes ? 0 : read + pipeline.bytes;
   }
 
   cp_async_wait<0>();

@@ -203,19 +203,19 @@ struct Blockwise {
   static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
     int const k_group = threadIdx.x / kKGroupThreads, thread = threadIdx.x % kKGroupThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
-    unsigned char* const ring = shared + k_group * kStages * kStageBytes;
+    unsigned char* const stages = shared + k_group * kStages * kStageBytes;
     int const steps = (p.k / kStep - k_group + kKGroups - 1) / kKGroups;
-    typename Machine::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, ring);
+    typename Machine::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, stages);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
     Sums sums = {};
     for (int i = 0; i < steps; ++i) {
       int const stage = pipeline.begin(i);
-      auto const* const parameters_a = reinterpret_cast<float const*>(ring + stage + kParametersA);
-      auto const* const parameters_b = reinterpret_cast<float const*>(ring + stage + kParametersB);
+      auto const* const parameters_a = reinterpret_cast<float const*>(stages + stage + kParametersA);
+      auto const* const parameters_b = reinterpret_cast<float const*>(stages + stage + kParametersB);
 #pragma unroll 1
       for (int block = 0; block < kGroups; ++block) {
-        multiply(sums, pipeline.ring + stage, parameters_a, parameters_b, block, first_row, first_column, lane);
+        multiply(sums, pipeline.stages + stage, parameters_a, parameters_b, block, first_row, first_column, lane);
         if (p.kinds == kKinds) add_offsets(sums, parameters_a, parameters_b, block, first_row, first_column, lane);
       }
       pipeline.end();

@@ -40,7 +40,7 @@ struct BlockwiseSm80 {
   struct Pipeline {
     static constexpr int kStages = K::kStages;
     typename K::Work const work;
-    SharedAddress const ring;
+    SharedAddress const stages;
     int filled = kStages - 1, read = 0;
 
     __device__ __forceinline__ void copy_a(SharedAddress stage, int i) {
@@ -50,13 +50,13 @@ struct BlockwiseSm80 {
       copy(stage + K::kB, stage + K::kParametersB, work.b(), work.step(i), work.thread);
     }
 
-    __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* ring_)
-        : work(work_), ring(shared_address(ring_)) {
-      for (int i = 0; i < kStages - 1 && i < work.steps; ++i) copy_b(ring + i * K::kStageBytes, i);
+    __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* stages_)
+        : work(work_), stages(shared_address(stages_)) {
+      for (int i = 0; i < kStages - 1 && i < work.steps; ++i) copy_b(stages + i * K::kStageBytes, i);
       pdl_wait();
 #pragma unroll
       for (int i = 0; i < kStages - 1; ++i) {
-        if (i < work.steps) copy_a(ring + i * K::kStageBytes, i);
+        if (i < work.steps) copy_a(stages + i * K::kStageBytes, i);
         cp_async_commit();
       }
     }
@@ -66,7 +66,7 @@ struct BlockwiseSm80 {
       cp_async_wait<kStages - 2>();
       K::sync_k_group(work.k_group);
       if (i + kStages - 1 < work.steps) {
-        SharedAddress const stage = ring + filled * K::kStageBytes;
+        SharedAddress const stage = stages + filled * K::kStageBytes;
         copy_b(stage, i + kStages - 1);
         copy_a(stage, i + kStages - 1);
       }

@@ -10,8 +10,8 @@ namespace epiloq::ops::conv2d_int8 {
 
 template <class T>
 struct Wgmma {
-  static constexpr int kTeam = 128;
-  static constexpr int kRows = T::kTeamM / 64, kColumns = T::kTeamN / 8;
+  static constexpr int kMmaThreads = 128;  // a warpgroup
+  static constexpr int kRows = T::kWarpM / 64, kColumns = T::kWarpN / 8;
   static constexpr int kRowStep = 64;
   // Other warpgroups may still read the previous stage.
   static constexpr int kAhead = T::kStages - 2;
@@ -19,23 +19,23 @@ struct Wgmma {
   using Sums = unsigned[kRows][4 * kColumns];
   using Instruction =
       decltype(cute::SM90::GMMA::ss_op_selector<std::int8_t, std::int8_t, std::int32_t,
-                                                cute::Shape<cute::_64, cute::Int<T::kTeamN>, cute::_32>>());
+                                                cute::Shape<cute::_64, cute::Int<T::kWarpN>, cute::_32>>());
   static_assert(T::kDepth == 128 && kAhead > 0);
 
-  static __device__ __forceinline__ int first_row(int team_row) {
-    return team_row * T::kTeamM + threadIdx.x / 32 % 4 * 16;
+  static __device__ __forceinline__ int first_row(int warp_row) {
+    return warp_row * T::kWarpM + threadIdx.x / 32 % 4 * 16;
   }
 
   // Makes this thread's cp.async copies visible to wgmma.
   static __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-  static __device__ __forceinline__ void begin(Sums& sums, SharedAddress stage, int team_row, int team_column) {
-    std::uint64_t const b = gemm::swizzled_descriptor(stage + T::kB + team_column * T::kTeamN * T::kDepth);
+  static __device__ __forceinline__ void begin(Sums& sums, SharedAddress stage, int warp_row, int warp_column) {
+    std::uint64_t const b = gemm::swizzled_descriptor(stage + T::kB + warp_column * T::kWarpN * T::kDepth);
     fence(sums);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      std::uint64_t const a = gemm::swizzled_descriptor(stage + (team_row * T::kTeamM + 64 * r) * T::kDepth);
+      std::uint64_t const a = gemm::swizzled_descriptor(stage + (warp_row * T::kWarpM + 64 * r) * T::kDepth);
 #pragma unroll
       for (int k = 0; k < T::kDepth / kInstructionDepth; ++k) {
         constexpr int kStep = kInstructionDepth >> 4;

@@ -4,7 +4,7 @@
 // Written on wgmma and TMA: CUTLASS's collective supports neither our epilogues, nor tiles narrower than 128, nor
 // experts.
 //
-// Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills a ring of stages;
+// Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills the stages;
 // consumer warpgroups (groupwise_mainloop.cuh) multiply, promote to FP32 and store (groupwise_epilogue.cuh,
 // groupwise_store.cuh). Tokens are the rows of wgmma's tile: TMA reads only rows that exist, so tiles of few tokens
 // cost their bytes, and the tile width is free to fill the SMs evenly. Consumer warpgroups lie side by side along M, or

@@ -105,7 +105,7 @@ struct TileProducer {
     bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
     int const half = C::kPairs ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
     int before = 0;  // steps of the tiles that are done
-    Position<C> ring(producer);
+    Position<C> state(producer);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
       KSteps const steps = share.of(tile);
@@ -118,11 +118,11 @@ struct TileProducer {
       WeightScales<C> const of_columns(params.p, tile);
       auto const issue = [&](int i) {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
-        SharedAddress const barrier = full + ring.stage * 8, to_tokens = tokens + ring.stage * C::kTokenBytes;
+        SharedAddress const barrier = full + state.stage * 8, to_tokens = tokens + state.stage * C::kTokenBytes;
         bool const has_weights = C::kFew && before + i < early;
         float2 of_weights{};  // loaded while the stage empties
         if (brings_scales) of_weights = of_columns.at(step);
-        if (!has_weights) mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+        if (!has_weights) mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
         if (elect_one()) {
           if (!has_weights && !C::kMayBringScales) mbarrier_expect_tx(barrier, expected);
           if (halves_tokens) {
@@ -130,13 +130,13 @@ struct TileProducer {
           } else {
             tma_load(to_tokens, token_map, column, token_row, barrier);
           }
-          if (!has_weights) tma_load(weights + ring.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
-          SharedAddress const to_scales = scales + ring.stage * (C::kStageScales * 4);
+          if (!has_weights) tma_load(weights + state.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
+          SharedAddress const to_scales = scales + state.stage * (C::kStageScales * 4);
           if (copies_scales) tma_load(to_scales, params.scales, token_row, step, barrier);
           if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
           if (C::kMayBringScales) mbarrier_expect_tx(barrier, expected);  // and the arrival releases the stored scales
         }
-        ring.advance(C::kProducerWarps);
+        state.advance(C::kProducerWarps);
       };
       int i = first_step_of<C>(producer, before);
       if constexpr (C::kPairs) {
@@ -153,8 +153,8 @@ struct TileProducer {
     }
     // The other CTA's warps still signal this one's empty barriers: shared memory must outlive that.
     for (int i = 0; C::kPairs && i < C::kStages; ++i) {
-      mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-      ring.advance(1);
+      mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
+      state.advance(1);
     }
   }
 
@@ -176,7 +176,7 @@ struct TileProducer {
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
     int before = 0;
-    Position<C> ring(producer),
+    Position<C> state(producer),
         behind(producer);  // this step's stage, and the step that must free it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
@@ -192,11 +192,11 @@ struct TileProducer {
           behind.advance(C::kProducerWarps);
         }
         if (before + i >= first && elect_one()) {
-          mbarrier_expect_tx(full + ring.stage * 8, expected);
-          tma_load(to + (of_tokens ? ring.token_stage() : ring.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
-                   row, full + ring.stage * 8);
+          mbarrier_expect_tx(full + state.stage * 8, expected);
+          tma_load(to + (of_tokens ? state.token_stage() : state.stage) * bytes, map, steps.at(i, tile) * kGroupDepth,
+                   row, full + state.stage * 8);
         }
-        ring.advance(C::kProducerWarps);
+        state.advance(C::kProducerWarps);
       }
       before += steps.depth;
     }

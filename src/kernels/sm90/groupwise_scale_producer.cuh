@@ -14,7 +14,7 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   GroupwiseParams const& params = of.params;
   int const bytes = params.tokens.boxes[0] * 4 + kWeightBytes;
   int before = 0;  // steps of the tiles that are done
-  Position<C> ring(producer);
+  Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
     KSteps const steps = of.share.of(tile);
@@ -22,14 +22,14 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
 #pragma unroll 1
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
-      SharedAddress const barrier = of.full + ring.stage * 8, to = of.scales + ring.stage * (C::kStageScales * 4);
-      mbarrier_wait(of.empty + ring.stage * 8, ring.parity ^ 1);
+      SharedAddress const barrier = of.full + state.stage * 8, to = of.scales + state.stage * (C::kStageScales * 4);
+      mbarrier_wait(of.empty + state.stage * 8, state.parity ^ 1);
       if (elect_one()) {
         mbarrier_expect_tx(barrier, bytes);
         tma_load(to, params.scales, tile.first_row, step, barrier);
         tma_load(to + C::kM * 4, params.weight_scales, step / C::kQuad * C::kQuad, row, barrier);
       }
-      ring.advance(C::kProducerWarps);
+      state.advance(C::kProducerWarps);
     }
     before += steps.depth;
   }
@@ -50,7 +50,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
   SharedAddress const tokens = in_register(shared_address(shared.scales(0) + own));
   SharedAddress const weights = in_register(shared_address(shared.scales(0) + C::kM + own_weight));
   int before = 0;  // steps of the tiles that are done
-  Position<C> ring(producer);
+  Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
     KSteps const steps = share.of(tile);
@@ -68,8 +68,8 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
     }
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
-      mbarrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-      SharedAddress const stage = ring.stage * (C::kStageScales * 4);
+      mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
+      SharedAddress const stage = state.stage * (C::kStageScales * 4);
 #pragma unroll
       for (int t = 0; t < kTokenTurns; ++t) {
         if (own + kTogether * t >= C::kM) continue;
@@ -80,8 +80,8 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
         if (own_weight + kTogether * t >= C::kWeightScales) continue;
         cp_async4(weights + stage + 4 * kTogether * t, p.scale_b.ptr + (weight[t] + step * p.scale_b.stride_k));
       }
-      mbarrier_arrive_cp_async(full + ring.stage * 8);
-      ring.advance(C::kProducerWarps);
+      mbarrier_arrive_cp_async(full + state.stage * 8);
+      state.advance(C::kProducerWarps);
     }
     before += steps.depth;
   }

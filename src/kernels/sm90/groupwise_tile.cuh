@@ -124,14 +124,14 @@ struct Groupwise {
   static constexpr int kEven = std::lcm(kKGroups, kProducerWarps);
   // Shared memory left over by whole stages holds more weight stages for few tokens. Groups with scales do not gain
   // from it.
-  struct Ring {
+  struct StageCounts {
     int tokens, weights;
-    friend constexpr bool operator==(Ring const&, Ring const&) = default;
+    friend constexpr bool operator==(StageCounts const&, StageCounts const&) = default;
   };
   static constexpr int fixed_bytes(int warp_staging) {
     return kConsumerWarps * warp_staging + kOperandBytes + kPartialBytes + kBarrierBytes;
   }
-  static constexpr Ring ring_beside(int warp_staging) {
+  static constexpr StageCounts stages_beside(int warp_staging) {
     int const room = kSharedMemory - fixed_bytes(warp_staging);
     int const stages = std::min(room / kStageBytes, kMaxStages) / kEven * kEven;
     return {stages, stages + (kFew && kWholeRows ? (room - stages * kStageBytes) / kWeightBytes / kEven * kEven : 0)};
@@ -140,9 +140,9 @@ struct Groupwise {
   // be given up; otherwise each gives half: for 56-column tiles, and for scale groups, whose steps take longer.
   static constexpr int kSlotsBytes = kSlots * kSlotBytes, kAllSumsBytes = std::max(kSlotsBytes, kRowSums * 32 * 4);
   static constexpr bool kGivesAll =
-      kMaySplitK && kFew && kWholeRows && ring_beside(kAllSumsBytes) == ring_beside(kSlotsBytes);
+      kMaySplitK && kFew && kWholeRows && stages_beside(kAllSumsBytes) == stages_beside(kSlotsBytes);
   static constexpr int kWarpStaging = kGivesAll ? kAllSumsBytes : kSlotsBytes;
-  static constexpr int kTokenStages = ring_beside(kWarpStaging).tokens, kStages = ring_beside(kWarpStaging).weights;
+  static constexpr int kTokenStages = stages_beside(kWarpStaging).tokens, kStages = stages_beside(kWarpStaging).weights;
   static constexpr int kMoreStages = kStages - kTokenStages;
   // Tokens and weights have different stage counts, and kProducerWarps producer warps each.
   static constexpr bool kApart = kMoreStages > 0;

@@ -193,14 +193,14 @@ template <class C, bool kSameType, bool kHasZeros>
 __device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
                                                   TileParams const& params, typename C::Shared const& shared,
                                                   SharedAddress stages, int k_group, int steps) {
-  gemm::DynamicPipelineState ring{k_group, 0};  // every K group has at least one stage
+  gemm::DynamicPipelineState state{k_group, 0};  // every K group has at least one stage
 #pragma unroll 1
   for (int step = k_group; step < steps; step += C::kKGroups) {
-    gemm::mbarrier_wait(shared.full + ring.stage * 8, ring.phase);
-    math.template multiply<kSameType, kHasZeros>(sums, stages + ring.stage * params.stage.bytes);
+    gemm::mbarrier_wait(shared.full + state.stage * 8, state.phase);
+    math.template multiply<kSameType, kHasZeros>(sums, stages + state.stage * params.stage.bytes);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + ring.stage * 8);
-    ring.advance(params.stages, C::kKGroups);
+    if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + state.stage * 8);
+    state.advance(params.stages, C::kKGroups);
   }
 }
 

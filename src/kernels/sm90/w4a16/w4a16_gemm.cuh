@@ -60,14 +60,14 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
   pdl_wait();
   SharedAddress const full = warp_uniform(shared.full), empty = warp_uniform(shared.empty);
   SharedAddress const first_stage = warp_uniform(shared_address(stages));
-  gemm::DynamicPipelineState ring{0, 0};
-  ring.advance(params.stages, k_group);
+  gemm::DynamicPipelineState state{0, 0};
+  state.advance(params.stages, k_group);
   int next_step = k_group;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Place const place(params, tile);
     typename WgmmaMainloop<C>::Sums sums = {};
-    math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, ring);
+    math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, state);
     // Has its own stores: sharing them would make ptxas keep the pipeline position in vector registers.
     if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, place);
     if constexpr (C::kKGroups > 1)

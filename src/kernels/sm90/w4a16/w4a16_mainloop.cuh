@@ -29,7 +29,7 @@ struct WgmmaMainloop {
   using Instruction =
       decltype(cute::SM90::GMMA::rs_op_selector<
                Element, Element, float, cute::Shape<cute::_64, cute::Int<C::kTokens>, cute::Int<kInstruction>>>());
-  // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger pieces wait
+  // Columns dequantised at a time, within one scale group, as many as the registers hold: fewer, larger parts wait
   // less often.
   static constexpr int kTokensByWholeTiles = C::kConsumerWarpgroups < 4 ? 64 : C::kConsumerWarpgroups == 4 ? 32 : 16;
   static constexpr bool kWholeTiles = C::kTokens <= kTokensByWholeTiles * 2 / kTokenBytes;
@@ -213,19 +213,19 @@ struct WgmmaMainloop {
   // A tile's K steps, every kKGroups-th from `next` on, which is then the next tile's first. A stage is released once
   // it has been multiplied.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               int& next, gemm::DynamicPipelineState& ring) const {
+                               int& next, gemm::DynamicPipelineState& state) const {
 #pragma unroll 1
     for (; next < steps; next += C::kKGroups) {
-      gemm::mbarrier_wait(full + ring.stage * 8, ring.phase);
-      Stage const stage = stage_of(stages + ring.stage * params.stage.bytes);
+      gemm::mbarrier_wait(full + state.stage * 8, state.phase);
+      Stage const stage = stage_of(stages + state.stage * params.stage.bytes);
       if constexpr (C::kRounds) {
         multiply_rounded(sums, stage);
       } else {
         multiply(sums, stage);
       }
       __syncwarp();
-      if (lane == 0) gemm::mbarrier_arrive(empty + ring.stage * 8);
-      ring.advance(params.stages, C::kKGroups);
+      if (lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
+      state.advance(params.stages, C::kKGroups);
     }
     next -= steps;
   }

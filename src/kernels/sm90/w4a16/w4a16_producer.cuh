@@ -165,18 +165,18 @@ struct TileCopies {
 
     template <bool kHasZeros>
     __device__ __forceinline__ void issue_all(SharedAddress stages, Shared const& shared,
-                                              gemm::DynamicPipelineState& ring, int from = 0) {
+                                              gemm::DynamicPipelineState& state, int from = 0) {
       int const bytes = params.loaded_bytes[is_last];
       // Otherwise these are recomputed in each iteration.
       SharedAddress const first_stage = in_register(stages), first_full = in_register(shared.full);
 #pragma unroll 1
       for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
-        SharedAddress const full = first_full + ring.stage * 8, stage = first_stage + ring.stage * params.stage.bytes;
-        gemm::mbarrier_wait(full + kMostStages * 8, ring.phase);
+        SharedAddress const full = first_full + state.stage * 8, stage = first_stage + state.stage * params.stage.bytes;
+        gemm::mbarrier_wait(full + kMostStages * 8, state.phase);
         // Otherwise each multiple of the step gets a register, more than the producer has.
         issue_weights(stage, full, bytes, in_register(step), kHasZeros);
         issue_tokens(stage, full);
-        ring.advance(params.stages);
+        state.advance(params.stages);
       }
     }
   };

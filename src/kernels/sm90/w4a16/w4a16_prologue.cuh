@@ -17,13 +17,13 @@ __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typ
                                            SharedAddress stages, typename C::Copies& first) {
   pdl_wait();
   first.issue_early_tokens(stages, shared);
-  gemm::DynamicPipelineState ring{0, 1};  // the first wait for each stage passes
-  ring.advance(params.stages, first.early());
-  first.template issue_all<kHasZeros>(stages, shared, ring, first.early());
+  gemm::DynamicPipelineState state{0, 1};  // the first wait for each stage passes
+  state.advance(params.stages, first.early());
+  first.template issue_all<kHasZeros>(stages, shared, state, first.early());
   if constexpr (!C::kTakesMore) return;
 #pragma unroll 1
   for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
-    typename C::Copies(params, tile).template issue_all<kHasZeros>(stages, shared, ring);
+    typename C::Copies(params, tile).template issue_all<kHasZeros>(stages, shared, state);
   }
 }
 

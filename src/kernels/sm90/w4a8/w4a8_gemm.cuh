@@ -43,7 +43,7 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   typename Mainloop::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
   typename T::Share const share(params.p);
   BlockwiseSm90Store<T> const store(params, shared, group);
-  typename T::Ring at;
+  typename T::State at;
   if (T::kPingpong && group == 1) Mainloop::signal_next_warpgroup(group);
   for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
     float sums[Mainloop::kSums] = {};

@@ -26,7 +26,7 @@ struct BlockwiseSm90Mainloop {
   template <int kTokens>
   using Outer =
       decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8, kTokens>>());
-  using Ring = typename T::Ring;
+  using State = typename T::State;
 
   // A warpgroup's share of the first stage, as descriptors and as 32-bit addresses.
   struct Share {
@@ -60,7 +60,7 @@ struct BlockwiseSm90Mainloop {
     unsigned packed[2][4];
   };
   template <bool kAdds>
-  static __device__ __forceinline__ void read(Rows& rows, Share const& of, Ring const& at) {
+  static __device__ __forceinline__ void read(Rows& rows, Share const& of, State const& at) {
     mbarrier_wait(of.full + at.stage * 8, at.phase);
     SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
 #pragma unroll
@@ -165,7 +165,7 @@ struct BlockwiseSm90Mainloop {
   // goes next: it promotes while these are in flight.
   template <bool kAdds>
   static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
-                                               Ring const& at) {
+                                               State const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
@@ -195,7 +195,7 @@ struct BlockwiseSm90Mainloop {
 
   // Waits for the issued products and promotes all but the last part.
   static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
-                                                Ring const& at) {
+                                                State const& at) {
     cute::warpgroup_wait<0>();
     fence(block.products, block.scales, sums);
     if constexpr (T::kScaleParts > 1) {
@@ -209,7 +209,7 @@ struct BlockwiseSm90Mainloop {
     }
     release(of, at);
   }
-  static __device__ __forceinline__ void release(Share const& of, Ring const& at) {
+  static __device__ __forceinline__ void release(Share const& of, State const& at) {
     __syncwarp();
     if (of.releases) mbarrier_arrive(of.empty + at.stage * 8);
   }
@@ -225,9 +225,9 @@ struct BlockwiseSm90Mainloop {
   // last promotion.
   template <bool kAdds, bool kNextAdds>
   static __device__ __forceinline__ void sum_block(float (&sums)[kSums], Block& block, Rows& rows, Factors& factors,
-                                                   Share const& of, Ring& at, bool has_next) {
+                                                   Share const& of, State& at, bool has_next) {
     begin<kAdds>(sums, block, factors, of, at);
-    Ring const behind = at;
+    State const behind = at;
     at.advance();
     if (has_next) read<kNextAdds>(rows, of, at);
     finish(sums, block, factors, of, behind);
@@ -236,7 +236,7 @@ struct BlockwiseSm90Mainloop {
   }
   // Every block adds its own offsets' part, or the first of two adds both.
   template <bool kAllAdd>
-  static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
+  static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], Share const& of, State& at, int steps) {
     Block block;
     Rows rows;
     Factors factors;
@@ -251,7 +251,7 @@ struct BlockwiseSm90Mainloop {
       if (--steps == 0) break;
     }
   }
-  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, Ring& at, int steps) {
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, State& at, int steps) {
     if (steps == 0) return;
     if (of.has_offsets) {
       sum_blocks<true>(sums, of, at, steps);

@@ -67,7 +67,7 @@ struct BlockwiseSm90Copies {
     int const tile = share.first();
     Place const place(p, tile);
     Steps const steps(params, share, tile);
-    typename T::Ring at;
+    typename T::State at;
 #pragma unroll 1
     for (int i = 0; i < early(params); ++i, at.advance()) {
       fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
@@ -79,7 +79,7 @@ struct BlockwiseSm90Copies {
                                                      int filled, Fill fill) {
     auto const& p = params.p;
     Share const share(p);
-    typename T::Ring at{filled, 0};
+    typename T::State at{filled, 0};
     for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
       Place const place(p, tile);
       Steps const steps(params, share, tile);

@@ -56,7 +56,7 @@ struct BlockwiseSm90Tile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
   static constexpr int kEarlySteps = 2;  // whose weights are issued before everything else
-  using Ring = PipelineState<kStages>;
+  using State = PipelineState<kStages>;
 
   // With split-K the stages hold the sums of the CTA's eights of tokens, one vector per lane: those of all CTAs, for as
   // many eights as any CTA owns.
@@ -72,10 +72,10 @@ struct BlockwiseSm90Tile {
 
     __device__ explicit Shared(unsigned char* base) {
       SharedAddress const raw = shared_address(base);
-      unsigned char* const ring = base + (kAlignment - raw % kAlignment) % kAlignment;
-      slots = ring + kStages * (kWeights + kValues);
+      unsigned char* const aligned = base + (kAlignment - raw % kAlignment) % kAlignment;
+      slots = aligned + kStages * (kWeights + kValues);
       unsigned char* const of_parts = slots + kGroups * kGroupSlots;
-      weights = shared_address(ring);
+      weights = shared_address(aligned);
       values = weights + kStages * kWeights;
       parts = shared_address(of_parts);
       weight_parameters = parts + kStages * kTokenParts;
