@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epiloq.quantize.calibration.heartbeat import Heartbeat
+from epiloq.heartbeat import Heartbeat
 from epiloq.quantize.calibration.joining import device_of, fingerprint, joined
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

@@ -4,11 +4,22 @@
     from epiloq.parallel import ColwiseParallel, RowwiseParallel
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-`shard_rows`, `shard_columns` and `join` split and merge single layers, without processes. transformers models are
-sharded by ``from_pretrained(…, tp_plan="auto")`` after ``import epiloq.integrations.transformers``.
+`shard_rows`, `shard_columns` and `join` split and merge single layers, without processes. `watch_ranks` ends ranks
+that wait for one that hangs. transformers models are sharded by ``from_pretrained(…, distributed_config=…)`` after
+``import epiloq.integrations.transformers``.
 """
 
 from epiloq.parallel.shards import Shard, join, shard_columns, shard_rows
 from epiloq.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel
+from epiloq.parallel.watch import watch_ranks
 
-__all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "Shard", "join", "shard_columns", "shard_rows"]
+__all__ = [
+    "ColwiseParallel",
+    "ExpertParallel",
+    "RowwiseParallel",
+    "Shard",
+    "join",
+    "shard_columns",
+    "shard_rows",
+    "watch_ranks",
+]

@@ -22,7 +22,8 @@ SECONDS = 60
 class Ranks:
     """Processes of a group that run a function to its end: their exit codes, and what each raised."""
 
-    def __init__(self, where: Path, world: int, run: Callable[[int], None]) -> None:
+    def __init__(self, where: Path, world: int, run: Callable[[int], None], stopped: tuple[int, ...] = ()) -> None:
+        """Run it. Ranks that are `stopped` end when the others have ended."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -34,10 +35,12 @@ class Ranks:
         start = time.monotonic()
         for each in ranks:
             each.start()
-        for each in ranks:
-            each.join(timeout=SECONDS + 60)
-            each.kill()
+        for rank in sorted(range(world), key=lambda rank: rank in stopped):
+            ranks[rank].join(timeout=0 if rank in stopped else SECONDS + 60)
+            ranks[rank].kill()
         self.seconds = time.monotonic() - start
+        for each in ranks:
+            each.join()
         self.codes = [each.exitcode for each in ranks]
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epiloq.quantize.calibration.heartbeat import PATIENCE, Heartbeat
+from epiloq.heartbeat import PATIENCE, Heartbeat
 from epiloq.quantize.calibration.ranks import Group, Ranks
 
 MEETING = timedelta(minutes=5)

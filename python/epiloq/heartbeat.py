@@ -44,8 +44,9 @@ class Heartbeat:
         self.store, self.rank, self.end = store, rank, end
         self.patience, self.interval = patience, interval
         self.lost: str | None = None
+        self._looked = time.monotonic()
         self._heard: dict[int, tuple[str, float]] = {
-            other: ("", time.monotonic()) for other in range(world) if other != rank
+            other: ("", self._looked) for other in range(world) if other != rank
         }
         self._stopped, self._wake = threading.Event(), socket.socketpair()
         if terminated:
@@ -100,6 +101,10 @@ class Heartbeat:
     def _silent(self) -> str | None:
         """A sentence about a rank that failed or has not been heard of."""
         now = time.monotonic()
+        if now - self._looked > self.patience / 2:
+            # This process was stopped meanwhile, and so may all have been: their silence counts from now on.
+            self._heard = {other: (said, now) for other, (said, _) in self._heard.items()}
+        self._looked = now
         for other, (before, since) in self._heard.items():
             if not self.store.check([f"rank/{other}"]):
                 continue  # Still starting; meeting has a time limit of its own.
