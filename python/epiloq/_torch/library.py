@@ -28,6 +28,7 @@ _any_requires_grad = torch._C._any_requires_grad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_neg = Tensor.is_neg
+_STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -73,7 +74,7 @@ def register_product(
 
 
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
-    """Whether a call may skip the dispatcher: plain tensors, and no compiler, mode, transform or gradient at work.
+    """Whether a call may skip the dispatcher: plain, dense tensors; no compiler, mode, transform or gradient at work.
 
     The values of plain ones are their memory's: of a lazily negated one (``z.conj().imag``) it has the other sign.
     """
@@ -82,12 +83,12 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
     if threads.forked:
         threads.use_own_threads()
     for tensor in required:
-        if type(tensor) not in PLAIN or _is_neg(tensor):
+        if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or _is_neg(tensor):
             return False
     for maybe in optional:
-        if maybe is not None and (type(maybe) not in PLAIN or _is_neg(maybe)):
+        if maybe is not None and (type(maybe) not in PLAIN or maybe.layout is not _STRIDED or _is_neg(maybe)):
             return False
-    if required[0].is_meta or (_grad_enabled() and _any_requires_grad(*required, *optional)):
+    if required[0].is_meta or required[0].is_nested or (_grad_enabled() and _any_requires_grad(*required, *optional)):
         return False
     if forward_ad._current_level >= 0:
         return False
@@ -144,6 +145,11 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
         if not isinstance(value, Tensor):
             if not hasattr(type(value), "__torch_function__"):
                 raise TypeError(f"epiloq.{operation}: {name}: expected a tensor, got {type(value).__name__}")
+        elif value.layout is not _STRIDED or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else "torch's quantised" if value.is_quantized else str(value.layout)
+            raise ValueError(
+                f"epiloq.{operation}: {name}: expected a dense tensor (torch.strided), got a {kind} one, {value.dtype}"
+            )
         elif writes and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"epiloq.{operation}: {name}: expected no tensor that requires grad with out, got one;"
@@ -151,6 +157,11 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             )
         elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
+
+
+def parts_of(weight: Any, *names: str) -> dict[str, Any]:
+    """Tensors of a packed weight by the names that messages have for them."""
+    return {f"weight.{name}": getattr(weight, name) for name in names}
 
 
 def refuse_backward(operation: str, output: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.nn.base.quantized_layer import StoredTensors
+from epiloq.nn.base.quantized_layer import StoredTensors, expect_dense
 from epiloq.weights.prepared_int8_weight import Quantizer
 
 
@@ -28,6 +28,7 @@ class Int8Quantize(StoredTensors):
         self._store("zero_point", torch.tensor([output[1]], dtype=torch.int32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        expect_dense(self, x)
         rows = x.permute(0, 2, 3, 1).contiguous() if x.ndim == 4 else x.contiguous()
         q, *_ = epiloq.quantize_int8(rows, scale=self.scale, azp=self.zero_point)
         return q.permute(0, 3, 1, 2) if x.ndim == 4 else q

@@ -112,24 +112,23 @@ def _empty(x: Tensor, codes: Tensor) -> Tensor:
 
 
 def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_given: bool) -> None:
-    if x.dtype not in FLOATS or not 1 <= x.ndim <= _MOST_DIMENSIONS:
-        wanted = f"float32, float16 or bfloat16 with 1 to {_MOST_DIMENSIONS} dimensions"
-        refuse(_NAME, "x", wanted, described(x))
-    check_memory("x", x, x.device, _NAME)
-    check_rows("x", x, _NAME)
-    check_weight(*weight, x.shape[-1], _NAME)
     codes, scale, global_scale = weight
-    n = codes.shape[0]
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != (n,) or not bias.is_contiguous()):
-        refuse(_NAME, "bias", f"x's {x.dtype} [{n}], dense", described(bias))
     inputs = {"x": x, "codes": codes, "scale": scale, "global_scale": global_scale, "bias": bias}
     for name, tensor in inputs.items():
         if tensor is not None:
             check_memory(name, tensor, x.device, _NAME)
+    if x.dtype not in FLOATS or not 1 <= x.ndim <= _MOST_DIMENSIONS:
+        wanted = f"float32, float16 or bfloat16 with 1 to {_MOST_DIMENSIONS} dimensions"
+        refuse(_NAME, "x", wanted, described(x))
+    check_rows("x", x, _NAME)
+    check_weight(*weight, x.shape[-1], _NAME)
+    n = codes.shape[0]
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (n,) or not bias.is_contiguous()):
+        refuse(_NAME, "bias", f"x's {x.dtype} [{n}], dense", described(bias))
     if out_given:
+        check_memory("out", out, x.device, _NAME)
         if out.dtype != x.dtype:
             refuse(_NAME, "out", f"x's {x.dtype}", described(out))
-        check_memory("out", out, x.device, _NAME)
         check_written("out", out, (*x.shape[:-1], n), _NAME)
         for name, tensor in inputs.items():
             if tensor is not None and overlap(out, tensor):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, expect_tensors, mark_written, parts_of, refuse_backward, register_product
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
@@ -78,7 +78,8 @@ def grouped_packed_mm(
     dtype = out_dtype or (x.dtype if scale_a is None and isinstance(x, Tensor) else torch.bfloat16)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, scale_a, offs, masked_m, out)):
         optional = {"scale_a": scale_a, "offs": offs, "masked_m": masked_m, "out": out}
-        expect_tensors(_NAME, {"x": x}, optional, writes=out is not None)
+        optional |= parts_of(w, "zero", "offset")
+        expect_tensors(_NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
         if out is None:
             return refuse_backward(_NAME, torch.ops.epiloq.grouped_packed_mm(*arguments, out_dtype=dtype))
         torch.ops.epiloq.grouped_packed_mm_out(*arguments, out=out)
@@ -107,24 +108,26 @@ def run(
     """`grouped_packed_mm` for plain tensors, with the weight's tensors as separate arguments."""
     counts = masked_m if offs is None else offs
     assert counts is not None
+    read = {"x": x, "scale_a": scale_a, "masked_m" if offs is None else "offs": counts}
+    read |= {"weight.q": q, "weight.scale": scale, "weight.zero": zero, "weight.offset": offset}
+    for name, tensor in (*read.items(), ("out", out)):
+        if tensor is not None:
+            check_memory(name, tensor, x.device, _NAME)
     experts = _checked_experts(counts, n, x, masked_m is not None, k)
     result = _empty(x, n // experts, out_dtype) if out is None else out
     shape = (*x.shape[:-1], n // experts)
-    if result.shape != shape or result.device != x.device:
-        _refuse("out", f"{list(shape)} on {x.device}", f"{list(result.shape)} on {result.device}")
+    if result.shape != shape:
+        _refuse("out", list(shape), list(result.shape))
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
             _refuse("x", "int8 or float8_e4m3fn with scale_a", x.dtype)
         if scale_a.shape != (*x.shape[:-1], 1) or scale_a.dtype != torch.float32:
             _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
-        check_memory("scale_a", scale_a, x.device, _NAME)
         check_out_dtype(x, result.dtype)
     elif result.dtype != x.dtype:
         _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
     if out is not None:
-        read = {"x": x, "scale_a": scale_a, "masked_m" if offs is None else "offs": counts}
-        parts = {"weight.q": q, "weight.scale": scale, "weight.zero": zero, "weight.offset": offset}
-        check_apart("out", out, read | parts, _NAME)
+        check_apart("out", out, read, _NAME)
     whole, rows = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size), n // experts
     if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
         if out is not None:
@@ -141,9 +144,8 @@ def run(
 def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) -> int:
     """Number of experts."""
     name, wanted = ("masked_m", "[E, M, K]") if masked else ("offs", "[M, K]")
-    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.device != x.device or len(counts) == 0:
-        _refuse(name, f"int32 [E] on {x.device}", f"{counts.dtype} {list(counts.shape)} on {counts.device}")
-    check_memory(name, counts, x.device, _NAME)
+    if counts.ndim != 1 or counts.dtype != torch.int32 or len(counts) == 0:
+        _refuse(name, "int32 [E]", f"{counts.dtype} {list(counts.shape)}")
     experts = len(counts)
     if n % experts or n // experts % PANEL_ROWS:
         _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")

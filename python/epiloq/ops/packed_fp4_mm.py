@@ -19,6 +19,7 @@ from epiloq._torch.library import (
     is_batch_invariant,
     is_transformed,
     mark_written,
+    parts_of,
     refuse_batch_invariant,
     register_product,
     without_autocast,
@@ -75,8 +76,8 @@ def packed_fp4_mm(
     arguments = (x, w.q, w.scale, w.factor, bias, offs, masked_m, w.format, w.n, w.k)
     if direct((x, w.q, w.scale), (w.factor, bias, offs, masked_m, out)):
         return run(*arguments, out=out)
-    optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
-    expect_tensors(NAME, {"x": x}, optional, writes=out is not None)
+    optional = {**parts_of(w, "factor"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    expect_tensors(NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
     if out is None:
         if is_transformed() and counts_of(offs, masked_m) is None:  # which do not compose with `register_autograd`
             return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
@@ -204,8 +205,8 @@ def explain(
     """`epiloq.explain` for `packed_fp4_mm`, given the arguments of a call."""
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
-    optional = {"bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
-    expect_tensors(NAME, {"x": x}, optional, writes=False)
+    optional = {**parts_of(weight, "factor"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    expect_tensors(NAME, {"x": x, **parts_of(weight, "q", "scale")}, optional, writes=False)
     counts = counts_of(offs, masked_m)
     experts = experts_of(x, weight.n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], weight.n // experts)) if out is None else out

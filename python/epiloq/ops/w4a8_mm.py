@@ -14,6 +14,7 @@ from epiloq._torch.library import (
     expect_tensors,
     is_batch_invariant,
     mark_written,
+    parts_of,
     refuse_backward,
     register_product,
 )
@@ -77,8 +78,9 @@ def w4a8_mm(
     w = _expect(weight)
     numbers = (w.n, w.k, w.group_size)
     if not direct((x_q, w.q, w.scale, scale_a), (w.zero, w.perm, bias, out)):
-        optional = {"bias": bias, "out": out}
-        expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, optional, writes=out is not None)
+        required = {"x_q": x_q, "scale_a": scale_a, **parts_of(w, "q", "scale")}
+        optional = {**parts_of(w, "zero", "perm"), "bias": bias, "out": out}
+        expect_tensors(NAME, required, optional, writes=out is not None)
         arguments = (x_q, w.q, w.scale, w.zero, w.perm, scale_a, bias, *numbers)
         if out is None:
             return refuse_backward(NAME, torch.ops.epiloq.w4a8_mm(*arguments, out_dtype=out_dtype))

@@ -14,12 +14,13 @@ from epiloq._torch.library import (
     direct,
     expect_tensors,
     mark_written,
+    parts_of,
     refuse_backward,
     register_product,
 )
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
-from epiloq.weights.tensor_checks import check_memory
+from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _NAME = "weight_only_mm"
 _WIDER = "; weight.in_bits(4) is the same weight, as epiloq.nn.WeightOnlyLinear holds it on a GPU"
@@ -65,13 +66,20 @@ def weight_only_mm(
     w = _expect(weight)
     numbers = (w.bits, w.n, w.k, w.group_size, lo, hi)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
-        expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
+        expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=out is not None)
         arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers), _LIMITS)
         if out is None:
             return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*arguments))
         torch.ops.epiloq.weight_only_mm_out(*arguments, out=out)
         return out
     return run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
+
+
+def _tensors(
+    x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is required, and what is not."""
+    return {"x": x, **parts_of(w, "q", "scale")}, {**parts_of(w, "zero", "offset", "perm"), "bias": bias, "out": out}
 
 
 def _expect(weight: object) -> PackedWeight:
@@ -124,9 +132,11 @@ def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
         return x
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
-    if perm.shape != (k,):
-        raise ValueError(f"epiloq.{_NAME}: weight.perm: expected [{k}], got {list(perm.shape)}")
     check_memory("weight.perm", perm, x.device, _NAME)  # torch selects anything by an index on the meta device
+    if perm.shape != (k,) or perm.dtype not in (torch.int32, torch.int64):
+        refuse(_NAME, "weight.perm", f"int64 [{k}]", described(perm))
+    if x.is_quantized:
+        refuse(_NAME, "x", "a floating-point tensor", f"one of {x.dtype}, which torch quantised")
     return x.index_select(-1, perm)
 
 
@@ -165,7 +175,7 @@ def explain(
     """`epiloq.explain` for `weight_only_mm`, given the arguments of a call; with `terms`, the terms of the cost model
     for the chosen kernel and the runner-up."""
     w = _expect(weight)
-    expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
+    expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
     ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm

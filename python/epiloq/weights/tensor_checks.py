@@ -8,6 +8,10 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Identity = tuple[object, ...]
 
 
 def refuse(operation: str, argument: str, expected: object, got: object) -> NoReturn:
@@ -24,8 +28,8 @@ def described(tensor: Tensor) -> str:
 
 def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str) -> None:
     """Raise ValueError for a tensor on another device, or without memory."""
-    if tensor.layout != torch.strided:
-        refuse(operation, name, "strided memory", f"{tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        refuse(operation, name, "a dense tensor (torch.strided)", "a nested one" if tensor.is_nested else tensor.layout)
     if tensor.device != device or tensor.is_meta:
         refuse(operation, name, f"a tensor with values on {device}", f"one on {tensor.device}")
     if tensor.numel() and (tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0):
@@ -73,3 +77,18 @@ def _span(tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.itemsize
+
+
+def identity(tensor: Tensor) -> Identity:
+    """Equal for living tensors that have the same elements: one parameter, or two of the same memory (tied through
+    ``.data``, say), shape and strides. Without memory of its own (none yet or no more, sparse, distributed) a tensor is
+    identical to itself alone."""
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
+        return "object", id(tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return "object", id(tensor)
+    elements = (tensor.dtype, tensor.shape, tensor.stride())
+    if tensor.is_meta:
+        return "meta", tensor.untyped_storage()._cdata, tensor.storage_offset(), *elements
+    address = tensor.data_ptr()
+    return (tensor.device, address, *elements) if address else ("object", id(tensor))

@@ -244,11 +244,7 @@ def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input of a layer, cast under autocast. Raises TypeError unless it is a tensor, as torch's layers do."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
-    if x.is_nested:
-        raise ValueError(
-            f"{type(layer).__name__}: x: expected a tensor of one shape, got a nested one: call the layer with its "
-            "values() or a padded tensor"
-        )
+    expect_dense(layer, x)
     if not is_compiling() and not _any_autocast():
         return x
     device = x.device.type
@@ -256,6 +252,18 @@ def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
     if autocast and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
     return x
+
+
+def expect_dense(layer: nn.Module, x: Tensor) -> None:
+    """Raise ValueError for a nested or sparse input, or one that torch quantised, which torch would read otherwise."""
+    if x.is_nested:
+        raise ValueError(
+            f"{type(layer).__name__}: x: expected a tensor of one shape, got a nested one: call the layer with its "
+            "values() or a padded tensor"
+        )
+    if x.layout is not torch.strided or x.is_quantized:
+        kind, call = ("torch's quantised", "dequantize") if x.is_quantized else (x.layout, "to_dense")
+        raise ValueError(f"{type(layer).__name__}: x: expected a dense tensor, got a {kind} one: call it with {call}()")
 
 
 def expected(held: Tensor, given: Tensor) -> str:

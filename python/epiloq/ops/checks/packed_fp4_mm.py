@@ -42,9 +42,13 @@ def check(
     out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None, out_given: bool
 ) -> None:
     """Raise ValueError, which names the argument, if one is invalid."""
+    inputs: dict[str, Tensor | None] = {"x": x, "weight.q": weight.q, "weight.scale": weight.scale}
+    inputs |= {"weight.factor": weight.factor, "bias": bias, "masked_m" if x.ndim == 3 else "offs": counts}
+    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    for name, tensor in there.items():
+        check_memory(name, tensor, x.device, NAME)
     if x.dtype not in FLOATS or x.shape[-1] != weight.k:
         refuse(NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
-    check_memory("x", x, x.device, NAME)
     if counts is None or x.ndim == 2:
         check_rows("x", x, NAME)
     elif weight.k > 1 and x.stride(-1) != 1:
@@ -64,21 +68,10 @@ def check(
     shape = (rows,) if counts is None else (experts, rows)
     if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
         refuse(NAME, "bias", f"x's {x.dtype} {list(shape)}, dense", described(bias))
-    inputs: dict[str, Tensor | None] = {
-        "x": x,
-        "weight.q": weight.q,
-        "weight.scale": weight.scale,
-        "weight.factor": factor,
-        "bias": bias,
-    }
-    inputs["masked_m" if x.ndim == 3 else "offs"] = counts
-    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    for name, tensor in there.items():
-        check_memory(name, tensor, x.device, NAME)
     if out_given:
+        check_memory("out", out, x.device, NAME)
         if out.dtype != x.dtype:
             refuse(NAME, "out", f"x's {x.dtype}", described(out))
-        check_memory("out", out, x.device, NAME)
         check_written("out", out, (*x.shape[:-1], rows), NAME)
         for name, tensor in there.items():
             if overlap(out, tensor):

@@ -49,17 +49,17 @@ def check(call: Call, out_given: bool) -> None:
     leading, m = _check_activations(call)
     scale_a, bias, out = call.scale_a, call.bias, call.out
     shapes = [torch.Size(shape) for shape in ((m,), (m, 1), (*leading, 1))]
+    check_memory("scale_a", scale_a, call.x_q.device, NAME)
     if scale_a.dtype != torch.float32 or (scale_a.numel() != 1 and scale_a.shape not in shapes):
         _refuse("scale_a", f"float32, one element or one for each of {m} rows ([{m}] or [{m}, 1])", described(scale_a))
-    check_memory("scale_a", scale_a, call.x_q.device, NAME)
-    if out_given:
-        _check_out(out, (*leading, call.weight.n))
-    if bias is not None:
-        if bias.dtype != out.dtype or bias.shape != (call.weight.n,) or not bias.is_contiguous():
-            _refuse("bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
-        check_memory("bias", bias, call.x_q.device, NAME)
     if out_given:
         check_memory("out", out, call.x_q.device, NAME)
+        _check_out(out, (*leading, call.weight.n))
+    if bias is not None:
+        check_memory("bias", bias, call.x_q.device, NAME)
+        if bias.dtype != out.dtype or bias.shape != (call.weight.n,) or not bias.is_contiguous():
+            _refuse("bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
+    if out_given:
         inputs = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
         inputs |= {f"weight.{name}": tensor for name, tensor in call.weight.state_dict().items()}
         for name, tensor in inputs.items():
@@ -71,10 +71,10 @@ def _check_parts(weight: PackedWeight, device: torch.device) -> None:
     expected = shapes_of(4, weight.n, weight.k, weight.group_size)
     kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
     for name, tensor in weight.state_dict().items():
+        check_memory(f"weight.{name}", tensor, device, NAME)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
             _refuse(f"weight.{name}", f"{wanted} {list(expected[name])}, dense", described(tensor))
-        check_memory(f"weight.{name}", tensor, device, NAME)
 
 
 def _check_activations(call: Call) -> tuple[torch.Size, int]:

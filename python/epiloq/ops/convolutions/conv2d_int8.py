@@ -76,6 +76,8 @@ def conv2d_int8(
         TypeError: an argument is not a tensor, or a parameter is missing.
         NotImplementedError: this build has no kernel for the GPU.
     """
+    if isinstance(weight, Tensor):
+        expect_tensors(_NAME, {"weight": weight}, {}, writes=False)
     if isinstance(weight, Tensor) and weight.ndim != 4:
         raise ValueError(f"epiloq.{_NAME}: weight: expected [Co, Kh, Kw, Ci / groups], got {list(weight.shape)}")
     w = prepared(_NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
@@ -101,7 +103,9 @@ def requantized_mm(
     Otherwise identical. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``.
     """
     name = "requantized_mm"
+    expect_tensors(name, {"x_q": x_q}, {}, writes=False)
     if isinstance(weight, Tensor):
+        expect_tensors(name, {"weight": weight}, {}, writes=False)
         if weight.ndim != 2:
             raise ValueError(f"epiloq.{name}: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
         weight = weight[:, None, None, :]
@@ -109,8 +113,6 @@ def requantized_mm(
     n, kh, kw, k = w.q.shape
     if (kh, kw) != (1, 1):
         raise ValueError(f"epiloq.{name}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
-    if not isinstance(x_q, Tensor):
-        raise TypeError(f"epiloq.{name}: x_q: expected a tensor, got {type(x_q).__name__}")
     if x_q.ndim < 1 or x_q.shape[-1] != k:
         raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
     if x_q.dtype != torch.int8:
@@ -147,6 +149,7 @@ def prepared(
     if weight_scale is None or into[0] is None:
         missing = "weight_scale" if weight_scale is None else "input_scale"
         raise TypeError(f"epiloq.{operation}: {missing}: expected one with a plain weight, got None")
+    expect_tensors(operation, {"weight_scale": weight_scale}, {"bias": bias}, writes=False)
     if onto[0] is None and onto[1] is not None:
         raise ValueError(f"epiloq.{operation}: output_zero: expected None without output_scale, got {onto[1]}")
     output = None if onto[0] is None else (onto[0], onto[1] or 0)
@@ -185,7 +188,9 @@ def convolve(
     arguments: tuple[Any, ...] = (x, q, p.scale, p.bias, p.correction)
     arguments += (p.input_zero, p.output_zero, p.lo, p.hi, *where)
     if not direct((x, q, p.scale), (p.bias, p.correction, out)):
-        expect_tensors(operation, {"x_q": x}, {"out": out}, writes=out is not None)
+        tensors = {"x_q": x, "weight": q, "weight_scale": p.scale}
+        optional = {"bias": p.bias, "correction": p.correction, "out": out}
+        expect_tensors(operation, tensors, optional, writes=out is not None)
         arguments = for_operator(arguments, _LIMITS)
         if out is None:
             return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))

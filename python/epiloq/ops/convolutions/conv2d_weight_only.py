@@ -14,6 +14,7 @@ from epiloq._torch.library import (
     direct,
     expect_tensors,
     mark_written,
+    parts_of,
     refuse_backward,
     register_product,
     without_autocast,
@@ -71,13 +72,20 @@ def conv2d_weight_only(
     """
     w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, bias, out)):
-        expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=out is not None)
+        expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=out is not None)
         arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, bias, *numbers), _LIMITS)
         if out is None:
             return refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*arguments))
         torch.ops.epiloq.conv2d_weight_only_out(*arguments, out=out)
         return out
     return _run(x, w.q, w.scale, w.zero, w.offset, bias, *numbers, out=out)
+
+
+def _tensors(
+    x: Tensor, w: PackedConv2dWeight, bias: Tensor | None, out: Tensor | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is required, and what is not."""
+    return {"x": x, **parts_of(w, "q", "scale")}, {**parts_of(w, "zero", "offset"), "bias": bias, "out": out}
 
 
 def _numbers(
@@ -190,7 +198,7 @@ def explain(
 ) -> str:
     """`epiloq.explain` for `conv2d_weight_only`, given the arguments of a call."""
     w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
-    expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
+    expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
     where = Geometry(*numbers[8:])
     pixels = _pixels(x)
     out = _empty(x, w.n, w.kernel, where) if out is None else out
