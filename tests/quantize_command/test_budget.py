@@ -212,11 +212,22 @@ def test_the_package_reads_zero_points_too(teacher: Path, tmp_path: Path) -> Non
         torch.testing.assert_close(theirs.float(), layer.weight.dequantize(), rtol=1e-6, atol=0)
 
 
-def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path) -> None:
-    result = quantize(teacher, tmp_path / "out", "--bytes", "1GB", "--json", tmp_path / "r.json")
-    assert result.exit_code == 0
-    assert "is more than the largest candidates take" in " ".join(result.output.split())
-    assert json.loads((tmp_path / "r.json").read_text())["budget"]["counts"] == {"w8a16": 14}
+@pytest.mark.parametrize(("option", "vast"), [("--bytes", "1GB"), ("--bits", 99)])
+def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option: str, vast: object) -> None:
+    """As much as the model in floating point takes is a mistake; a little more than needed gives the largest."""
+    refused = quantize(teacher, tmp_path / "none", option, vast)
+    said = " ".join(refused.output.split())
+    found = re.search(
+        rf"no less than the model .* expected {option} ([\d.]+)(MB)? to {option} ([\d.]+)(MB)?, which", said
+    )
+    assert refused.exit_code == 2 and found is not None and not (tmp_path / "none").exists(), said
+    least, unit, most = float(found[1]), found[2] or "", float(found[3])
+    assert 0 < least < most
+    for asked, has in ((least, "w4a16"), (most, "w8a16"), (most * 1.1, "w8a16")):
+        result = quantize(teacher, tmp_path / str(asked), option, f"{asked:g}{unit}", "--json", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        assert asked <= most or "is more than the largest candidates take" in " ".join(result.output.split())
+        assert max(json.loads((tmp_path / "r.json").read_text())["budget"]["counts"]) in (has, f"{has}-g32")
 
 
 def test_layers_of_odd_sizes_have_what_fits(tmp_path: Path) -> None:

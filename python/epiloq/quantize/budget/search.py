@@ -18,7 +18,7 @@ from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget import ends as budget_ends
 from epiloq.quantize.budget import knapsack
-from epiloq.quantize.budget.amount import megabytes
+from epiloq.quantize.budget.amount import Budget, megabytes
 from epiloq.quantize.budget.candidates import HEADER, Sizes, grids
 from epiloq.quantize.budget.ends import End
 from epiloq.quantize.budget.probe import in_float32
@@ -116,8 +116,16 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
             f"--candidates: {layout.name} can hold none of {names} for {without[0]}: add w8a16, which fits all"
         )
     least = sum(min(found.values()) for found in each.values()) + sum(min(end.sizes.values()) for end in free)
+    largest = sum(max(found.values()) for found in each.values()) + sum(max(end.sizes.values()) for end in free)
+    whole = sum(tensor.nbytes for tensor in distinct(model).values()) - kept
+    if most > largest and most >= (whole if in_bytes else weights * dtype.itemsize):
+        ends = (_amount(budget, amount, kept, weights) for amount in (least, largest))
+        raise ValueError(
+            f"{budget.said}: that is no less than the model in floating point takes: expected "
+            f"{' to '.join(ends)}, which is what {', '.join(budget.candidates)} can reach"
+        )
     if most < least:
-        possible = f"--bytes {megabytes(kept + least)}" if in_bytes else f"--bits {_up(8 * least / weights):g}"
+        possible = _amount(budget, least, kept, weights)
         beside = f", {kept / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
         raise ValueError(
             f"{budget.said}: the smallest of {', '.join(budget.candidates)} need {possible}{beside}; or add smaller "
@@ -150,9 +158,7 @@ def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
     largest += sum(max(end.sizes.values()) for end in found.ends)
     if found.most > largest:
         weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-        enough = (
-            f"--bits {_up(8 * largest / weights):g}" if budget.bits else f"--bytes {megabytes(found.kept + largest)}"
-        )
+        enough = _amount(budget, largest, found.kept, weights)
         said.append(f"{budget.said} is more than the largest candidates take: {enough} gives the same")
     if budget.file_bytes is not None and found.float_ends > LARGE * budget.file_bytes:
         said.append(
@@ -166,6 +172,11 @@ def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
             "--symmetric for it"
         )
     return said
+
+
+def _amount(budget: Budget, count: int, kept: int, weights: int) -> str:
+    """The option that gives a budget's layers this number of bytes."""
+    return f"--bytes {megabytes(kept + count)}" if budget.file_bytes else f"--bits {_up(8 * count / weights):g}"
 
 
 def _up(bits: float) -> float:
