@@ -53,6 +53,15 @@ class Stored(NamedTuple):
     scale: Tensor
     kind: str
 
+    def __getattr__(self, name: str) -> Any:
+        """Asked for what tensors have by attention that takes no `Stored`: that of another model than the cache's."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise ValueError(
+            "epiloq.QuantizedCache: config: expected that of the model which uses the cache, got one whose attention "
+            f"reads what is stored ({READS_STORED}, as epiloq.optimize_ sets it): make it of this model's own config"
+        )
+
     def dequantize(self) -> Tensor:
         """``[B, H, T, D]`` in the scale's dtype."""
         return dequantize_heads(self.q, self.scale, self.kind)

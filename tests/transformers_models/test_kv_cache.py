@@ -207,6 +207,22 @@ def test_refused() -> None:
             epiloq.QuantizedCache(hybrid(num_hidden_layers=4))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("length", [None, 40])
+@torch.no_grad()
+def test_a_cache_of_another_model_that_attends_otherwise(attention: str, length: int | None, seed: int) -> None:
+    """The optimised one's gives what is stored, which other attention cannot read; the other way round is right."""
+    optimised, plain = epiloq.quantize_(model(), "w8a16"), model()
+    ids, name = torch.randint(0, 64, (2, 5)), argument(plain)
+    expected = optimised(ids, **{name: epiloq.QuantizedCache(plain.config, max_cache_len=length)}).logits
+    epiloq.optimize_(optimised)
+    plain.set_attn_implementation(attention)
+    with pytest.raises(ValueError, match=r"QuantizedCache: config: expected that of the model which uses the cache"):
+        plain(ids, **{name: epiloq.QuantizedCache(optimised.config, max_cache_len=length)})
+    found = optimised(ids, **{name: epiloq.QuantizedCache(plain.config, max_cache_len=length)}).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 40])
 def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
