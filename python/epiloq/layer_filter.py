@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
 from epiloq.models.subclasses import is_plain, is_plain_conv2d
+from epiloq.weights.tensor_checks import Identity, identity
 
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
@@ -32,7 +34,7 @@ def default_filter(model: nn.Module) -> Filter:
 def reasons(model: nn.Module) -> Reason:
     """Reasons why linear layers of a model stay in floating point by default, by name."""
     modules = list(model.modules())
-    embedded = {identity(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    embedded = {weight_identity(module) for module in modules if isinstance(module, nn.Embedding)}
     left_out = {id(router): ROUTER for router in routers(model).values()}
     for name, parent in read_by_parents(model).items():
         left_out[id(model.get_submodule(name))] = f"{parent}{READS}"
@@ -46,13 +48,13 @@ def reasons(model: nn.Module) -> Reason:
             return left_out[id(module)]
         if name.rpartition(".")[2] == "lm_head":
             return HEAD
-        if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
             return LAZY
         if not is_plain(module):
-            return f"{type(module).__name__} is no plain linear layer"
+            return _no_plain(module, "linear layer")
         if kept(f"{name}.weight"):
             return "the model keeps it in float32"
-        if identity(module.weight) in embedded:  # type: ignore[arg-type]
+        if weight_identity(module) in embedded:
             return TIED
         return None
 
@@ -61,9 +63,15 @@ def reasons(model: nn.Module) -> Reason:
 
 def reason_against_conv2d(module: nn.Module, name: str) -> str | None:
     """Why a convolution stays in floating point by default, or None."""
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+    if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
         return LAZY
-    return None if is_plain_conv2d(module) else f"{type(module).__name__} is no plain convolution"
+    return None if is_plain_conv2d(module) else _no_plain(module, "convolution")
+
+
+def _no_plain(module: nn.Module, kind: str) -> str:
+    if "forward" in vars(module):
+        return "its forward was replaced, as by hooks of accelerate"
+    return f"{type(module).__name__} is no plain {kind}"
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:
@@ -104,9 +112,9 @@ def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def identity(weight: Tensor) -> tuple[object, int]:
-    """Key that is equal for weights that are the same parameter or start at the same address (tied through
-    ``.data``)."""
-    if isinstance(weight, nn.parameter.UninitializedParameter) or weight.is_meta or weight.numel() == 0:
-        return "object", id(weight)
-    return weight.device, weight.data_ptr()
+def weight_identity(module: nn.Module) -> Identity:
+    """Equal for layers of one weight; of a weight that is computed when it is read, for the layer alone."""
+    if parametrize.is_parametrized(module, "weight"):
+        return "computed", id(module)
+    weight = getattr(module, "weight", None)
+    return identity(weight) if isinstance(weight, Tensor) else ("without a weight", id(module))

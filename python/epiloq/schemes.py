@@ -11,7 +11,7 @@ from torch import nn
 
 from epiloq.layer_filter import Filter
 from epiloq.models.conversion import quantize_layers
-from epiloq.models.in_memory import describe_on_saving
+from epiloq.models.in_memory import check_not_opened_quantised, describe_on_saving
 from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,
@@ -281,6 +281,7 @@ def quantize_(
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
     if observer not in OBSERVERS:
         raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
+    check_not_opened_quantised(model)
     ends = planned(model, head, embedding, SCHEMES)
     left: dict[str, str] = {}
     if scheme is not None:

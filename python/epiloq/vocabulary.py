@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from epiloq.layer_filter import identity
+from epiloq.layer_filter import weight_identity
 from epiloq.models.subclasses import is_plain
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
+from epiloq.weights.tensor_checks import identity
 
 if TYPE_CHECKING:
     from epiloq.schemes import Scheme
@@ -185,7 +186,7 @@ def _check(model: nn.Module, ends: Ends, where: str) -> None:
                     raise ValueError(f"{type(layer).__name__} is no plain linear layer")
         except ValueError as error:
             raise ValueError(f"{where}: layer {name!r}: {error}") from error
-    weights = {identity(cast(Any, model.get_submodule(name)).weight) for name in ends.names}
+    weights = {weight_identity(model.get_submodule(name)) for name in ends.names}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer_name = name.removesuffix(".weight")
         if identity(parameter) in weights and layer_name not in ends.names:
@@ -224,7 +225,7 @@ def _asked(model: Any, method: str) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return identity(one.weight) == identity(other.weight)
+    return weight_identity(one) == weight_identity(other)
 
 
 def _by_module(model: nn.Module, names: tuple[str, ...]) -> Iterator[list[str]]:

@@ -141,3 +141,22 @@ def test_stacked_experts_stay_as_they_are(seed: int, tmp_path: Path) -> None:
     assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), expected)
     found = logits(stock(tmp_path / "out"))
     assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_what_others_opened_is_not_quantised_again(tmp_path: Path) -> None:
+    """Saved, it would have their description and our tensors."""
+    teacher = save(tmp_path / "teacher", tiny_model(**ROUND))
+    model = stock(written(teacher, tmp_path / "out", "compressed-tensors", SAYABLE["int8 channel"][0], unchanged))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for ends in ({"head": "w8a16"}, {}):
+        with pytest.raises(ValueError, match=r"model: expected a float model, got .*opened by compressed-tensors: "):
+            quantize_(model, "w8a16", **ends)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_others_restored_is_quantised_as_any_model(seed: int, tmp_path: Path) -> None:
+    foreign.write(tmp_path / "in", foreign.llama(), "pack-quantized", shards=1)
+    config = transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True)
+    model = quantize_(stock(tmp_path / "in", quantization_config=config), "w8a16")
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), logits(model))

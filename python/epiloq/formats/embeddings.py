@@ -12,6 +12,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
 from epiloq.vocabulary import forget_ties, like, tied_head
+from epiloq.weights.tensor_checks import Identity, identity
 
 SHARED = "shared"
 _SCALES = ("embed_scale", "embed_scale_rounded")
@@ -56,14 +57,14 @@ def as_table(module: nn.Module) -> nn.Embedding | None:
 
 def shared_layers(model: nn.Module) -> dict[str, str]:
     """Layers of a model, by name, that have no weight of their own, and the quantised embedding whose weight it is."""
-    names: dict[int, str] = {}
+    names: dict[Identity, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedEmbedding):
-            names.setdefault(module.weight_q.data_ptr(), name)
+            names.setdefault(identity(module.weight_q), name)
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, (QuantizedEmbedding, WeightOnlyLinear)) and not module.weight_q.is_meta:
-            source = names.get(module.weight_q.data_ptr(), name)
+            source = names.get(identity(module.weight_q), name)
             if source != name:
                 found[name] = source
     return found

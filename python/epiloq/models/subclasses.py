@@ -19,8 +19,11 @@ def is_plain(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear``, or a subclass that computes the same of its weight and bias alone.
 
     Of torch's own subclasses none is, for each of them exists since other code handles it differently; but one whose
-    weight or bias torch.nn.utils.parametrize computes is what it was before.
+    weight or bias torch.nn.utils.parametrize computes is what it was before. One whose ``forward`` was replaced (by
+    accelerate's hooks, say) computes what that does.
     """
+    if "forward" in vars(module):
+        return False
     if parametrize.is_parametrized(module):
         computed = set(module.parametrizations)  # type: ignore[arg-type]
         return parametrize.type_before_parametrizations(module) is nn.Linear and computed <= {"weight", "bias"}
@@ -58,6 +61,8 @@ def is_plain_conv2d(module: nn.Module) -> bool:
 
     Weight and bias may be computed by torch.nn.utils.parametrize.
     """
+    if "forward" in vars(module):
+        return False
     kind, computed = type(module), set[str]()
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)

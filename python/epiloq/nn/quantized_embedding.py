@@ -11,10 +11,9 @@ from torch.compiler import is_compiling
 from epiloq._torch.library import PLAIN
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
-from epiloq.weights.computed import check_finite
+from epiloq.weights.computed import check_finite, check_readable
 from epiloq.weights.packed.rows import rows_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight, pack_weight
 
@@ -237,9 +236,7 @@ def factor_of(embedding: nn.Module) -> tuple[float, bool]:
     for name in _ONLY_FOR_GRADIENTS:
         if getattr(embedding, name):
             raise ValueError(f"{where}: {name}: expected False, for a quantised weight has no gradient")
-    if embedding.weight.dtype not in FLOAT_DTYPES:
-        names = ", ".join(map(str, FLOAT_DTYPES))
-        raise ValueError(f"{where}.weight: expected one of {names}, got {embedding.weight.dtype}")
+    check_readable("QuantizedEmbedding", embedding, "embedding")
     parameters = [name for name, _ in embedding.named_parameters()]
     if parameters != ["weight"] or list(embedding.children()) or torch.nn.utils.parametrize.is_parametrized(embedding):
         raise ValueError(f"{where}: expected a weight alone, got {', '.join(parameters)}")

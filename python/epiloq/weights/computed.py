@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # What each kind of hook sets, and how, without an input and without a change to its own state.
 _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
@@ -21,6 +22,7 @@ _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
 }
 
 _PARTS = ("weight", "bias")
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # How each kind leaves what it computes as a parameter.
 _REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
     WeightNorm: remove_weight_norm,
@@ -31,6 +33,30 @@ _REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
 
 class NotFiniteError(ValueError):
     """A weight with NaN or infinity, of which no rounding makes sense."""
+
+
+def check_readable(name: str, module: nn.Module, argument: str) -> None:
+    """Raise ValueError, from the class `name`, unless a module's weight is a float tensor with values, or on "meta"."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        others = ", ".join(tensor for tensor, _ in [*module.named_parameters(), *module.named_buffers()])
+        raise ValueError(
+            f"{name}: {argument}.weight: expected a tensor, got none, but {others or 'no tensor'}: what another "
+            "library quantised is opened by epiloq from its files, or quantised anew from the float model"
+        )
+    expected, kind = "a dense tensor, one", str(weight.dtype)
+    if is_traceable_wrapper_subclass(weight):
+        kind = f"a {type(weight).__name__}, which is sharded or quantised already"
+    elif weight.layout is torch.strided and weight.dtype in FLOAT_DTYPES:
+        if weight.is_meta or weight.numel() == 0 or weight.untyped_storage().nbytes() > 0:
+            return
+        kind = "one whose memory is freed, as while FSDP shards it"
+    elif weight.layout is not torch.strided:
+        kind = f"one of layout {weight.layout}"
+    else:
+        expected = "one"
+    dtypes = ", ".join(map(str, FLOAT_DTYPES))
+    raise ValueError(f"{name}: {argument}.weight: expected {expected} of {dtypes}, got {kind}")
 
 
 def check_finite(where: str, weight: Tensor) -> None:

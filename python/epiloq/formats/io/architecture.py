@@ -22,6 +22,7 @@ from epiloq.layer_filter import kept_in_float32
 from epiloq.models.mixtures import file_state, stacked, take_apart_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.nn.base.quantized_layer import QuantizedLayer
+from epiloq.weights.tensor_checks import Identity, identity
 
 
 def architecture(checkpoint: Checkpoint) -> Any:
@@ -223,11 +224,11 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:
     """The state dict as files have it, without second names of tied weights."""
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[Identity] = set()
     found = {}
     for name, tensor in file_state(model).items():
-        identity = (tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr(), tensor.shape)
-        if tensor.numel() == 0 or identity not in seen:
+        same = identity(tensor)
+        if same not in seen:
             found[name] = tensor
-        seen.add(identity)
+        seen.add(same)
     return found

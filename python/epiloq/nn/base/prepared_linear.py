@@ -15,9 +15,9 @@ from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
-from epiloq.weights.computed import check_finite, refresh
+from epiloq.weights.computed import FLOAT_DTYPES as FLOAT_DTYPES
+from epiloq.weights.computed import check_finite, check_readable, refresh
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = FLOAT_DTYPES[1:]
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -39,13 +39,14 @@ def check_linear(name: str, linear: nn.Module) -> None:
         raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
     if isinstance(linear, NonDynamicallyQuantizableLinear):
         raise ValueError(f"{name}: linear: expected a layer that is called, but MultiheadAttention reads its weight")
-    if isinstance(linear.weight, nn.parameter.UninitializedParameter):
+    if isinstance(getattr(linear, "weight", None), nn.parameter.UninitializedParameter):
         raise ValueError(f"{name}: linear: its lazy weight has no shape yet; run the model once before quantising it")
     refresh(name, linear)
-    if linear.weight.dtype not in FLOAT_DTYPES:
-        expected = ", ".join(map(str, FLOAT_DTYPES))
-        raise ValueError(f"{name}: linear.weight: expected one of {expected}, got {linear.weight.dtype}")
+    check_readable(name, linear, "linear")
     _check_sizes(name, linear.in_features, linear.out_features)
+    if linear.weight.shape != (linear.out_features, linear.in_features):
+        sizes, got = [linear.out_features, linear.in_features], list(linear.weight.shape)
+        raise ValueError(f"{name}: linear.weight: expected [out_features, in_features], {sizes}, got {got}")
     check_finite(f"{name}: linear.weight", linear.weight)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d, pad
 
 from epiloq.nn.base.frozen import Frozen
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.weights.computed import check_finite, refresh
+from epiloq.weights.computed import check_finite, check_readable, refresh
 
 Clamp = tuple[float, float]
 
@@ -23,12 +22,13 @@ def check_conv2d(name: str, conv: nn.Module) -> None:
     zero padding."""
     if not isinstance(conv, nn.Conv2d):
         raise ValueError(f"{name}: conv: expected a torch.nn.Conv2d, got {type(conv).__name__}")
-    if isinstance(conv.weight, nn.parameter.UninitializedParameter):
+    if isinstance(getattr(conv, "weight", None), nn.parameter.UninitializedParameter):
         raise ValueError(f"{name}: conv: its lazy weight has no shape yet; run the model once before quantising it")
     refresh(name, conv)
-    if conv.weight.dtype not in FLOAT_DTYPES:
-        expected = ", ".join(map(str, FLOAT_DTYPES))
-        raise ValueError(f"{name}: conv.weight: expected one of {expected}, got {conv.weight.dtype}")
+    check_readable(name, conv, "conv")
+    sizes = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
+    if conv.weight.shape != sizes:
+        raise ValueError(f"{name}: conv.weight: expected {list(sizes)}, got {list(conv.weight.shape)}")
     if conv.padding_mode != "zeros":
         raise ValueError(f"{name}: conv.padding_mode: expected zeros, got {conv.padding_mode}")
     check_finite(f"{name}: conv.weight", conv.weight)

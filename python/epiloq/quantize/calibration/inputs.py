@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from epiloq.observers import evaluating, watched
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.statistics import InputStatistics
+from epiloq.weights.tensor_checks import identity
 
 if TYPE_CHECKING:
     from epiloq.quantize.calibration.guide import TokenWeights
@@ -234,7 +235,7 @@ def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[l
 
     def note(name: str, x: Tensor) -> None:
         alive.append(x)
-        seen[name].append((x.data_ptr(), x.shape, x.stride(), x._version))
+        seen[name].append((identity(x), x._version))
 
     with watched(layers, note):
         run()
