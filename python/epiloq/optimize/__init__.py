@@ -88,7 +88,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     # Children first: a decoder layer depends on its attention and MLP.
     for name, module in reversed(modules):
         _fuse(name, module, report)
-    report.grouped_attention = use_grouped_sdpa_(model)
+    report.grouped_attention = use_grouped_sdpa_(model, report.left)
     return report
 
 

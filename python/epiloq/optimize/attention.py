@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.optimize.guards import wants_gradient
-from epiloq.optimize.structure import attends_to_what_is_stored
+from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
 # Up to which `decode_attention` is the faster one on a GPU (H100: at 16 sequences it is not).
@@ -83,12 +83,17 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
     return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
 
 
-def use_grouped_sdpa_(model: Any) -> bool:
-    """Switch a transformers model from ``sdpa`` to `grouped_sdpa`; returns whether it did.
+def use_grouped_sdpa_(model: Any, left: dict[str, str]) -> bool:
+    """Switch a transformers model from ``sdpa`` to `grouped_sdpa`; returns whether it did, and `left` gets why not.
 
     If every layer passes the result of its cache directly to attention, a `QuantizedCache` returns its stored form.
     """
     if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
+        return False
+    kinds = {type(module) for module in model.modules()}
+    asks = asks_for_sdpa(kinds)
+    if asks is not None:
+        left["attention"] = f"{asks} does something else where it is called sdpa"
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -96,6 +101,5 @@ def use_grouped_sdpa_(model: Any) -> bool:
     for name in NAMES:
         AttentionInterface.register(name, grouped_sdpa)
         AttentionMaskInterface.register(name, sdpa_mask)
-    kinds = {type(module) for module in model.modules()}
     model.set_attn_implementation(READS_STORED if attends_to_what_is_stored(kinds) else NAME)
     return True

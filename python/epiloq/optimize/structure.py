@@ -164,6 +164,28 @@ def same_input(kind: Any, projections: tuple[str, ...]) -> bool:
     return sorted(child for child, _ in calls) == sorted(projections) and len({name.id for _, name in calls}) == 1
 
 
+def asks_for_sdpa(kinds: Iterable[Any]) -> str | None:
+    """The name of a class that does something else where attention is called "sdpa", but for what its constructor does.
+
+    As the sparse attention of DeepSeek-V3.2, which then puts into the mask what it hands on to other kernels.
+    """
+    for kind in kinds:
+        for base in kind.__mro__:
+            own = [function for function in vars(base).values() if inspect.isfunction(function)]
+            if any(_compares_with_sdpa(function) for function in own if function.__name__ != "__init__"):
+                return str(kind.__name__)
+    return None
+
+
+@cache
+def _compares_with_sdpa(called: Any) -> bool:
+    function = _parsed_function(called) if called.__module__.startswith("transformers.") else None
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.Compare) and "_attn_implementation" in (said := ast.unparse(node)) and "'sdpa'" in said:
+            return True
+    return False
+
+
 def attends_to_what_is_stored(kinds: Iterable[Any]) -> bool:
     """Whether every class that updates a cache (there is at least one) passes the result to attention only."""
     functions = [function for kind in kinds if (function := _parsed(kind)) is not None]
