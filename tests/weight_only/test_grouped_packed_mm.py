@@ -6,6 +6,7 @@ On the CPU, and where a GPU's kernels multiply one expert after the other, the s
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -81,7 +82,32 @@ def test_is_each_experts_product(seed: int, device: str, kind: str, activations:
     assert (out[begin:] == 7).all()
     said = epiloq.explain("grouped_packed_mm", **given)
     has_kernel = device == "cuda" and kind != "offset" and bits == 4
-    assert said.startswith("grouped mma.sync" if has_kernel else "one expert after the other: ")
+    widens = "" if scale is None else "activations as bfloat16: "
+    assert said.startswith(f"{widens}grouped mma.sync" if has_kernel else "one expert after the other: ")
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float16])
+@pytest.mark.parametrize("activations", [torch.float8_e4m3fn, torch.bfloat16])
+def test_explain_names_every_pass(
+    monkeypatch: pytest.MonkeyPatch, activations: torch.dtype, out_dtype: torch.dtype | None
+) -> None:
+    """Of a GPU's kernel that takes bfloat16, and without the passes being run."""
+    given = case("symmetric", activations)
+    operation, seen = sys.modules["epiloq.ops.grouped_packed_mm"], list[torch.dtype]()
+
+    def explained(out: Tensor, x: Tensor, *_: Any) -> str:
+        assert x.shape == given["x"].shape and x.stride(0) % 8 == 0
+        seen.extend((x.dtype, out.dtype))
+        return "a kernel"
+
+    monkeypatch.setattr(operation, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(operation, "widened", None)
+    monkeypatch.setattr(epiloq._core, "explain_grouped_weight_only_mm", explained, raising=False)
+    options = {} if activations == torch.bfloat16 else {"out_dtype": out_dtype}
+    said = epiloq.explain("grouped_packed_mm", **given, **options)
+    then = ", then rounded to float16" if options.get("out_dtype") else ""
+    assert said == ("a kernel" if given["scale_a"] is None else f"activations as bfloat16: a kernel{then}")
+    assert seen == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize(

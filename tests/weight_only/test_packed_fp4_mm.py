@@ -28,7 +28,7 @@ def packed(n: int, k: int, form: str, device: str, matrices: int = 1) -> tuple[P
     factor = torch.rand(matrices, device=device) + 0.1 if form == "nvfp4" else None
     each = None if factor is None else factor.repeat_interleave(n // matrices)
     weight = fp4_reference.dequantized(codes, scale, each, k)
-    return epiloq.pack_fp4_weight(codes, scale, in_features=k, factor=factor), weight
+    return epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor), weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,7 +96,7 @@ def test_packing_loses_nothing(n: int, k: int, form: str, random: int) -> None:
     low, high = (0, 256) if form == "mxfp4" else (1, 128)
     scale = torch.randint(low, high, blocks, dtype=torch.uint8).view(KINDS[form])
     factor = None if form == "mxfp4" else torch.rand(1)
-    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, factor=factor)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor)
     again = weight.unpack()
     if k % 2 and n:
         codes[:, -1] &= 15
@@ -207,9 +207,12 @@ def test_refused(seed: int) -> None:
     with pytest.raises(TypeError, match="weight: expected a PackedFp4Weight, got Tensor"):
         epiloq.packed_fp4_mm(x, x)  # type: ignore[arg-type]
     codes, scale, _ = fp4_reference.weight(40, 40, E4M3)
-    for factor, said in ((torch.ones(2), "factor: expected one element"), (torch.ones(1).double(), "factor: expected")):
+    for factor, said in (
+        (torch.ones(2), "global_scale: expected one element"),
+        (torch.ones(1).double(), "global_scale: expected"),
+    ):
         with pytest.raises(ValueError, match=rf"epiloq\.pack_fp4_weight: {said}"):
-            epiloq.pack_fp4_weight(codes, scale, in_features=40, factor=factor)
+            epiloq.pack_fp4_weight(codes, scale, in_features=40, global_scale=factor)
 
 
 @pytest.mark.gpu

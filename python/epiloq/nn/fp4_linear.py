@@ -50,12 +50,12 @@ class Fp4Linear(PreparedLinear):
         "mxfp4" (blocks of 32, E8M0 scales: powers of two) or "nvfp4" (blocks of 16, E4M3 scales, and one scale for
         the whole weight).
     reciprocal
-        Whether the scale for the whole weight is stored as the *reciprocal* of the factor, as compressed-tensors does,
-        or as the factor itself, as ModelOpt does.
+        Whether the scale for the whole weight is stored as the *reciprocal* of the global scale, by which
+        numbers are multiplied, as compressed-tensors does, or as it is, as ModelOpt does.
 
     Parameters without gradients, which form the state dict:
         weight_q, weight_scale  uint8, as in ``epiloq.PackedFp4Weight``
-        weight_global_scale     float32 [1], for "nvfp4": the factor or, by default, its reciprocal
+        weight_global_scale     float32 [1], for "nvfp4": the global scale or, by default, its reciprocal
         bias                    [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
     Files store, and loading also accepts, the rows in order (N = out_features, K = in_features): "weight", uint8
     ``[N, ceil(K / 2)]`` with an even column in the low half of a byte, and "weight_scale", uint8 or float8_e4m3fn
@@ -100,8 +100,8 @@ class Fp4Linear(PreparedLinear):
     def from_linear(cls, linear: nn.Linear, *, format: str = "nvfp4", divisor: Tensor | None = None) -> Fp4Linear:
         """Round `linear` (which is not changed) to the nearest numbers, as `epiloq.fp4_quantize` does.
 
-        `divisor`, float32 ``[1]``, for "nvfp4": the reciprocal of the factor, for layers that share one; by default
-        it is computed for the layer.
+        `divisor`, float32 ``[1]``, for "nvfp4": the reciprocal of the global scale, for layers that share one; by
+        default it is computed for the layer.
 
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         formats.
@@ -116,8 +116,8 @@ class Fp4Linear(PreparedLinear):
                 divisor = None
             elif divisor is None:
                 divisor = divisor_of(weight)
-            factor = None if divisor is None else divisor.reciprocal()
-            codes, scale, _ = epiloq.fp4_quantize(weight.detach(), format, global_scale=factor)
+            global_scale = None if divisor is None else divisor.reciprocal()
+            codes, scale, _ = epiloq.fp4_quantize(weight.detach(), format, global_scale=global_scale)
             packed = epiloq.pack_fp4_weight(codes, scale, in_features=layer.in_features)
             layer._fill(weight_q=packed.q, weight_scale=packed.scale, weight_global_scale=divisor, bias=linear.bias)
         return layer.train(linear.training)
@@ -132,14 +132,19 @@ class Fp4Linear(PreparedLinear):
         return self._value(*self._made)
 
     def _make(self) -> Any:
-        codes, bias, scale, factor = (self._padded(name) for name in self.PARTS)
+        codes, bias, scale, global_scale = (self._padded(name) for name in self.PARTS)
         assert codes is not None and scale is not None
         codes = without_codes_of_zeros(codes, scale, FORMATS[self.format])
-        return codes, bias, scale, factor.reciprocal() if factor is not None and self.reciprocal else factor
+        return (
+            codes,
+            bias,
+            scale,
+            global_scale.reciprocal() if global_scale is not None and self.reciprocal else global_scale,
+        )
 
     def _value(self, *tensors: Any) -> PackedFp4Weight:
-        codes, _, scale, factor = tensors
-        return PackedFp4Weight(codes, scale, factor, self.format, self.out_features, self.in_features)
+        codes, _, scale, global_scale = tensors
+        return PackedFp4Weight(codes, scale, global_scale, self.format, self.out_features, self.in_features)
 
     def file_state(self) -> dict[str, Tensor]:
         state = super().file_state()

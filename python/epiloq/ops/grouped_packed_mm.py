@@ -12,9 +12,9 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.library import direct, expect_tensors, mark_written, parts_of, refuse_backward, register_product
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
+from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
-from epiloq.ops.w4a8_mm import widened
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
@@ -166,7 +166,11 @@ def _by_kernel(
     out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
 ) -> Any:
     """Whether a kernel computed the product or, for `explain`, which one would."""
-    x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
+    if explained:
+        # Of rows that are nowhere, for nothing is launched.
+        x = x if scale_a is None else aligned_rows(x, torch.bfloat16)
+    else:
+        x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
     numbers = ("int", weight.bits, weight.n, weight.k, weight.group_size)
@@ -233,11 +237,17 @@ def explain(
         result = _empty(x, weight.n // experts, out_dtype or torch.bfloat16)
         said = str(_by_kernel(result, x, weight, scale_a, counts, explained=True))
         if not said.startswith("no kernel"):
-            return said
+            return said if scale_a is None else f"activations as bfloat16: {said}{_converted(out_dtype, out)}"
     part, rows = weight.row_slice(0, weight.n // experts), x.flatten(0, -2)
     scales = None if scale_a is None else scale_a.flatten(0, -2)
     said = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)
     return f"one expert after the other: {said}"
+
+
+def _converted(out_dtype: torch.dtype | None, out: Tensor | None) -> str:
+    """What follows a product in bfloat16."""
+    dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
+    return "" if dtype == torch.bfloat16 else f", then rounded to {str(dtype).removeprefix('torch.')}"
 
 
 def _fake(x: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:

@@ -73,8 +73,8 @@ def packed_fp4_mm(
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
     w = weight
-    arguments = (x, w.q, w.scale, w.factor, bias, offs, masked_m, w.format, w.n, w.k)
-    if direct((x, w.q, w.scale), (w.factor, bias, offs, masked_m, out)):
+    arguments = (x, w.q, w.scale, w.global_scale, bias, offs, masked_m, w.format, w.n, w.k)
+    if direct((x, w.q, w.scale), (w.global_scale, bias, offs, masked_m, out)):
         return run(*arguments, out=out)
     optional = {**parts_of(w, "factor"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
     expect_tensors(NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
@@ -92,7 +92,7 @@ def run(
     x: Tensor,
     q: Tensor,
     scale: Tensor,
-    factor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     offs: Tensor | None,
     masked_m: Tensor | None,
@@ -103,7 +103,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`packed_fp4_mm` for plain tensors, with the weight's tensors as separate arguments."""
-    weight, counts = PackedFp4Weight(q, scale, factor, format, n, k), counts_of(offs, masked_m)
+    weight, counts = PackedFp4Weight(q, scale, global_scale, format, n, k), counts_of(offs, masked_m)
     experts = experts_of(x, n, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
     check(result, x, weight, bias, counts, out is not None)
@@ -135,10 +135,21 @@ def _kernel_arguments(
         rows = prod(x.shape[:-1])
         out, x = out.view(rows, out.shape[-1]), x.view(rows, x.shape[-1])
         bias = None if bias is None else bias.view(1, -1)
-    factor = weight.factor
-    if factor is not None and counts is not None and factor.numel() != counts.numel():
-        factor = factor.expand(counts.numel()).contiguous()
-    tensors = (out, x, weight.q, weight.scale, None, None, bias, factor, counts, counts is not None and x.ndim == 3)
+    global_scale = weight.global_scale
+    if global_scale is not None and counts is not None and global_scale.numel() != counts.numel():
+        global_scale = global_scale.expand(counts.numel()).contiguous()
+    tensors = (
+        out,
+        x,
+        weight.q,
+        weight.scale,
+        None,
+        None,
+        bias,
+        global_scale,
+        counts,
+        counts is not None and x.ndim == 3,
+    )
     return (*tensors, weight.format, 4, weight.n, weight.k, weight.group_size)
 
 
@@ -231,18 +242,18 @@ def _fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, q, scale, factor, _, offs, masked_m, *numbers = inputs
-    ctx.save_for_backward(q, scale, factor, offs, masked_m)
+    x, q, scale, global_scale, _, offs, masked_m, *numbers = inputs
+    ctx.save_for_backward(q, scale, global_scale, offs, masked_m)
     ctx.numbers, ctx.shape = numbers, x.shape
 
 
 def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     """``dy @ W`` for each expert's rows (rows of no expert have no gradient), and sums of rows for the bias."""
-    q, scale, factor, offs, masked_m = ctx.saved_tensors
+    q, scale, global_scale, offs, masked_m = ctx.saved_tensors
     of_x, _, _, of_factor, of_bias, *_ = ctx.needs_input_grad
     if of_factor:
-        raise NotImplementedError(f"epiloq.{NAME} has no gradient of weight.factor, only of x and bias")
-    weight, counts = PackedFp4Weight(q, scale, factor, *ctx.numbers), counts_of(offs, masked_m)
+        raise NotImplementedError(f"epiloq.{NAME} has no gradient of weight.global_scale, only of x and bias")
+    weight, counts = PackedFp4Weight(q, scale, global_scale, *ctx.numbers), counts_of(offs, masked_m)
     dx = dbias = None
     if counts is None:
         if of_x:
@@ -263,7 +274,7 @@ def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 register_product(
     NAME,
-    "Tensor x, Tensor q, Tensor scale, Tensor? factor, Tensor? bias, Tensor? offs, Tensor? masked_m, str format, "
+    "Tensor x, Tensor q, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? offs, Tensor? masked_m, str format, "
     "int n, int k",
     run,
     _fake,

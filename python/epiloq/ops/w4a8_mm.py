@@ -205,14 +205,19 @@ def widened(x_q: Tensor, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
 
     Products are in fp32; rows are aligned to 16 bytes, as kernels require.
     """
-    k = x_q.shape[-1]
-    rows, scales = x_q.flatten(0, -2), scale_a.flatten(0, -2).contiguous()
-    x = x_q.new_empty((len(rows), -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)
+    result = aligned_rows(x_q, dtype)
+    x, rows, scales = result.flatten(0, -2), x_q.flatten(0, -2), scale_a.flatten(0, -2).contiguous()
     if x.is_cuda:
-        _core.widen_tokens(x[:, :k], rows, scales)
+        _core.widen_tokens(x, rows, scales)
     else:
-        x[:, :k].copy_(rows.float().mul_(scales))
-    return x.view(*x_q.shape[:-1], x.shape[-1])[..., :k]
+        x.copy_(rows.float().mul_(scales))
+    return result
+
+
+def aligned_rows(x_q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for `widened`."""
+    k = x_q.shape[-1]
+    return x_q.new_empty((*x_q.shape[:-1], -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)[..., :k]
 
 
 def _summed_by_group(m: int, weight: PackedWeight) -> bool:

@@ -32,18 +32,18 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedFp4Weight:
-    """A weight ``[n, k]`` of E2M1 numbers, ``W = e2m1(code) * scale * factor``; made by `pack_fp4_weight`.
+    """A weight ``[n, k]`` of E2M1 numbers, ``W = e2m1(code) * scale * global_scale``; made by `pack_fp4_weight`.
 
     - ``q``: uint8 ``[panels, K / 64, 32, 16]``, the codes in the order of a `PackedWeight` with 4 bits, K padded to a
       multiple of 128 and rows to one of 16 with codes of 0;
     - ``scale``: uint8 ``[panels, blocks, 16]``: for "mxfp4" the E8M0 bytes; for "nvfp4" the upper eight bits after
       the sign of ``128 * scale`` as float16, which represent any non-negative E4M3 number;
-    - ``factor``: float32 ``[E]``, one for each of E stacked matrices with the same number of rows, or None for 1.
+    - ``global_scale``: float32 ``[E]``, one for each of E stacked matrices with the same number of rows, or None for 1.
     """
 
     q: Tensor
     scale: Tensor
-    factor: Tensor | None
+    global_scale: Tensor | None
     format: str
     n: int
     k: int
@@ -60,31 +60,31 @@ class PackedFp4Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, padding included."""
-        return self.q.nbytes + self.scale.nbytes + (0 if self.factor is None else self.factor.nbytes)
+        return self.q.nbytes + self.scale.nbytes + (0 if self.global_scale is None else self.global_scale.nbytes)
 
     def to(self, device: torch.device | str) -> PackedFp4Weight:
         """The same weight on another device."""
-        factor = None if self.factor is None else self.factor.to(device)
-        return replace(self, q=self.q.to(device), scale=self.scale.to(device), factor=factor)
+        global_scale = None if self.global_scale is None else self.global_scale.to(device)
+        return replace(self, q=self.q.to(device), scale=self.scale.to(device), global_scale=global_scale)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``(codes, scale, factor)`` as given to `pack_fp4_weight`; codes in blocks with a scale of 0 are 0."""
+        """``(codes, scale, global_scale)`` as given to `pack_fp4_weight`; codes in blocks with a scale of 0 are 0."""
         scale = unpacked_scales(self.scale, self.format, self.n, self.k)
-        return unpacked_codes(self.q, self.n, self.k), scale, self.factor
+        return unpacked_codes(self.q, self.n, self.k), scale, self.global_scale
 
     def row_slice(self, first: int, last: int) -> PackedFp4Weight:
         """Rows `first` (a multiple of 16) to `last`, which share its memory, all of one matrix."""
         panels = slice(first // PANEL_ROWS, -(-last // PANEL_ROWS))
-        factor = self.factor
-        if factor is not None and factor.numel() > 1:
-            matrix = first // (self.n // factor.numel())
-            factor = factor[matrix : matrix + 1]
-        return replace(self, q=self.q[panels], scale=self.scale[panels], factor=factor, n=last - first)
+        global_scale = self.global_scale
+        if global_scale is not None and global_scale.numel() > 1:
+            matrix = first // (self.n // global_scale.numel())
+            global_scale = global_scale[matrix : matrix + 1]
+        return replace(self, q=self.q[panels], scale=self.scale[panels], global_scale=global_scale, n=last - first)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[n, k]``, bit-identical to `epiloq.fp4_dequantize`."""
-        arguments = (self.q, self.scale, self.factor, self.format, self.n, self.k, dtype)
-        if direct((self.q, self.scale), (self.factor,)):
+        arguments = (self.q, self.scale, self.global_scale, self.format, self.n, self.k, dtype)
+        if direct((self.q, self.scale), (self.global_scale,)):
             return _dequantize(*arguments)
         result: Tensor = torch.ops.epiloq.dequantize_packed_fp4(*arguments)
         return result
@@ -97,21 +97,23 @@ class PackedFp4Weight:
 
     def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Some rows, beginning with a panel, of one matrix, in floating point."""
-        codes, scale, factor = self.row_slice(rows.start, rows.stop).unpack()
-        return dequantized_rows(codes, scale, factor, self.k, dtype, slice(None))
+        codes, scale, global_scale = self.row_slice(rows.start, rows.stop).unpack()
+        return dequantized_rows(codes, scale, global_scale, self.k, dtype, slice(None))
 
     def __repr__(self) -> str:
         return f"PackedFp4Weight({list(self.shape)}, {self.format}, {self.q.device})"
 
 
-def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: Tensor | None = None) -> PackedFp4Weight:
+def pack_fp4_weight(
+    codes: Tensor, scale: Tensor, *, in_features: int, global_scale: Tensor | None = None
+) -> PackedFp4Weight:
     """Pack a weight ``[N, K]``, or E stacked weights with the same number of rows, for `epiloq.packed_fp4_mm`.
 
     Args:
         codes: uint8 ``[N, ceil(K / 2)]``, as for `epiloq.fp4_dequantize`.
         scale: uint8 or float8_e8m0fnu (MXFP4), or float8_e4m3fn (NVFP4), likewise. Scales of NVFP4 are not negative.
         in_features: K.
-        factor: float32, one element, or ``[E]`` for E matrices, where N is a multiple of 16 E.
+        global_scale: float32, one element, or ``[E]`` for E matrices, where N is a multiple of 16 E.
 
     Returns:
         The weight on codes' device.
@@ -120,21 +122,25 @@ def pack_fp4_weight(codes: Tensor, scale: Tensor, *, in_features: int, factor: T
         ValueError: an argument is invalid; the message names it.
         TypeError: an argument is not a tensor.
     """
-    expect_tensors(_PACK, {"codes": codes, "scale": scale}, {"factor": factor}, writes=False)
+    expect_tensors(_PACK, {"codes": codes, "scale": scale}, {"global_scale": global_scale}, writes=False)
     if type(in_features) is not int or in_features < 0:
         _refuse("in_features", "an integer from 0", in_features)
     check_weight(codes, scale, None, in_features, _PACK)
     n, chosen = codes.shape[0], format_of(scale, _PACK)
-    if factor is not None:
-        matrices = factor.numel()
-        if factor.dtype != torch.float32 or factor.device != codes.device or matrices < 1:
-            _refuse("factor", f"float32 on {codes.device}", f"{factor.dtype} {list(factor.shape)} on {factor.device}")
+    if global_scale is not None:
+        matrices = global_scale.numel()
+        if global_scale.dtype != torch.float32 or global_scale.device != codes.device or matrices < 1:
+            _refuse(
+                "global_scale",
+                f"float32 on {codes.device}",
+                f"{global_scale.dtype} {list(global_scale.shape)} on {global_scale.device}",
+            )
         if matrices > 1 and n % (matrices * PANEL_ROWS):
-            _refuse("factor", f"one element, or one for each matrix of a multiple of {PANEL_ROWS} rows", matrices)
-        factor = factor.reshape(matrices)
+            _refuse("global_scale", f"one element, or one for each matrix of a multiple of {PANEL_ROWS} rows", matrices)
+        global_scale = global_scale.reshape(matrices)
     stored = packed_scales(scale, chosen, in_features)
     q = without_codes_of_zeros(pack_codes(codes, in_features), stored, chosen)
-    return PackedFp4Weight(q, stored, factor, chosen.name, n, in_features)
+    return PackedFp4Weight(q, stored, global_scale, chosen.name, n, in_features)
 
 
 def shapes_of_parts(format: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
@@ -193,14 +199,14 @@ def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tenso
 
 @torch.no_grad()
 def _dequantize(
-    q: Tensor, scale: Tensor, factor: Tensor | None, format: str, n: int, k: int, dtype: torch.dtype
+    q: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, n: int, k: int, dtype: torch.dtype
 ) -> Tensor:
-    for name, tensor in (("q", q), ("scale", scale), ("factor", factor)):
+    for name, tensor in (("q", q), ("scale", scale), ("global_scale", global_scale)):
         if tensor is not None:
             check_memory(name, tensor, q.device, "dequantize_packed_fp4")
-    weight = PackedFp4Weight(q, scale, factor, format, n, k)
+    weight = PackedFp4Weight(q, scale, global_scale, format, n, k)
     out = q.new_empty((n, k), dtype=dtype)
-    matrices = 1 if factor is None else factor.numel()
+    matrices = 1 if global_scale is None else global_scale.numel()
     for first in range(0, n, max(n // matrices, 1)):
         one = weight.row_slice(first, first + n // matrices)
         for rows in one.row_chunks(_AT_ONCE):
@@ -219,8 +225,8 @@ def _refuse(argument: str, expected: object, got: object) -> NoReturn:
 
 register(
     "dequantize_packed_fp4",
-    "dequantize_packed_fp4(Tensor q, Tensor scale, Tensor? factor, str format, SymInt n, SymInt k, ScalarType dtype)"
-    " -> Tensor",
+    "dequantize_packed_fp4(Tensor q, Tensor scale, Tensor? global_scale, str format, SymInt n, SymInt k, "
+    "ScalarType dtype) -> Tensor",
     _dequantize,
     _fake_dequantize,
 )

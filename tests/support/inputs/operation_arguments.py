@@ -145,7 +145,7 @@ def fp4() -> Arguments:
 def packed_fp4() -> Arguments:
     codes = torch.randint(0, 256, (SIZE, SIZE // 2), dtype=torch.uint8)
     scale = torch.randint(110, 130, (SIZE, -(-SIZE // 32)), dtype=torch.uint8)
-    weight = epiloq.pack_fp4_weight(codes, scale, in_features=SIZE, factor=positive(1))
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=SIZE, global_scale=positive(1))
     out = torch.full((SIZE, SIZE), 7.0)
     return {"x": torch.randn(SIZE, SIZE), "weight": weight, "bias": torch.randn(SIZE), "out": out}
 

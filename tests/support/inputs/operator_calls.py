@@ -174,8 +174,8 @@ def fp4_products(x: Tensor, n: int) -> Calls:
             yield OPS.fp4_mm, (x.clone().requires_grad_(), *weight, bias), {}
             yield OPS.fp4_mm_out, (x, *weight, bias), {"out": x.new_zeros(m, n)}
         yield OPS.fp4_dequantize, (*weight, k, torch.bfloat16), {}
-        w = epiloq.pack_fp4_weight(*weight[:2], in_features=k, factor=None if whole == "none" else x.new_ones(1))
-        parts, numbers = (w.q, w.scale, w.factor), (w.format, n, k)
+        w = epiloq.pack_fp4_weight(*weight[:2], in_features=k, global_scale=None if whole == "none" else x.new_ones(1))
+        parts, numbers = (w.q, w.scale, w.global_scale), (w.format, n, k)
         yield OPS.packed_fp4_mm, (x.clone().requires_grad_(), *parts, x.new_zeros(n), None, None, *numbers), {}
         yield OPS.packed_fp4_mm_out, (x, *parts, None, None, None, *numbers), {"out": x.new_zeros(m, n)}
         yield OPS.dequantize_packed_fp4, (*parts, *numbers, torch.float16), {}

@@ -88,9 +88,11 @@ class _Fp4:
     def pack(self, layer: Any, factor: Tensor | None) -> None:
         """Replace the engine's codes and scales by packed ones."""
         columns = layer.input_size_per_partition
-        weight = epiloq.pack_fp4_weight(layer.weight.data, layer.weight_scale.data, in_features=columns, factor=factor)
+        weight = epiloq.pack_fp4_weight(
+            layer.weight.data, layer.weight_scale.data, in_features=columns, global_scale=factor
+        )
         self.numbers = weight.format, weight.n, weight.k
-        parts = {"weight": weight.q, "weight_scale": weight.scale, "weight_global_scale": weight.factor}
+        parts = {"weight": weight.q, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
         for name, tensor in parts.items():
             if tensor is not None:
                 setattr(layer, name, nn.Parameter(tensor, requires_grad=False))

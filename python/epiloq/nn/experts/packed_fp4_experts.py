@@ -40,7 +40,7 @@ class PackedFp4Experts(Experts):
 
     Parameters without gradients, which form the state dict (E = experts):
         weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels stacked
-        weight_global_scale     float32 [E matrices], of "nvfp4": the factors or, by default, their reciprocals
+        weight_global_scale     float32 [E matrices], of "nvfp4": the global scales or, by default, their reciprocals
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -101,8 +101,8 @@ class PackedFp4Experts(Experts):
         for begin in range(0, self.out_features, self._rows_of_matrix):
             matrix = values[begin : begin + self._rows_of_matrix]
             divisor = divisor_of(matrix) if FORMATS[self.format].has_global_scale else None
-            factor = None if divisor is None else divisor.reciprocal()
-            codes, scale, _ = epiloq.fp4_quantize(matrix, self.format, global_scale=factor)
+            global_scale = None if divisor is None else divisor.reciprocal()
+            codes, scale, _ = epiloq.fp4_quantize(matrix, self.format, global_scale=global_scale)
             packed = epiloq.pack_fp4_weight(codes, scale, in_features=self.in_features)
             found = {"weight_q": packed.q, "weight_scale": packed.scale}
             found |= {} if divisor is None else {_GLOBAL: divisor if self.reciprocal else divisor.reciprocal()}
@@ -148,19 +148,19 @@ class PackedFp4Experts(Experts):
         q = without_codes_of_zeros(q, scale, FORMATS[self.format])
         if divisor is None:
             return q, scale, None
-        factor = divisor.reciprocal() if self.reciprocal else divisor
-        each = factor.view(self.experts, self.matrices)
+        global_scale = divisor.reciprocal() if self.reciprocal else divisor
+        each = global_scale.view(self.experts, self.matrices)
         # A graph cannot depend on values.
-        if not is_compiling() and not factor.is_meta and bool((each == each[:, :1]).all()):
-            factor = each[:, 0].contiguous()
-        return q, scale, factor
+        if not is_compiling() and not global_scale.is_meta and bool((each == each[:, :1]).all()):
+            global_scale = each[:, 0].contiguous()
+        return q, scale, global_scale
 
-    def _value(self, q: Tensor, scale: Tensor, factor: Tensor | None, rows: int) -> PackedFp4Weight:
-        return PackedFp4Weight(q, scale, factor, self.format, rows, self.in_features)
+    def _value(self, q: Tensor, scale: Tensor, global_scale: Tensor | None, rows: int) -> PackedFp4Weight:
+        return PackedFp4Weight(q, scale, global_scale, self.format, rows, self.in_features)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
-        q, scale, factor = tensors
-        return self._value(q, scale, factor, self.out_features).dequantize()[first:last]
+        q, scale, global_scale = tensors
+        return self._value(q, scale, global_scale, self.out_features).dequantize()[first:last]
 
     def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
         found: list[Tensor | None] = []
@@ -172,15 +172,15 @@ class PackedFp4Experts(Experts):
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
-        x, (codes, scales, factor) = q[..., : self.in_features], self._made
-        weight = self._value(codes, scales, factor, self.experts * self._panels * PANEL_ROWS)
-        if factor is None or factor.numel() == self.experts:
+        x, (codes, scales, global_scale) = q[..., : self.in_features], self._made
+        weight = self._value(codes, scales, global_scale, self.experts * self._panels * PANEL_ROWS)
+        if global_scale is None or global_scale.numel() == self.experts:
             return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
         if masked_m is not None:
             counts = masked_m.repeat_interleave(self.matrices)

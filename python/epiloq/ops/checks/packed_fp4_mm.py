@@ -43,7 +43,8 @@ def check(
 ) -> None:
     """Raise ValueError, which names the argument, if one is invalid."""
     inputs: dict[str, Tensor | None] = {"x": x, "weight.q": weight.q, "weight.scale": weight.scale}
-    inputs |= {"weight.factor": weight.factor, "bias": bias, "masked_m" if x.ndim == 3 else "offs": counts}
+    inputs |= {"weight.global_scale": weight.global_scale, "bias": bias}
+    inputs["masked_m" if x.ndim == 3 else "offs"] = counts
     there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in there.items():
         check_memory(name, tensor, x.device, NAME)
@@ -61,9 +62,11 @@ def check(
     for name, tensor in parts.items():
         if tensor.dtype != torch.uint8 or tensor.shape != shapes[name] or not tensor.is_contiguous():
             refuse(NAME, f"weight.{name}", f"uint8 {list(shapes[name])}, dense", described(tensor))
-    factor = weight.factor
-    if factor is not None and (factor.dtype != torch.float32 or factor.shape not in ((1,), (experts,))):
-        refuse(NAME, "weight.factor", f"float32 [{experts}]", described(factor))
+    global_scale = weight.global_scale
+    if global_scale is not None and (
+        global_scale.dtype != torch.float32 or global_scale.shape not in ((1,), (experts,))
+    ):
+        refuse(NAME, "weight.global_scale", f"float32 [{experts}]", described(global_scale))
     rows = weight.n // experts
     shape = (rows,) if counts is None else (experts, rows)
     if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
