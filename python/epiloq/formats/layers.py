@@ -15,7 +15,7 @@ from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import named_in
 from epiloq.formats.io.unused import buffers_of, check_unused
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, readers, shared, unused_scales
+from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 from epiloq.models.conv1d import TransposedConv1D, as_linear
@@ -210,6 +210,5 @@ class Layers:
     def _part(self, layer: str, part: str, name: str) -> None:
         known = self.readers[layer].parts
         if known is not None and part not in known:
-            expected = ", ".join(sorted(known))
-            raise FormatError(f"{self.checkpoint.where(name)}: expected of a layer {expected}, got {part}")
+            raise FormatError(f"{self.checkpoint.where(name)}: {other_part(known, part)}")
         self.parts[layer][part] = name

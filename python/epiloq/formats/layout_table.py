@@ -14,7 +14,7 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import quark as quark_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description
-from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq
+from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq, modelopt_int4
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.weights import Weight, exact, on_grid
 
@@ -103,6 +103,12 @@ def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> di
     raise FormatError(f"{described.layout}: is read only")
 
 
+def _to_int4(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
+    value = on_grid(weight, described.layout)
+    holds = exact(value.scale, (dtype, torch.float32), described.layout)
+    return modelopt_int4.to_tensors(value, described, holds)
+
+
 LAYOUTS: dict[str, Layout] = {
     INT8_OF_BITSANDBYTES: Layout(
         "SCB", lambda _: bitsandbytes.INT8_PARTS, bitsandbytes.int8_weight, _only_read, bitsandbytes.check_int8
@@ -127,6 +133,10 @@ LAYOUTS: dict[str, Layout] = {
     fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
     modelopt_config.TENSORS: _float8(float8.Names(scalar=True)),
     modelopt_config.ROWS: _float8(float8.Names(flat=True)),
+    modelopt_config.BLOCKS: _float8(float8.Names(apart=True)),
+    modelopt_config.INT4: Layout(
+        "weight_scale", lambda _: modelopt_int4.PARTS, modelopt_int4.from_tensors, _to_int4, modelopt_int4.check
+    ),
     **{
         layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
         for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)

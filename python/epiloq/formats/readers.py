@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -29,7 +29,9 @@ from epiloq.formats.weights import Weight
 
 BIAS = "bias"
 # Of compressed-tensors.
-_OF_CACHES = ("k_scale", "k_zero_point", "v_scale", "v_zero_point")
+_OF_CACHES = ("k_scale", "k_zero_point", "k_bias", "v_scale", "v_zero_point", "v_bias")
+# Why layers that have a tensor are not read.
+_WHY = {modelopt_config.PRE_SCALE: "its inputs are scaled by channel first, which no layer does"}
 
 CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     ct_config.METHOD: ct_config.parse,
@@ -137,6 +139,12 @@ def unused_scales(checkpoint: Checkpoint, known: Callable[[str], Reader | None])
         return reader is not None and part in reader.aside
 
     return [name for name in checkpoint.names() if unused(name)]
+
+
+def other_part(known: Collection[str], part: str) -> str:
+    """Says that a layer of tensors of these names has another one."""
+    why = f": {_WHY[part]}" if part in _WHY else ""
+    return f"expected of a layer {', '.join(sorted(known))}, got {part}{why}"
 
 
 def cache_of(found: Mapping[str, Any]) -> Any:

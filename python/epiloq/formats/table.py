@@ -223,11 +223,13 @@ _MODELOPT_FP8 = {
 def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Description:
     if not isinstance(weight, ModuleWeight):
         said = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
-        raise FormatError(f"modelopt: cannot represent {said}, only NVFP4, and FP8 per tensor or channel")
+        raise FormatError(f"modelopt: cannot represent {said}, only NVFP4, and FP8 per tensor, channel or block")
     described = _describe_float8(weight, "modelopt")
     if described.layout == compressed_config.NVFP4:
         return replace(described, layout=modelopt_config.NVFP4)
     inputs = described.inputs
+    if inputs is None and described.block == (FP8_BLOCK, FP8_BLOCK):
+        return replace(described, layout=modelopt_config.BLOCKS)
     if inputs is not None and (described.strategy, inputs.strategy, inputs.dynamic) in _MODELOPT_FP8:
         return replace(described, layout=_MODELOPT_FP8[described.strategy, inputs.strategy, inputs.dynamic])
     raise FormatError(f"modelopt: cannot represent {weight.described}")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,17 +19,33 @@ from epiloq.formats.layouts.base import FormatError
 
 METHOD = "modelopt"
 METHODS = (METHOD, "modelopt_fp4", "modelopt_mixed")
-NVFP4, MXFP4, TENSORS, ROWS = "modelopt nvfp4", "modelopt mxfp4", "modelopt fp8", "modelopt fp8 rows"
+NVFP4, MXFP4 = "modelopt nvfp4", "modelopt mxfp4"
+TENSORS, ROWS, BLOCKS = "modelopt fp8", "modelopt fp8 rows", "modelopt fp8 blocks"
+INT4 = "modelopt int4"
+PRE_SCALE = "pre_quant_scale"
 
 # What a layer is called in configurations, and its description. Activations of FP4 layers stay in floating point.
 _ALGORITHMS = {
     "NVFP4": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
+    "NVFP4_AWQ": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
+    "W4A8_NVFP4_FP8": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp8", "tensor", dynamic=False)),
+    "W4A16_AWQ": Description(INT4, "int", 4, "group", 128),
     "W4A16_NVFP4": Description(NVFP4, "fp4", 4, "group", 16),
     "MXFP4": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp4", "group", group_size=32)),
     "W4A8_MXFP4_FP8": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp8", "tensor", dynamic=False)),
     "FP8": Description(TENSORS, "fp8", strategy="tensor", inputs=Inputs("fp8", "tensor", dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": Description(ROWS, "fp8", strategy="channel", inputs=Inputs("fp8", "token")),
+    "FP8_PB_WO": Description(BLOCKS, "fp8", strategy="block", block=(128, 128)),
 }
+# And those of which no layer computes the same.
+_OTHERS = {
+    "W4A8_AWQ": "weights of 4 bits that become FP8 by a second scale, for activations in FP8 by a stored one",
+    "W8A8_SQ_PER_CHANNEL": "int8 inputs by a stored scale that are scaled by channel before",
+    "W8A16": "int8 weights in the layout of TensorRT-LLM",
+    "MXFP8": "FP8 weights in blocks of 32 with scales of powers of two",
+    "NVFP4_SVD": "FP4 weights beside the product of two thin matrices",
+}
+_OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ")
 _MIXED = "MIXED_PRECISION"
 _BESIDE = {"quant_method", "quantization", "producer"}
 _INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
@@ -37,23 +54,25 @@ _LAYER = {"quant_algo", "group_size"}
 # What config_groups repeat of the algorithms; other entries change the computation.
 _GROUP = {"input_activations", "weights", "targets", "quant_algo"}
 # Caches whose keys and values are what they would be otherwise, but for rounding.
-_CACHES = ("FP8", "NVFP4")
+_CACHES = ("FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
+_OF_BITS = {(8, "float"): "FP8", (8, "int"): "INT8"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
     inner = found.get("quantization")
     said = found if inner is None else mapping(found, "quantization", METHOD)
+    described = _of_layers(said) if said.get("quant_algo") == _MIXED else {"": _described(said, METHOD)}
+    before = _before(said.get("quant_algo"))
     if inner is None:
-        check_keys(found, _FLAT, METHOD, {"producer"})
+        check_keys(found, _FLAT | before, METHOD, {"producer"})
     else:
         check_keys(found, _BESIDE, METHOD)
-        check_keys(said, _INSIDE, f"{METHOD}: quantization")
+        check_keys(said, _INSIDE | before, f"{METHOD}: quantization")
     for group in mapping(said, "config_groups", METHOD).values():
         check_keys(group if isinstance(group, dict) else {"config_groups": group}, _GROUP, f"{METHOD}: config_groups")
     _check_cache(said)
     left = names(said, "ignore" if inner is None else "exclude_modules", METHOD)
-    described = _of_layers(said) if said.get("quant_algo") == _MIXED else {"": _described(said, METHOD)}
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
         if any(_is_in(name, pattern) for name in layer for pattern in left):
@@ -79,21 +98,31 @@ def _of_layers(said: Mapping[str, Any]) -> dict[str, Description]:
         where = f"{METHOD}: quantized_layers: {name}"
         if not isinstance(entry, dict) or not name:
             raise FormatError(f"{where}: expected an object, got {entry!r}")
-        check_keys(entry, _LAYER, where)
         found[name] = _described(entry, where)
+        check_keys(entry, _LAYER | _before(entry.get("quant_algo")), where)
     return found
+
+
+def _before(algorithm: object) -> set[str]:
+    """Entries that AWQ's algorithms have besides: layers whose inputs are scaled first have a tensor for it, too."""
+    return {PRE_SCALE} if isinstance(algorithm, str) and algorithm.upper() in _OF_AWQ else set()
 
 
 def _described(said: Mapping[str, Any], where: str) -> Description:
     algorithm = said.get("quant_algo")
-    found = _ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
+    name = algorithm.upper() if isinstance(algorithm, str) else ""
+    if name in _OTHERS:
+        raise FormatError(f"{where}: quant_algo: {algorithm} is {_OTHERS[name]}, of which no layer computes the same")
+    found = _ALGORITHMS.get(name)
     if found is None:
         raise FormatError(
             f"{where}: quant_algo: expected one of {', '.join((*_ALGORITHMS, _MIXED))}, got {algorithm!r}"
         )
     size = said.get("group_size")
+    if found.kind == "int" and type(size) is int and size > 0:
+        return replace(found, group_size=size)
     if size not in ((None, found.group_size) if found.kind == "fp4" else (None, 0)) or isinstance(size, bool):
-        wanted = found.group_size if found.kind == "fp4" else "none"
+        wanted = {"fp4": found.group_size, "int": "a positive number"}.get(found.kind, "none")
         raise FormatError(f"{where}: group_size: expected {wanted} of {algorithm}, got {size!r}")
     return found
 
@@ -103,7 +132,7 @@ def _check_cache(said: Mapping[str, Any]) -> None:
     cache = said.get("kv_cache_quant_algo", said.get("kv_cache_scheme"))
     if isinstance(cache, dict):
         check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
-        cache = "FP8" if (cache.get("num_bits"), cache.get("type")) == (8, "float") else dict(cache)
+        cache = _OF_BITS.get((cache.get("num_bits"), cache.get("type")), dict(cache))
     if cache is not None and cache not in _CACHES:
         raise FormatError(f"{METHOD}: kv_cache_quant_algo: expected {' or '.join(_CACHES)} or none, got {cache!r}")
 
@@ -113,7 +142,7 @@ def config(layers: Mapping[str, Description], ignore: Collection[str]) -> dict[s
 
     Raises FormatError for layers that no algorithm describes.
     """
-    known = {described: name for name, described in _ALGORITHMS.items()}
+    known = {described: name for name, described in reversed(_ALGORITHMS.items())}
     found = {name: known[described] for name, described in layers.items()}
     said: dict[str, Any] = {"quant_method": METHOD, "producer": {"name": "epiloq"}, "ignore": sorted(ignore)}
     if len(set(found.values())) == 1:

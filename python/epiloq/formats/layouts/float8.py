@@ -30,6 +30,8 @@ class Names:
         The tensor that repeats the limit of activations.
     flat
         Whether scales of channels have one dimension rather than two.
+    apart
+        Whether scales of blocks have four, of rows and columns of blocks and one after each.
     """
 
     scale: str = "weight_scale"
@@ -38,6 +40,7 @@ class Names:
     scalar: bool = False
     limit: str | None = None
     flat: bool = False
+    apart: bool = False
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have, by the last part of its name, beside its bias."""
@@ -96,6 +99,8 @@ def checked(
     found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
     if names.flat and names.scale in found and found[names.scale].ndim == 1:
         found[names.scale] = found[names.scale].unsqueeze(1)
+    if names.apart and names.scale in found and found[names.scale].shape[1::2] == (1, 1):
+        found[names.scale] = found[names.scale][:, 0, :, 0]
     require(found, names.expected(described, shape))
     return found
 
@@ -129,6 +134,7 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
     shape = _scales(described, (weight.state["weight"].shape[0], weight.state["weight"].shape[1]))
     one = () if names.scalar else (1,)
     stored = one if shape == (1,) else shape[:1] if names.flat else shape
+    stored = (shape[0], 1, shape[1], 1) if names.apart else stored
     tensors = {"weight": state["weight"], names.scale: state["weight_scale"].reshape(stored)}
     if "input_scale" in state:
         tensors[names.input_scale] = state["input_scale"].reshape(one)

@@ -16,7 +16,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader, readers, shared, unused_scales
+from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
 from epiloq.models.mixtures import settle_, together_, why_stacked
@@ -142,8 +142,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             continue
         linear = _linear(model, own, checkpoint.where(layer))
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
-            expected = ", ".join(sorted(reader.parts or ()))
-            raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: expected of a layer {expected}, got {part}")
+            raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
         parent, _, leaf = own.rpartition(".")
         setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer), layer))
         found[own] = reader
