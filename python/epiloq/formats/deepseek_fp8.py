@@ -23,6 +23,7 @@ from epiloq.formats.weights import BlockWeight, ModuleWeight
 from epiloq.models.mixtures import left_beside, named_layers, release_, together_
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK as BLOCK
+from epiloq.nn.experts.gating import OwnGate
 
 METHOD = fp8.METHOD
 SCALE = "weight_scale_inv"
@@ -121,7 +122,9 @@ def _check_others(model: nn.Module) -> None:
             raise FormatError(
                 f"deepseek_fp8: {name}: expected blocks of {BLOCK} x {BLOCK}, got {module.rows} x {BLOCK}"
             )
-        if type(module).__module__.startswith("epiloq.nn") and not isinstance(module, (Fp8BlockLinear, ExpertLinears)):
+        if type(module).__module__.startswith("epiloq.nn") and not isinstance(
+            module, (Fp8BlockLinear, ExpertLinears, OwnGate)
+        ):
             raise FormatError(f"deepseek_fp8: {name}: expected Fp8BlockLinear, got {type(module).__name__}")
 
 

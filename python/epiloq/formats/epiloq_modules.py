@@ -29,6 +29,7 @@ from epiloq.formats.module_kinds import Options as Options
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.models.mixtures import named_layers
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.experts.gating import OwnGate
 from epiloq.schemes import SCHEMES
 from epiloq.weights.packed_weight import BITS
 
@@ -39,6 +40,8 @@ _OPENED_BY = "import epiloq.integrations.transformers"
 
 
 _PACKED = "weight_"
+# Modules of epiloq that are no layers of their own.
+_HOLD_LAYERS = (modules.ExpertLinears, OwnGate)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
         kind = KINDS.get(type(module).__name__)
         if kind is not None and type(module) is kind.module:
             found[name] = kind.module.__name__, kind.said(module)
-        elif type(module).__module__.startswith(modules.__name__) and not isinstance(module, modules.ExpertLinears):
+        elif type(module).__module__.startswith(modules.__name__) and not isinstance(module, _HOLD_LAYERS):
             raise FormatError(f"epiloq: {name}: expected one of {', '.join(KINDS)}, got {type(module).__name__}")
     if not found:
         raise FormatError("epiloq: model: expected quantised layers, found none")

@@ -20,19 +20,18 @@ from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.base.quantized_layer import StoredTensors
 from epiloq.nn.experts.expert_linears import Projections
+from epiloq.nn.experts.gating import OwnGate
 
 # What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in
 # every version, the others since there is a choice.
 _MARKS = ("has_bias", "is_transposed")
 _TRAITS = {
     "has_bias": False,
-    "is_transposed": False,
-    "has_gate": True,
     "is_concatenated": True,
     "has_post_expert_norm": False,
     "_is_expert_parallel": False,
 }
-_GATE_UP, _DOWN = _STACKED = ("gate_up_proj", "down_proj")
+_GATE_UP, _UP, _DOWN = ("gate_up_proj", "up_proj", "down_proj")
 # Where a module that was taken apart keeps the one that was there; no child, so that its tensors are not counted.
 _BEFORE = "before"
 
@@ -51,14 +50,16 @@ def reason_against(module: nn.Module) -> str | None:
     for trait, wanted in _TRAITS.items():
         if getattr(module, trait, wanted) != wanted:
             return f"{trait.lstrip('_')} is {getattr(module, trait)}, expected {wanted}"
-    if type(module)._apply_gate.__module__ != "transformers.integrations.moe":  # type: ignore[attr-defined]
-        return "gated in a way of their own"
-    parameters = dict(module.named_parameters(recurse=False))
-    if parameters.keys() != set(_STACKED):
-        return f"made of {', '.join(sorted(parameters))}, expected {' and '.join(_STACKED)}"
-    (experts, rows, hidden), down = parameters[_GATE_UP].shape, parameters[_DOWN].shape
-    if rows % 2 or down != (experts, hidden, rows // 2):
-        return f"of shapes {[experts, rows, hidden]} and {list(down)}"
+    parameters, expected = dict(module.named_parameters(recurse=False)), _stacked(module)
+    if parameters.keys() != set(expected):
+        return f"made of {', '.join(sorted(parameters))}, expected {' and '.join(expected)}"
+    (experts, rows, hidden), down = (matrices.shape for matrices in _matrices(module))
+    if rows % _in_one(module) or down != (experts, hidden, rows // _in_one(module)):
+        return "of shapes {} and {}".format(*(list(parameters[name].shape) for name in expected))
+    try:
+        _act_fn(module)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -214,14 +215,36 @@ def put_(model: nn.Module, name: str, module: nn.Module) -> None:
             setattr(parent, leaf, module)
 
 
+def _stacked(module: Any) -> tuple[str, str]:
+    """The names of the parameters of experts that can be taken apart."""
+    return _GATE_UP if getattr(module, "has_gate", True) else _UP, _DOWN
+
+
+def _in_one(module: nn.Module) -> int:
+    """How many matrices of an expert the first of these parameters holds."""
+    return 2 if _stacked(module)[0] == _GATE_UP else 1
+
+
+def _matrices(module: Any) -> list[Tensor]:
+    """The values of these parameters, ``[E, N, K]`` each."""
+    found = [module.get_parameter(name).data for name in _stacked(module)]
+    return [values.mT if module.is_transposed else values for values in found]
+
+
+def _act_fn(module: Any) -> nn.Module:
+    """What gates. Raises ValueError for what cannot be."""
+    usual = type(module)._apply_gate.__module__ == "transformers.integrations.moe"
+    found: nn.Module = module.act_fn if usual or _in_one(module) == 1 else OwnGate(module)
+    return found
+
+
 def _apart(module: nn.Module, projections: Projections) -> ExpertLinears:
-    gate_up, down = (module.get_parameter(name).data for name in _STACKED)
-    half = gate_up.shape[1] // 2
-    experts = [
-        dict(zip(projections, map(_linear, (gate_up[e, :half], gate_up[e, half:], down[e])), strict=True))
-        for e in range(gate_up.shape[0])
-    ]
-    made = ExpertLinears(experts, cast(Any, module).act_fn).train(module.training)
+    first, down = _matrices(module)
+    experts = []
+    for matrices, last in zip(first, down, strict=True):
+        layers = map(_linear, (*matrices.chunk(_in_one(module)), last))
+        experts.append(dict(zip(projections.names, layers, strict=True)))
+    made = ExpertLinears(experts, _act_fn(module)).train(module.training)
     made.__dict__[_BEFORE] = module
     return made
 
@@ -239,12 +262,13 @@ def _as_before(linears: ExpertLinears) -> nn.Module | None:
     if before is None or not _is_float(linears):
         return None
     parts = [[cast(Tensor, layer.weight) for layer in linears.layers(e)] for e in range(linears.experts)]
-    old = {before.get_parameter(name).untyped_storage().data_ptr() for name in _STACKED}
+    old = {before.get_parameter(name).untyped_storage().data_ptr() for name in _stacked(before)}
     if any(weight.untyped_storage().data_ptr() not in old for each in parts for weight in each):
-        gate_up = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
-        down = torch.stack([down for _, _, down in parts])
-        for name, tensor in zip(_STACKED, (gate_up, down), strict=True):
-            setattr(before, name, nn.Parameter(tensor, requires_grad=False))
+        first = torch.stack([torch.cat(each[:-1]) for each in parts])
+        down = torch.stack([each[-1] for each in parts])
+        for name, tensor in zip(_stacked(before), (first, down), strict=True):
+            values = tensor.mT.contiguous() if cast(Any, before).is_transposed else tensor
+            setattr(before, name, nn.Parameter(values, requires_grad=False))
     return before
 
 
@@ -254,17 +278,22 @@ def _is_float(linears: ExpertLinears) -> bool:
 
 def _projections(model: nn.Module, name: str) -> Projections:
     """The names of an expert's matrices in files that transformers would save; its usual ones where it stacks them."""
+    module: Any = model.get_submodule(name)
+    usual = Projections() if _in_one(module) == 2 else Projections("")
     if not hasattr(model, "save_pretrained"):
-        return Projections()
+        return usual
     from transformers.core_model_loading import revert_weight_conversion
 
     # Of two experts, so that the numbers of matrices and not of experts tell which is which.
-    gate_up = torch.tensor([[[0.0], [1.0]]] * 2, device="cpu")
+    first = torch.tensor([[[0.0], [1.0]][-_in_one(module) :]] * 2, device="cpu")
     down = torch.full((2, 1, 1), 2.0, device="cpu")
-    said = revert_weight_conversion(cast(Any, model), {f"{name}.{_GATE_UP}": gate_up, f"{name}.{_DOWN}": down})
-    found: dict[float, str] = {}
+    stacks = {f"{name}.{part}": values for part, values in zip(_stacked(module), (first, down), strict=True)}
+    if module.is_transposed:
+        stacks = {part: values.mT.contiguous() for part, values in stacks.items()}
+    said = revert_weight_conversion(cast(Any, model), stacks)
+    found: dict[float, str] = {0.0: ""} if _in_one(module) == 1 else {}
     for key, tensor in said.items():
         matched = re.fullmatch(r".*\.1\.(\w+)\.weight", key)
         if matched and tensor.numel() == 1:
             found[tensor.item()] = matched[1]
-    return Projections(found[0.0], found[1.0], found[2.0]) if found.keys() == {0.0, 1.0, 2.0} else Projections()
+    return Projections(found[0.0], found[1.0], found[2.0]) if found.keys() == {0.0, 1.0, 2.0} else usual

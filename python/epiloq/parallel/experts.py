@@ -18,8 +18,8 @@ def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
         raise ValueError("epiloq.parallel: experts: expected all experts of a layer, got a part of them")
     if isinstance(module, GatedExperts):
         layers = dict(module.linears())
-        own = [{name: layers[f"{e}.{name}"] for name in module.projections} for e in part]
-        kept = GatedExperts.from_linears(ExpertLinears(own, module.act_fn or nn.SiLU()))
+        own = [{name: layers[f"{e}.{name}"] for name in module.projections.names} for e in part]
+        kept = GatedExperts.from_linears(ExpertLinears(own, module.act_fn))
         assert kept is not None
         module.gate_up, module.down = kept.gate_up, kept.down
     else:
@@ -36,15 +36,15 @@ def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
     layers = dict(module.linears()) if isinstance(module, GatedExperts) else None
     experts = []
     for e in range(module.experts):
-        found = [layers[f"{e}.{name}"] for name in module.projections] if layers else module.layers(e)  # type: ignore[operator]
+        found = [layers[f"{e}.{name}"] for name in module.projections.names] if layers else module.layers(e)  # type: ignore[operator]
         experts.append(
-            {name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections, found, strict=True)}
+            {name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections.names, found, strict=True)}
         )
-    return ExpertLinears(experts, module.act_fn or nn.SiLU()).train(module.training)
+    return ExpertLinears(experts, module.act_fn).train(module.training)
 
 
 def join_experts(parts: Sequence[ExpertLinears]) -> nn.Module:
     """Join parts, in order, to a layer with all experts, computed together if possible."""
-    experts = [dict(zip(p.projections, p.layers(e), strict=True)) for p in parts for e in range(p.experts)]
+    experts = [dict(zip(p.projections.names, p.layers(e), strict=True)) for p in parts for e in range(p.experts)]
     linears = ExpertLinears(experts, parts[0].act_fn).train(parts[0].training)
     return GatedExperts.from_linears(linears) or linears

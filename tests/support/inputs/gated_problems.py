@@ -64,7 +64,7 @@ def quantised(experts: ExpertLinears, make: Make) -> ExpertLinears:
     found = copy.deepcopy(experts)
     for number in range(EXPERTS):
         layers: Any = found.get_submodule(str(number))
-        for name in found.projections:
+        for name in found.projections.names:
             layers[name] = make(layers[name])
     return found
 

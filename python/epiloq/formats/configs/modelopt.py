@@ -55,7 +55,7 @@ _LAYER = {"quant_algo", "group_size"}
 _GROUP = {"input_activations", "weights", "targets", "quant_algo"}
 # Caches whose keys and values are what they would be otherwise, but for rounding.
 _CACHES = ("FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
-_OF_BITS = {(8, "float"): "FP8", (8, "int"): "INT8"}
+_OF_BITS: dict[tuple[Any, Any], str] = {(8, "float"): "FP8", (8, "int"): "INT8"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
@@ -132,7 +132,7 @@ def _check_cache(said: Mapping[str, Any]) -> None:
     cache = said.get("kv_cache_quant_algo", said.get("kv_cache_scheme"))
     if isinstance(cache, dict):
         check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
-        cache = _OF_BITS.get((cache.get("num_bits"), cache.get("type")), dict(cache))
+        cache = _OF_BITS.get((cache.get("num_bits"), cache.get("type"))) or dict(cache)
     if cache is not None and cache not in _CACHES:
         raise FormatError(f"{METHOD}: kv_cache_quant_algo: expected {' or '.join(_CACHES)} or none, got {cache!r}")
 

@@ -64,7 +64,7 @@ def named_in(model: nn.Module, layer: str) -> str:
 def apart(model: nn.Module) -> list[str]:
     """The names of the weights of experts that are apart: those of each stack's first expert, as files name them."""
     stacks = [(name, module.projections) for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
-    return [f"{name}.0.{projection}.weight" for name, projections in stacks for projection in projections]
+    return [f"{name}.0.{projection}.weight" for name, projections in stacks for projection in projections.names]
 
 
 def without_stacking(transforms: list[Any], names: list[str]) -> list[Any]:

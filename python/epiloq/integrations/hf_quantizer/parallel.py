@@ -191,7 +191,7 @@ def _opened_experts(module: Any, own: range) -> ExpertLinears:
     module.__dict__.pop("forward", None)  # What transformers would do around experts that it cuts.
     experts = []
     for expert in own:
-        layers = zip(module.projections, module.layers(expert), strict=True)
+        layers = zip(module.projections.names, module.layers(expert), strict=True)
         experts.append({name: each.opened() if isinstance(each, StoredLinear) else each for name, each in layers})
     opened = ExpertLinears(experts, module.act_fn).train(module.training)
     opened.part, opened.whole = own, module.experts

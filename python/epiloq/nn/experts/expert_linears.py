@@ -8,14 +8,27 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from epiloq.nn.experts.gating import gated
 
 
 class Projections(NamedTuple):
-    """Names of an expert's three matrices in checkpoints."""
+    """Names of an expert's matrices in checkpoints; `gate` is empty if there is no such matrix."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Projections:
+        """From the names of an expert's two or three matrices, in this order."""
+        return cls(*names) if len(names) == len(cls._fields) else cls("", *names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the matrices that exist."""
+        return tuple(name for name in self if name)
 
 
 def check_routing(
@@ -90,17 +103,32 @@ class Routing:
             y = y.masked_fill(rows >= self.ends[-1], 0)
         back = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(self.order), device=y.device))
         each = y[back].view(*top_k_weights.shape, y.shape[-1])
-        return (each.float() * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
+        # 16-bit rows times float32 weights give float32 in one pass.
+        return (each * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tuple[Tensor, Tensor | None]:
+    """Gather rows and their scales, keeping the layout of the scales."""
+    if scale is None:
+        return q[rows], None
+    # As bytes, for not every backend gathers float8.
+    gathered = q.view(torch.uint8)[rows].view(q.dtype)
+    if not column:
+        return gathered, scale[rows]
+    filled = functional.pad(rows, (0, -len(rows) % 4))
+    return gathered, scale.t()[:, filled].t()[: len(rows)]
 
 
 class ExpertLinears(nn.Module):
     """Experts with a separate layer per matrix: ``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j.
 
+    Without gate_e it is ``down_e(act(up_e(x)))``. An `OwnGate` as `act_fn` combines both by itself.
+
     It has the interface of transformers' experts: ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]`` and
     ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``
-    (or those of `experts`: gate, up and down, in this order), and may be of any kind, quantised or not. Each call
-    reads the number of rows of each expert on the host; ``GatedExperts`` does not. Raises ValueError for other
-    shapes, and for invalid expert indices (which are not checked on a GPU).
+    (or those of `experts`: gate, up and down, or up and down, in this order), and may be of any kind, quantised or
+    not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. Raises ValueError
+    for other shapes, and for invalid expert indices (which are not checked on a GPU).
 
     part, whole
         The range of experts in this process and their total number, under expert parallelism: see
@@ -112,16 +140,15 @@ class ExpertLinears(nn.Module):
 
     def __init__(self, experts: Sequence[Mapping[str, nn.Module]], act_fn: nn.Module) -> None:
         super().__init__()
-        self.experts, self.projections = len(experts), Projections(*experts[0])
+        self.experts, self.projections = len(experts), Projections.of(tuple(experts[0]))
         for number, layers in enumerate(experts):
             self.add_module(str(number), nn.ModuleDict(layers))
         self.act_fn = act_fn
 
-    def layers(self, expert: int) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """An expert's gate, up and down layers."""
+    def layers(self, expert: int) -> tuple[nn.Module, ...]:
+        """An expert's gate, up and down layers, or its up and down layers."""
         found = cast(nn.ModuleDict, self.get_submodule(str(expert)))
-        gate, up, down = (found[name] for name in self.projections)
-        return gate, up, down
+        return tuple(found[name] for name in self.projections.names)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden = getattr(self.layers(0)[0], "in_features", None)
@@ -132,9 +159,9 @@ class ExpertLinears(nn.Module):
         rows, parts = hidden_states[routing.tokens], []
         for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
-                gate, up, down = self.layers(expert)
+                *first, down = self.layers(expert)
                 x = rows[begin:end]
-                parts.append(down(self.act_fn(gate(x)) * up(x)))
+                parts.append(down(gated(self.act_fn, *(layer(x) for layer in first))))
         y = torch.cat(parts) if parts else rows[:0]
         if y.shape[0] < rows.shape[0]:
             y = torch.cat((y, torch.zeros_like(rows[y.shape[0] :])))

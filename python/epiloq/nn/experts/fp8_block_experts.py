@@ -50,13 +50,14 @@ class Fp8BlockExperts(Experts):
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
         weight_q, weight_scale_inv = (part.mT for part in self._made)
+        assert scale is not None
         return epiloq.grouped_mm(
             q, weight_q, scale, weight_scale_inv, offs=offs, masked_m=masked_m, out_dtype=out_dtype
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,14 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import epiloq
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
-from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing
+from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing, gathered
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
+from epiloq.nn.experts.gating import gated, limit_of
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
@@ -73,13 +74,15 @@ class Kind:
 class GatedExperts(nn.Module):
     """``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j, with quantised weights and activations.
 
+    Without gate_e it is ``down_e(act(up_e(x)))``. An `OwnGate` as `act_fn` combines both by itself.
+
     Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
     float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give
     ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and up in one
-    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU), multiplied by down in another, and
-    summed in fp32 in a fixed order. Nothing is read back to the host, except with low-bit weights (`PackedExperts`,
-    `PackedFp4Experts`) for more than 64 rows per expert on average, where experts are multiplied one by one. Raises
-    ValueError for other shapes, and on a CPU for invalid expert indices.
+    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU; limits of gates and ups are applied in
+    place before), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back to the host,
+    except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) for more than 64 rows per expert on average, where
+    experts are multiplied one by one. Raises ValueError for other shapes, and on a CPU for invalid expert indices.
 
     The tensors of all experts are stored together, gate before up, in `gate_up` and `down`, and so they are in the
     state dict. Loading also accepts one matrix per expert, as returned by `file_state` and stored in checkpoints: the
@@ -111,9 +114,11 @@ class GatedExperts(nn.Module):
         # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
         self.up_begins = -(-intermediate // multiple) * multiple
-        self.gate_up = kind.stacked(experts, hidden, 2 * self.up_begins, 2, device)
+        matrices = len(projections.names) - 1
+        self.gate_up = kind.stacked(experts, hidden, matrices * self.up_begins, matrices, device)
         self.down = kind.stacked(experts, intermediate, hidden, 1, device)
-        self.act_fn = None if act_fn is None or _is_silu(act_fn) else act_fn
+        self.act_fn = act_fn or nn.SiLU()
+        self._limit = limit_of(self.act_fn) if projections.gate else None
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -140,7 +145,7 @@ class GatedExperts(nn.Module):
         )
         if device.type != "meta":
             for expert, layers in enumerate(found):
-                for projection, layer in zip(linears.projections, layers, strict=True):
+                for projection, layer in zip(linears.projections.names, layers, strict=True):
                     state = layer.file_state() if isinstance(layer, WeightOnlyLinear) else layer.state_dict()
                     for part, place in module._places(expert, projection).items():
                         place.copy_(state[part])
@@ -152,7 +157,7 @@ class GatedExperts(nn.Module):
     def linears(self, device: torch.device | str | None = None) -> Iterator[tuple[str, nn.Module]]:
         """The corresponding linear layers by their names in the state dict; on "meta" without values."""
         for expert in range(self.experts):
-            for projection in self.projections:
+            for projection in self.projections.names:
                 rows, columns = self.hidden, self.intermediate
                 if projection != self.projections.down:
                     rows, columns = columns, rows
@@ -167,7 +172,7 @@ class GatedExperts(nn.Module):
         names = {name: given for given, name in self.kind.linear.RENAMED.items()}
         found = {}
         for expert in range(self.experts):
-            for projection in self.projections:
+            for projection in self.projections.names:
                 experts, _, rows = self._place(projection)
                 for part, tensor in experts.as_in_files(self._tensors(expert, projection), rows).items():
                     found[f"{expert}.{projection}.{names.get(part, part)}"] = tensor.detach()
@@ -184,13 +189,12 @@ class GatedExperts(nn.Module):
                 raise NotImplementedError("GatedExperts: gradients: expected all experts in one process")
             return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
-        q, scale = _gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
+        q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
-        if self.act_fn is None and self.down.gated:
-            q, scale = epiloq.silu_and_mul_quant(gate_up, **self.down.gated)
+        if self._limit is not None and self.down.gated:
+            q, scale = epiloq.silu_and_mul_quant(self._limited(gate_up), **self.down.gated)
         else:
-            gate, up = (part[:, : self.intermediate] for part in gate_up.chunk(2, -1))
-            q, scale = self.down.quantise((functional.silu if self.act_fn is None else self.act_fn)(gate) * up)
+            q, scale = self.down.quantise(self._gated(gate_up))
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(y[:, : self.hidden], top_k_weights)
@@ -199,9 +203,20 @@ class GatedExperts(nn.Module):
         """The same result from layers with gradients, with gated rows rounded to their type before they are
         quantised."""
         gate_up = self.gate_up(hidden_states[routing.tokens], offs=routing.ends)
-        gate, up = (part[:, : self.intermediate] for part in gate_up.chunk(2, -1))
-        gated = (functional.silu if self.act_fn is None else self.act_fn)(gate) * up
-        return routing.combined(self.down(gated, offs=routing.ends), top_k_weights)
+        return routing.combined(self.down(self._gated(gate_up), offs=routing.ends), top_k_weights)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """The input of down, in the dtype of `gate_up`."""
+        parts = gate_up.split(self.up_begins, -1)
+        return gated(self.act_fn, *(part[:, : self.intermediate] for part in parts))
+
+    def _limited(self, gate_up: Tensor) -> Tensor:
+        """Apply the limits of gates and ups in place."""
+        if self._limit is not None and self._limit != math.inf:
+            gate, up = gate_up.chunk(2, -1)
+            gate.clamp_(max=self._limit)
+            up.clamp_(-self._limit, self._limit)
+        return gate_up
 
     def _settle(self) -> None:
         for experts in (self.gate_up, self.down):
@@ -217,7 +232,7 @@ class GatedExperts(nn.Module):
 
     def _clear_padding(self) -> None:
         """Zero the padding of gate and up, which no expert's matrix covers."""
-        for begin in (0, self.up_begins):
+        for begin in range(0, self.gate_up.out_features, self.up_begins):
             self.gate_up.clear(begin + self.intermediate, begin + self.up_begins)
 
     def _place(self, projection: str) -> tuple[Experts, int, int]:
@@ -225,7 +240,8 @@ class GatedExperts(nn.Module):
         rows."""
         if projection == self.projections.down:
             return self.down, 0, self.hidden
-        return self.gate_up, 0 if projection == self.projections.gate else self.up_begins, self.intermediate
+        follows = bool(self.projections.gate) and projection == self.projections.up
+        return self.gate_up, self.up_begins if follows else 0, self.intermediate
 
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Views of the tensors of one linear layer, by the last part of their names."""
@@ -243,21 +259,6 @@ class GatedExperts(nn.Module):
         return f"experts={self.experts}, hidden={self.hidden}, intermediate={self.intermediate}"
 
 
-def _is_silu(act_fn: nn.Module) -> bool:
-    x = torch.linspace(-8, 8, 33, device="cpu", dtype=torch.float32)
-    return torch.equal(act_fn(x), functional.silu(x))
-
-
-def _gathered(q: Tensor, scale: Tensor, rows: Tensor, column: bool) -> tuple[Tensor, Tensor]:
-    """Gather rows and their scales, keeping the layout of the scales."""
-    # As bytes, for not every backend gathers float8.
-    gathered = q.view(torch.uint8)[rows].view(q.dtype)
-    if not column:
-        return gathered, scale[rows]
-    filled = functional.pad(rows, (0, -len(rows) % 4))
-    return gathered, scale.t()[:, filled].t()[: len(rows)]
-
-
 @torch.no_grad()
 def _take(
     module: nn.Module,
@@ -271,7 +272,7 @@ def _take(
 ) -> None:
     """Copy the matrices of a state dict with one per expert to their positions; stacked ones are loaded as usual."""
     assert isinstance(module, GatedExperts)
-    apart = re.compile(rf"{re.escape(prefix)}\d+\.({'|'.join(map(re.escape, module.projections))})\.")
+    apart = re.compile(rf"{re.escape(prefix)}\d+\.({'|'.join(map(re.escape, module.projections.names))})\.")
     first = next((tensor for name, tensor in state.items() if apart.match(name)), None)
     if first is None:
         return
@@ -281,7 +282,7 @@ def _take(
         # Values that were never set may be anything, after `to_empty`.
         module._clear_padding()
     for expert in range(module.experts):
-        for projection in module.projections:
+        for projection in module.projections.names:
             places, wanted = module._places(expert, projection), module._tensors(expert, projection)
             experts, _, rows = module._place(projection)
             for part, place in places.items():

@@ -107,7 +107,7 @@ class PackedExperts(Experts):
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,
@@ -167,7 +167,7 @@ class W4A8Experts(PackedExperts):
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,

@@ -142,7 +142,7 @@ class PackedFp4Experts(Experts):
             self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]
 
     def _make(self) -> Any:
-        """There is one factor per expert if its matrices have the same one, otherwise one per matrix."""
+        """There is one global scale per expert if its matrices have the same one, otherwise one per matrix."""
         q, scale, divisor = (self._padded(name) for name in self.PARTS)
         assert q is not None and scale is not None
         q = without_codes_of_zeros(q, scale, FORMATS[self.format])

@@ -118,16 +118,16 @@ class Experts(PreparedLinear):
         scales = slice(-(-begin // self.ROWS_PER_SCALE), end // self.ROWS_PER_SCALE)
         self.get_parameter(self.SCALE)[:, scales] = 0
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[…, R, K]`` in WEIGHT_DTYPE, padded, and their scales; each row's by itself. Of experts that multiply
-        floating-point rows these, with unused scales."""
-        return x, x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows ``[…, R, K]`` in WEIGHT_DTYPE, padded, and their scales, each row by itself. Experts that multiply
+        floating-point rows return these, without scales."""
+        return x, None
 
     @abstractmethod
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,
@@ -218,19 +218,21 @@ class RowExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = self.quantise(values)
+        assert scale is not None
         self.weight_q[expert] = as_stored(q[:, : self.in_features], self.weight_q.dtype)
         self.weight_scale[expert] = scale.flatten()
 
     def multiply(
         self,
         q: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out_dtype: torch.dtype,
         *,
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
         weight_q, weight_scale = self._made
+        assert scale is not None
         return epiloq.grouped_mm(
             q,
             weight_q.mT,

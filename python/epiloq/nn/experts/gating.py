@@ -1,0 +1,65 @@
+"""Gates of experts: what their last matrix is multiplied with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class OwnGate(nn.Module):
+    """The gate of stacked experts in transformers that define it themselves, by ``_apply_gate`` of their module.
+
+    Called with gates and ups ``[…, I]``. Raises ValueError for a module whose gate has parameters, or whose results
+    depend on more than one gate and one up each.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        # The module without its weights. Not a child, because models initialise every module of its class.
+        bare = copy.copy(experts)
+        bare._parameters, bare._modules = {}, dict(experts._modules)
+        if any(True for _ in bare.parameters()) or any(True for _ in bare.buffers()):
+            raise ValueError("gated by parameters")
+        self.__dict__["experts"] = bare
+        if not self._is_elementwise():
+            raise ValueError("gated in a way of their own")
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        result: Tensor = self.__dict__["experts"]._apply_gate(torch.cat((gate, up), -1))
+        return result
+
+    def _is_elementwise(self) -> bool:
+        gate, up = _SAMPLE, _SAMPLE.flip(-1) * 1.5
+        try:
+            each = torch.cat([self(gate[:, i : i + 1], up[:, i : i + 1]) for i in range(gate.shape[1])], -1)
+            return torch.allclose(self(gate, up), each, rtol=1e-5, atol=1e-6)
+        except Exception:  # Whatever the module raises, its gate is not one that can be used.
+            return False
+
+
+# Of both signs, and beyond what gates are limited to.
+_SAMPLE = torch.linspace(-17, 15, 34, device="cpu", dtype=torch.float32).view(2, 17)
+
+
+def gated(act_fn: nn.Module, *parts: Tensor) -> Tensor:
+    """Apply an expert's gate to gates and ups, or its activation to ups alone."""
+    if isinstance(act_fn, OwnGate):
+        return cast(Tensor, act_fn(*parts))
+    first: Tensor = act_fn(parts[0])
+    return first * parts[1] if len(parts) > 1 else first
+
+
+def limit_of(act_fn: nn.Module) -> float | None:
+    """L if `act_fn` computes ``silu(min(gate, L)) * clamp(up, -L, L)``, infinity for SiLU without limits, else None."""
+    gate, up = _SAMPLE, _SAMPLE.flip(-1) * 1.5
+    limits = [value for value in vars(getattr(act_fn, "experts", act_fn)).values() if type(value) in (int, float)]
+    found = gated(act_fn, gate, up)
+    for limit in (math.inf, *limits):
+        if limit > 0 and torch.equal(functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), found):
+            return float(limit)
+    return None
