@@ -182,7 +182,8 @@ def test_experts_that_stay_are_named(seed: int) -> None:
     ("change", "reason"),
     [
         (lambda m: delattr(m, "has_bias"), "not called as the experts of transformers are"),
-        (lambda m: setattr(m, "is_transposed", True), "is_transposed is True, expected False"),
+        (lambda m: setattr(m, "is_transposed", True), "of shapes [4, 128, 128] and [4, 128, 64]"),
+        (lambda m: setattr(m, "is_concatenated", False), "is_concatenated is False, expected True"),
         (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(4))), "made of down_proj, gate_up_proj, more"),
         (lambda m: setattr(m, "down_proj", nn.Parameter(torch.ones(4, 64, 128))), "of shapes"),
     ],

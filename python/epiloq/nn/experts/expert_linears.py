@@ -122,7 +122,7 @@ def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tup
 class ExpertLinears(nn.Module):
     """Experts with a separate layer per matrix: ``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j.
 
-    Without gate_e it is ``down_e(act(up_e(x)))``. An `OwnGate` as `act_fn` combines both by itself.
+    Without gate_e it is ``down_e(act(up_e(x)))``. An ``OwnGate`` as `act_fn` combines both itself.
 
     It has the interface of transformers' experts: ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]`` and
     ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``

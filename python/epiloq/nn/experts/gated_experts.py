@@ -74,7 +74,7 @@ class Kind:
 class GatedExperts(nn.Module):
     """``sum_j w_j down_e(act(gate_e(x)) * up_e(x))``, e = index_j, with quantised weights and activations.
 
-    Without gate_e it is ``down_e(act(up_e(x)))``. An `OwnGate` as `act_fn` combines both by itself.
+    Without gate_e it is ``down_e(act(up_e(x)))``. An ``OwnGate`` as `act_fn` combines both itself.
 
     Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
     float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give

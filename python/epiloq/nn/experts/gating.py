@@ -37,7 +37,8 @@ class OwnGate(nn.Module):
         gate, up = _SAMPLE, _SAMPLE.flip(-1) * 1.5
         try:
             each = torch.cat([self(gate[:, i : i + 1], up[:, i : i + 1]) for i in range(gate.shape[1])], -1)
-            return torch.allclose(self(gate, up), each, rtol=1e-5, atol=1e-6)
+            found = self(gate, up)
+            return found.shape == gate.shape and torch.allclose(found, each, rtol=1e-5, atol=1e-6)
         except Exception:  # Whatever the module raises, its gate is not one that can be used.
             return False
 
