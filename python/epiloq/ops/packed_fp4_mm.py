@@ -76,7 +76,7 @@ def packed_fp4_mm(
     arguments = (x, w.q, w.scale, w.global_scale, bias, offs, masked_m, w.format, w.n, w.k)
     if direct((x, w.q, w.scale), (w.global_scale, bias, offs, masked_m, out)):
         return run(*arguments, out=out)
-    optional = {**parts_of(w, "factor"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    optional = {**parts_of(w, "global_scale"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
     expect_tensors(NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
     if out is None:
         if is_transformed() and counts_of(offs, masked_m) is None:  # which do not compose with `register_autograd`
@@ -216,7 +216,7 @@ def explain(
     """`epiloq.explain` for `packed_fp4_mm`, given the arguments of a call."""
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
-    optional = {**parts_of(weight, "factor"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
+    optional = {**parts_of(weight, "global_scale"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
     expect_tensors(NAME, {"x": x, **parts_of(weight, "q", "scale")}, optional, writes=False)
     counts = counts_of(offs, masked_m)
     experts = experts_of(x, weight.n, counts, masked_m is not None)
