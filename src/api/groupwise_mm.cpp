@@ -286,7 +286,7 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& asked, Arch arch, int
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
   }
-  if (problem.a != DType::kFloat8E4M3 && !(problem.a == DType::kInt8 && problem.whole_rows)) {
+  if (problem.a != DType::kFloat8E4M3 && !(problem.a == DType::kInt8 && problem.per_row_scales)) {
     throw InvalidArgument("epiloq.explain: dtype: expected float8_e4m3fn, or int8 with whole_rows, got " +
                           std::string(name(problem.a)));
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Work of the CPU shared among threads that the application lends (epiloq/threads.h).
+// Distribution of CPU work over the application's threads (epiloq/threads.h).
 
 #include <algorithm>
 #include <cstdint>

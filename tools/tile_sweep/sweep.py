@@ -46,7 +46,7 @@ def groupwise_kind(element: str, cutlass_element: str, *, whole_rows: bool) -> K
     defines = {
         "ELEMENT": element,
         "CUTLASS_ELEMENT": cutlass_element,
-        "SCALES": "kWholeRows" if whole_rows else "kBlocks",
+        "SCALES": "kPerRowScales" if whole_rows else "kBlocks",
         "WHOLE_ROWS": str(whole_rows).lower(),
     }
     return Kind("groupwise_main.cu", "groupwise.cu", "GroupwiseProblem", defines)

@@ -30,10 +30,10 @@ void register_groupwise_mm(py::module_& module) {
   define("explain_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { return explain(call); });
   module.def(
       "explain_groupwise_mm_problem",
-      [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts, bool whole_rows,
-         std::string const& dtype, std::string const& arch, int sm_count, bool has_experts) {
+      [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts,
+         bool per_row_scales, std::string const& dtype, std::string const& arch, int sm_count, bool has_experts) {
         GroupwiseMmProblem const problem{
-            m, n, k, column_scales, aligned, experts, whole_rows, parse_dtype(dtype), has_experts};
+            m, n, k, column_scales, aligned, experts, per_row_scales, parse_dtype(dtype), has_experts};
         return explain_groupwise_mm(problem, parse_arch(arch), sm_count);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,

@@ -26,8 +26,8 @@ struct ColumnsByTokenBlocks {
 
   // Pairs of 64 columns of a matrix's rows, by columns: those of up to 16 rows side by side.
   template <int kCount>
-  [[gnu::always_inline]] static void turn_codes(Float8Lookup const& lookup, std::uint8_t const* const* rows,
-                                                std::int64_t at, Words (&columns)[2][kRows]) {
+  [[gnu::always_inline]] static void widen_transposed(Float8Lookup const& lookup, std::uint8_t const* const* rows,
+                                                      std::int64_t at, Words (&columns)[2][kRows]) {
     for (int r = 0; r < kCount; ++r) lookup.widen(columns[0][r], columns[1][r], rows[r] + at);
     transpose(columns[0]), transpose(columns[1]);
   }
@@ -38,7 +38,7 @@ struct ColumnsByTokenBlocks {
     Float8Rows<kPairBlock> const tokens(x, block * kPairBlock);
     tokens.by_codes(0, x.columns, [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
       Words columns[2][kRows] = {};
-      turn_codes<kPairBlock>(lookup, from, at, columns);
+      widen_transposed<kPairBlock>(lookup, from, at, columns);
       for (auto const& half : columns) {
         for (Words const& column : half) {
           std::memcpy(out, &column, kPairBlock * sizeof(*out));
@@ -80,7 +80,7 @@ struct ColumnsByTokenBlocks {
       rows.by_codes(begin, std::min(begin + kFloat8Columns, w.columns),
                     [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
                       Words words[2][kRows];
-                      turn_codes<kRows>(lookup, from, at, words);
+                      widen_transposed<kRows>(lookup, from, at, words);
                       std::memcpy(out, words, sizeof(words));
                       out += 2 * kRows;
                     });

@@ -75,10 +75,10 @@ GroupwiseProblem of_expert(GroupwiseProblem const& p, DType out, int expert, std
 
 }  // namespace
 
-void run_on_host(GroupwiseProblem const& p, gemm::Types types, bool whole_rows, int threads) {
+void run_on_host(GroupwiseProblem const& p, gemm::Types types, bool per_row_scales, int threads) {
   auto const multiply = [&](GroupwiseProblem const& one) {
     if (one.m == 0) return;
-    whole_rows ? multiply_rows(one, types, threads) : multiply_groups(one, types.out, threads);
+    per_row_scales ? multiply_rows(one, types, threads) : multiply_groups(one, types.out, threads);
   };
   if (p.offs == nullptr && p.masked_m == nullptr) return multiply(p);
   for (int e = 0; e < p.experts; ++e) {

@@ -33,7 +33,7 @@ constexpr gemm::GroupwiseLaunch row_launch_of() {
   if constexpr (kOut == DType::kFloat32 && std::is_same_v<Epilogue, epilogue::ScaledAzp>) {
     return nullptr;
   } else {
-    return &Sm90WholeRows<kRow, kElement, kOut, Epilogue>::launch;
+    return &Sm90PerRow<kRow, kElement, kOut, Epilogue>::launch;
   }
 }
 
@@ -60,13 +60,14 @@ void launch_mma_row(int row, gemm::GroupwiseProblem const& p, DType out, int dev
 }
 
 void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType out, int device, Stream stream) {
-  [[maybe_unused]] bool const whole_rows = p.depth != gemm::kGroupDepth, columns = p.scale_b.shift == 0;
+  [[maybe_unused]] bool const per_row_scales = p.depth != gemm::kGroupDepth, columns = p.scale_b.shift == 0;
 #if EPILOQ_HAS_SM80
-  if (element == DType::kInt8) return launch_mma_row<Scales::kWholeRows, DType::kInt8>(row, p, out, device, stream);
+  if (element == DType::kInt8) return launch_mma_row<Scales::kPerRowScales, DType::kInt8>(row, p, out, device, stream);
 #endif
 #if EPILOQ_HAS_SM89
   constexpr DType kE4M3 = DType::kFloat8E4M3;
-  if (element == kE4M3 && whole_rows) return launch_mma_row<Scales::kWholeRows, kE4M3>(row, p, out, device, stream);
+  if (element == kE4M3 && per_row_scales)
+    return launch_mma_row<Scales::kPerRowScales, kE4M3>(row, p, out, device, stream);
   if (element == kE4M3 && columns) return launch_mma_row<Scales::kColumns, kE4M3>(row, p, out, device, stream);
   if (element == kE4M3) return launch_mma_row<Scales::kBlocks, kE4M3>(row, p, out, device, stream);
 #endif

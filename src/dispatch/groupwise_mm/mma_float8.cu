@@ -8,7 +8,7 @@ template struct Mma<0, gemm::Scales::kBlocks, DType::kFloat8E4M3>;
 template struct Mma<1, gemm::Scales::kBlocks, DType::kFloat8E4M3>;
 template struct Mma<0, gemm::Scales::kColumns, DType::kFloat8E4M3>;
 template struct Mma<1, gemm::Scales::kColumns, DType::kFloat8E4M3>;
-template struct Mma<0, gemm::Scales::kWholeRows, DType::kFloat8E4M3>;
-template struct Mma<1, gemm::Scales::kWholeRows, DType::kFloat8E4M3>;
+template struct Mma<0, gemm::Scales::kPerRowScales, DType::kFloat8E4M3>;
+template struct Mma<1, gemm::Scales::kPerRowScales, DType::kFloat8E4M3>;
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -4,7 +4,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-template struct Mma<0, gemm::Scales::kWholeRows, DType::kInt8>;
-template struct Mma<1, gemm::Scales::kWholeRows, DType::kInt8>;
+template struct Mma<0, gemm::Scales::kPerRowScales, DType::kInt8>;
+template struct Mma<1, gemm::Scales::kPerRowScales, DType::kInt8>;
 
 }  // namespace epiloq::ops::groupwise_mm

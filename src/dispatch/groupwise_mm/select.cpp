@@ -24,18 +24,18 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
   return kNs * beyond_half * beyond_half;
 }
 
-// Two warpgroups take the K steps in turn, and their sums commute: one order of sums for every number of columns, and
-// what is fastest where tokens are few.
+// Two warpgroups alternate K steps, and their sums commute: one order of summation for every number of columns, and
+// the fastest choice for small M.
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
 // The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile. Few tokens are bound by memory,
 // which larger tiles do not read faster.
 template <class Tiles>
-WholeRowsChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   constexpr int kFewTokens = 64;
   bool const one_order = p.batch_invariant && p.a != DType::kInt8;  // sums of int8 are exact
   auto const best_of = [&](int split_k) {
-    WholeRowsChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
+    PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
       if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
       if (one_order && !keeps_order(tiles[row].config)) continue;
@@ -98,12 +98,12 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   bool const is_int8 = p.a == DType::kInt8;
   if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
-  if (p.whole_rows) return choose_whole_rows(p, sm_count).choice;
+  if (p.per_row_scales) return choose_per_row(p, sm_count).choice;
   if (p.column_scales) return cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count).choice;
   return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
 }
 
-WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& p, int sm_count) {
+PerRowChoice choose_per_row(GroupwiseMmProblem const& p, int sm_count) {
   if (p.a == DType::kInt8) return cheapest(Family::kSm90Int8Rows, kInt8RowTiles, p, sm_count);
   return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
 }
@@ -123,7 +123,7 @@ double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, 
 
 std::string Selection::key(GroupwiseMmProblem const& p) {
   std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a);
-  text += p.whole_rows ? " rows" : p.column_scales ? " columns" : " blocks";
+  text += p.per_row_scales ? " rows" : p.column_scales ? " columns" : " blocks";
   if (!p.aligned) text += " unaligned";
   if (p.has_experts || p.experts > 1) text += " experts=" + std::to_string(p.experts);
   return text;

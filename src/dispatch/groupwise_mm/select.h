@@ -23,11 +23,11 @@ struct Choice {
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 // SM90 with per-row scales whose rows start on 16 bytes, with or without experts; and the expected time of any tile in
 // waves, the last or only one possibly with split K. (Without the cost for the next kernel.)
-struct WholeRowsChoice {
+struct PerRowChoice {
   Choice choice;
   double ns;
 };
-WholeRowsChoice choose_whole_rows(GroupwiseMmProblem const& problem, int sm_count);
+PerRowChoice choose_per_row(GroupwiseMmProblem const& problem, int sm_count);
 double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);
 std::string describe(Choice const& choice);
 

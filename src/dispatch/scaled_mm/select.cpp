@@ -35,10 +35,10 @@ static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules))
 static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
 static_assert(takes_everything(kSm90Rules));
-static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90ForMany));
-static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastForMany));
+static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90LargeMTiles));
+static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastLargeMTiles));
 
-// Accurate accumulation is never served by a fast tile.
+// Accurate accumulation never uses a fast tile.
 template <class Tiles, class... Rules>
 constexpr bool all_accurate(Tiles const& tiles, Rules const&... lists) {
   bool accurate = true;
@@ -57,7 +57,7 @@ static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
 // Kernels with per-row scales do not support batches.
 template <class Rules>
 constexpr bool all_rows_here(Rules const& rules) {
-  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kWholeRows; });
+  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kPerRowScales; });
 }
 static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
 
@@ -101,46 +101,47 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
 
 constexpr auto kAlwaysFits = [](int) { return true; };
 
-template <class Tiles, class ForMany>
-constexpr bool all_as_their_rows(Tiles const& tiles, ForMany const& tiles_for_many) {
-  return std::ranges::all_of(tiles_for_many, [&](TileForMany const& many) {
-    WgmmaConfig const& c = tiles[many.tile];
-    return many.tokens == (c.swap ? c.tile.n : c.tile.m) && many.weights == (c.swap ? c.tile.m : c.tile.n);
+template <class Tiles, class LargeM>
+constexpr bool all_as_their_rows(Tiles const& tiles, LargeM const& large_m_tiles) {
+  return std::ranges::all_of(large_m_tiles, [&](LargeMTile const& large) {
+    WgmmaConfig const& c = tiles[large.tile];
+    return large.tokens == (c.swap ? c.tile.n : c.tile.m) && large.weights == (c.swap ? c.tile.m : c.tile.n);
   });
 }
-static_assert(all_as_their_rows(kSm90Tiles, kSm90ForMany) && all_as_their_rows(kSm90Float8Tiles, kSm90FastForMany));
+static_assert(all_as_their_rows(kSm90Tiles, kSm90LargeMTiles) &&
+              all_as_their_rows(kSm90Float8Tiles, kSm90FastLargeMTiles));
 
-GroupwiseMmProblem whole_rows_problem(ScaledMmProblem const& p) {
-  return {.m = p.m, .n = p.n, .k = p.k, .whole_rows = true, .a = p.a, .batch_invariant = p.batch_invariant};
+GroupwiseMmProblem per_row_problem(ScaledMmProblem const& p) {
+  return {.m = p.m, .n = p.n, .k = p.k, .per_row_scales = true, .a = p.a, .batch_invariant = p.batch_invariant};
 }
 
-double expected_ns(TileForMany const& many, ScaledMmProblem const& p, Target const& t) {
-  GroupwiseMmProblem in_boxes = whole_rows_problem(p);
-  if (p.m % many.tokens != 0) in_boxes.m += std::int64_t{many.more_rows} * many.tokens;
-  groupwise_mm::Tile const timed{{many.tokens / 64, 1, many.weights}, many.step_ns, many.end_ns};
+double expected_ns(LargeMTile const& large, ScaledMmProblem const& p, Target const& t) {
+  GroupwiseMmProblem in_boxes = per_row_problem(p);
+  if (p.m % large.tokens != 0) in_boxes.m += std::int64_t{large.more_rows} * large.tokens;
+  groupwise_mm::Tile const timed{{large.tokens / 64, 1, large.weights}, large.step_ns, large.end_ns};
   return groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
 }
 
 // One of groupwise_mm's tiles with per-row scales, or a TileForMany.
-Choice whole_rows_choice(ScaledMmProblem const& p, Target const& t) {
+Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
-  GroupwiseMmProblem const product = whole_rows_problem(p);
-  auto const own = groupwise_mm::choose_whole_rows(product, t.sm_count);
+  GroupwiseMmProblem const product = per_row_problem(p);
+  auto const own = groupwise_mm::choose_per_row(product, t.sm_count);
   Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
   double best_ns = own.ns;
-  auto const consider = [&](Family family, auto const& tiles_for_many) {
-    for (TileForMany const& many : tiles_for_many) {
-      if (p.m <= many.tokens) continue;
-      double const ns = expected_ns(many, p, t);
+  auto const consider = [&](Family family, auto const& large_m_tiles) {
+    for (LargeMTile const& large : large_m_tiles) {
+      if (p.m <= large.tokens) continue;
+      double const ns = expected_ns(large, p, t);
       if (ns >= best_ns) continue;
-      best = {family, many.tile};
+      best = {family, large.tile};
       best_ns = ns;
     }
   };
   if (is_int8) {
-    consider(Family::kSm90, kSm90ForMany);
+    consider(Family::kSm90, kSm90LargeMTiles);
   } else if (p.fast_accum && !p.batch_invariant) {
-    consider(Family::kSm90Float8, kSm90FastForMany);
+    consider(Family::kSm90Float8, kSm90FastLargeMTiles);
   }
   return best;
 }
@@ -164,8 +165,8 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
   constexpr double kUs = 1e-3;
   bool const is_int8 = p.a == DType::kInt8;
   auto const model = [&](int row, auto const& timed) {
-    for (TileForMany const& many : timed) {
-      if (many.tile == row) return kUs * expected_ns(many, p, t);
+    for (LargeMTile const& large : timed) {
+      if (large.tile == row) return kUs * expected_ns(large, p, t);
     }
     return 0.0;
   };
@@ -173,9 +174,9 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
     WgmmaConfig const& c = tiles[row];
     int const tokens = c.swap ? c.tile.n : c.tile.m;
     if ((c.fast_accum && !p.fast_accum) || tokens > 2 * std::max<std::int64_t>(p.m, 32)) continue;
-    all.push_back({{family, row}, is_int8 ? model(row, kSm90ForMany) : model(row, kSm90FastForMany)});
+    all.push_back({{family, row}, is_int8 ? model(row, kSm90LargeMTiles) : model(row, kSm90FastLargeMTiles)});
   }
-  for (auto const& [own, us] : groupwise_mm::Selection::candidates(whole_rows_problem(p), t)) {
+  for (auto const& [own, us] : groupwise_mm::Selection::candidates(per_row_problem(p), t)) {
     all.push_back({{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.row, own.split_k}, us});
   }
   return all;
@@ -184,7 +185,7 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
 template <class Rules>
 Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
   int const row = first_fit(rules, p, kAlwaysFits);
-  return row == kWholeRows ? whole_rows_choice(p, t) : Choice{family, row};
+  return row == kPerRowScales ? per_row_choice(p, t) : Choice{family, row};
 }
 
 Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
@@ -192,7 +193,7 @@ Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {
   return sm90_choice(Family::kSm90, kSm90Rules, p, t);
 }
 
-// int8 sums are exact, so any kernel keeps batch invariance; float8 by rules takes those for one row.
+// int8 sums are exact, so any kernel is batch invariant; float8 with rules uses those for one row.
 ScaledMmProblem ruled(ScaledMmProblem p) {
   if (p.batch_invariant) p.m = 1;
   return p;
@@ -200,7 +201,7 @@ ScaledMmProblem ruled(ScaledMmProblem p) {
 
 Choice sm90_float8_choice(ScaledMmProblem const& p, Target const& t) {
   if (p.batches > 1) return sm90_choice(Family::kSm90Float8, kSm90Float8BatchRules, ruled(p), t);
-  return whole_rows_choice(p, t);
+  return per_row_choice(p, t);
 }
 
 Choice sm89_choice(ScaledMmProblem const& p, Target const& t) {

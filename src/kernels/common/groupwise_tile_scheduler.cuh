@@ -16,31 +16,32 @@ struct GroupwiseTile {
   int first_row, end_row;  // of A and D
   int first_column;
   int expert;
-  bool is_split;     // its K, between the two CTAs of a cluster
-  bool is_paired;    // with the tile of the cluster's other CTA, which has the same tokens
-  bool is_alone;     // the other CTA has no tile now, or there is none
-  bool is_reversed;  // K runs from the last step to the first
+  bool is_split;      // its K, between the two CTAs of a cluster
+  bool is_multicast;  // with the tile of the cluster's other CTA, which has the same tokens
+  bool is_alone;      // the other CTA has no tile now, or there is none
+  bool is_reversed;   // K runs from the last step to the first
 };
 
-// What the host knows about the tiles: those along N, those of a whole band, and how many are not split; for pairs also
-// the rows of a whole band, 2^band_shift, and whether tiles are paired.
+// Known on the host: the tiles along N, those of a whole band, and the first that is split; with multicast also the
+// rows of a whole band, 2^band_shift, and whether it is used.
 struct GroupwiseTiles {
   int columns;
   cutlass::FastDivmod band;
-  int whole;
+  int first_split;
   int band_shift;
-  bool in_pairs;
+  bool multicast;
 };
 
 // A CTA's tiles in order, in bands of rows so that the tiles in flight share tokens and weights in L2. Tensor cores
-// idle between two tiles, so except for a last, lower band there is no division by values that only the device knows.
+// idle between two tiles, so except for a last, lower band there is no division by values known only on the device.
 template <class C>
 class GroupwiseScheduler {
  public:
-  // The last `shared` tiles are each split between two CTAs.
-  static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int shared, bool in_pairs = false) {
+  // The last `split_count` tiles are each split between two CTAs.
+  static GroupwiseTiles tiles_of(GroupwiseProblem const& p, int split_count, bool multicast = false) {
     int const columns = ceil_div(p.n, C::kN), tiles = ceil_div(p.m, C::kM) * columns, shift = band_shift(p);
-    return {columns, cutlass::FastDivmod(columns << shift), shared == 0 ? INT_MAX : tiles - shared, shift, in_pairs};
+    return {columns, cutlass::FastDivmod(columns << shift), split_count == 0 ? INT_MAX : tiles - split_count, shift,
+            multicast};
   }
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
@@ -49,8 +50,8 @@ class GroupwiseScheduler {
   }
 
   __device__ bool next(GroupwiseTile& tile) {
-    if (C::kMaySplitK && index_ >= tiles_.whole) {
-      if (!is_split_) index_ = tiles_.whole + blockIdx.x / 2;
+    if (C::kMaySplitK && index_ >= tiles_.first_split) {
+      if (!is_split_) index_ = tiles_.first_split + blockIdx.x / 2;
       is_split_ = true;
     }
     while (index_ - before_ >= rows_ * tiles_.columns) {
@@ -60,21 +61,22 @@ class GroupwiseScheduler {
     }
     int band, within;
     tiles_.band(band, within, index_ - before_);
-    int const whole = C::kPairs ? 1 << tiles_.band_shift : kBand, height = min(whole, rows_ - band * whole);
-    bool const is_paired = C::kPairs && tiles_.in_pairs && within < tiles_.columns / 2 * 2 * height;
-    if (is_paired) within /= 2;
-    int column = height == whole ? (C::kPairs ? within >> tiles_.band_shift : within / kBand) : within / height;
-    int const row = band * whole + within - column * height;
-    if (is_paired) column = 2 * column + index_ % 2;
+    int const band_rows = C::kMulticast ? 1 << tiles_.band_shift : kBand,
+              height = min(band_rows, rows_ - band * band_rows);
+    bool const is_multicast = C::kMulticast && tiles_.multicast && within < tiles_.columns / 2 * 2 * height;
+    if (is_multicast) within /= 2;
+    int column = height == band_rows ? (C::kMulticast ? within >> tiles_.band_shift : within / kBand) : within / height;
+    int const row = band * band_rows + within - column * height;
+    if (is_multicast) column = 2 * column + index_ % 2;
     bool const is_last = index_ % 2 == 0 && index_ + 1 == rows_ * tiles_.columns;
     tile = {.first_row = begin_ + row * C::kM,
             .end_row = end_,
             .first_column = column * C::kN,
             .expert = expert_,
             .is_split = is_split_,
-            .is_paired = is_paired,
-            .is_alone = !tiles_.in_pairs || is_last,
-            .is_reversed = C::kTurns && is_reversed_};
+            .is_multicast = is_multicast,
+            .is_alone = !tiles_.multicast || is_last,
+            .is_reversed = C::kAlternatesK && is_reversed_};
     is_reversed_ = !is_reversed_;
     index_ += gridDim.x;  // past the last tile, if that one was split
     return true;
@@ -85,7 +87,7 @@ class GroupwiseScheduler {
   static constexpr int kBand = 8, kBandShift = 3;
   static int band_shift(GroupwiseProblem const& p) {
     constexpr std::int64_t kFewBytes = 6 << 20;
-    return C::kPairs && std::int64_t{2 * kBand} * C::kM * p.k <= kFewBytes ? kBandShift + 1 : kBandShift;
+    return C::kMulticast && std::int64_t{2 * kBand} * C::kM * p.k <= kFewBytes ? kBandShift + 1 : kBandShift;
   }
   static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
   __device__ void enter(int expert) {

@@ -1,7 +1,7 @@
 // Attention of one query token per sequence (flash decoding). A CTA multiplies the query heads of a key head, four at
 // most, so that keys and values are read once. Lanes of a warp share a token's elements, 16 bytes each; groups of such
-// lanes, warps and the CTAs of a cluster take tokens in turn. Each group keeps a running maximum, sum and output; these
-// are merged by shuffles, in shared memory, and through DSMEM (SM90).
+// tokens are interleaved over lanes, warps and the CTAs of a cluster. Each group keeps a running maximum, sum and
+// output; these are merged by shuffles, in shared memory, and through DSMEM (SM90).
 
 #include <cfloat>
 

@@ -4,7 +4,7 @@
 // K may be permuted alike in both operands, so that a lane's A fragments are eight neighbouring columns, one word of
 // codes, and its B fragments the same eight columns of a token, one 16-byte load. A byte of codes is looked up in
 // shared memory as a pair of columns; each lane has its own copy of the 256 pairs in its own bank. Every 64 columns,
-// which share a scale, sums are promoted. The warps of a CTA split K and meet in shared memory.
+// which share a scale, sums are promoted. The warps of a CTA split K and reduce in shared memory.
 
 #include <type_traits>
 

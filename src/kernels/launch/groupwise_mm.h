@@ -16,7 +16,7 @@ struct Sm90 {
 };
 
 template <int kRow, DType kElement, DType kOut, class Epilogue>
-struct Sm90WholeRows {
+struct Sm90PerRow {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };
 

@@ -263,7 +263,7 @@ struct Aligned {
 
 int blocks_of(Problem const& p) { return (p.padded_cols + p.group - 1) / p.group; }
 
-// Launches by_few_lanes if it supports the problem, and says whether.
+// Launches by_few_lanes if it supports the problem; returns whether it does.
 template <class T, int kLanes, int kVectors>
 bool launch_few_lanes(Problem const& p, Aligned const& aligned, Stream stream) {
   bool const whole = p.cols >= kVector && p.cols % kVector == 0 && p.padded_cols % kVector == 0;

@@ -34,12 +34,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {
-  static constexpr bool kMaySplitK = false;              // between two CTAs
-  static constexpr bool kPairs = false, kTurns = false;  // one tile per CTA
+  static constexpr bool kMaySplitK = false;                        // between two CTAs
+  static constexpr bool kMulticast = false, kAlternatesK = false;  // one tile per CTA
   static constexpr int kM = kWarpM * kWarpsM, kN = kWarpN * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kMinBlocks = 256 / kThreads;  // so that a thread may have all 255 registers
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
-  static_assert(!kExact || kScales == Scales::kWholeRows);
+  static_assert(!kExact || kScales == Scales::kPerRowScales);
   static_assert(kGroupDepth % kN == 0);  // a tile's columns share their scale groups
   using Sum = std::conditional_t<kExact, int, float>;
 
@@ -100,7 +100,7 @@ struct MmaGroupwise {
   // The scales of a stage: a row's with its group's, or a row's alone.
   static __device__ void load_scales(float (&scales)[kRows][2], GroupwiseProblem const& p, GroupwiseTile const& tile,
                                      Position const& at, int step) {
-    if constexpr (kScales != Scales::kWholeRows) {
+    if constexpr (kScales != Scales::kPerRowScales) {
       float const block = kScales == Scales::kBlocks ? column_scale(p, tile, 0, step) : 1.f;
 #pragma unroll
       for (int i = 0; i < 2 * kRows; ++i)
@@ -149,7 +149,7 @@ struct MmaGroupwise {
           if constexpr (kScales == Scales::kColumns) of_column = column_scale(p, tile, at.column_of(j) + i % 2, step);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            float const scale = kScales == Scales::kWholeRows ? 1.f : scales[r][i / 2] * of_column;
+            float const scale = kScales == Scales::kPerRowScales ? 1.f : scales[r][i / 2] * of_column;
             sums[r][j][i] = fmaf(scale, products[r][j][i], sums[r][j][i]);
           }
         }
@@ -193,14 +193,14 @@ struct MmaGroupwise {
       for (int i = 0; i < 2; ++i) {
         int const column = tile.first_column + at.column_of(j) + i;
         if (column >= p.n) continue;
-        float const scale_b = kScales == Scales::kWholeRows ? column_scale(p, tile, at.column_of(j) + i, 0) : 1.f;
+        float const scale_b = kScales == Scales::kPerRowScales ? column_scale(p, tile, at.column_of(j) + i, 0) : 1.f;
         float const shift = bias != nullptr ? static_cast<float>(bias[column]) : 0.f;
 #pragma unroll
         for (int r = 0; r < 2 * kRows; ++r) {
           int const in_tile = at.row_of(r / 2, r % 2), row = tile.first_row + in_tile;
           if (row >= tile.end_row) continue;
           float value = static_cast<float>(sums[r / 2][j][2 * (r % 2) + i]);
-          if constexpr (kScales == Scales::kWholeRows) value = row_scale(p, tile, in_tile, 0) * (scale_b * value);
+          if constexpr (kScales == Scales::kPerRowScales) value = row_scale(p, tile, in_tile, 0) * (scale_b * value);
           static_cast<Out*>(p.d)[row * p.stride_d + column] = static_cast<Out>(value + shift);
         }
       }

@@ -73,7 +73,7 @@ class GroupwiseEpilogue {
   using Out = typename C::Out;
   using Sum = typename C::Sum;
   struct NoExchange {};
-  using Exchange = std::conditional_t<C::kSplitsLastWave, RingExchange<C>, NoExchange>;
+  using Exchange = std::conditional_t<C::kSplitsLastWave, StageExchange<C>, NoExchange>;
   static constexpr int kEights = C::kChunk / 8;        // columns of a slot
   static constexpr int kEightRows = C::kWarpRows / 8;  // rows of a thread, eight apart
   static constexpr int kTogether = 2 * kEightRows;     // sums per eight columns
@@ -84,19 +84,19 @@ class GroupwiseEpilogue {
                                int lane)
       : params_(params),
         of_rows_(shared.row_operands(warp)),
-        of_columns_(shared.column_operands(C::kSharesColumns ? 0 : warp)),
+        of_columns_(shared.column_operands(C::kSharesColumnOperands ? 0 : warp)),
         first_row_(first_row),
         lane_(lane),
         own_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
 
   // Before a tile's products: issues the loads of its epilogue operands.
-  __device__ __forceinline__ void expect(GroupwiseTile const& tile) {
-    if constexpr (C::kWholeRows) {
+  __device__ __forceinline__ void load_operands(GroupwiseTile const& tile) {
+    if constexpr (C::kPerRowScales) {
       auto const& p = params_.p;
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
       int const known_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // the previous tile's operands have been read
-      if constexpr (C::kSharesColumns) {
+      if constexpr (C::kSharesColumnOperands) {
         of_columns_ += to_other_copy_;
         to_other_copy_ = -to_other_copy_;
       }
@@ -113,7 +113,7 @@ class GroupwiseEpilogue {
 
   // Waits for the operands that this warp loaded. Other warps may use them only after a barrier.
   __device__ __forceinline__ void await_operands() const {
-    if constexpr (C::kWholeRows) {
+    if constexpr (C::kPerRowScales) {
       cp_async_wait<0>();
       __syncwarp();
     }
@@ -131,7 +131,7 @@ class GroupwiseEpilogue {
     for (int j = 0; j < kEights; ++j) {
       int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
       columns.bias[j] = kHasBias && is_there(chunk, j) ? bias_of(tile.first_column + column) : float2{};
-      if (!C::kWholeRows || !is_there(chunk, j)) continue;
+      if (!C::kPerRowScales || !is_there(chunk, j)) continue;
       columns.scale[j] = *reinterpret_cast<float2 const*>(of_columns_ + column);
       if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
     }
@@ -142,11 +142,11 @@ class GroupwiseEpilogue {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
       if constexpr (C::kSplitsLastWave) {
-        if (exchange.takes()) exchange.template add_others<kTogether>(whole[j], first);
+        if (exchange.receives()) exchange.template add_received<kTogether>(whole[j], first);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kEightRows && C::kWholeRows; ++i) {
+    for (int i = 0; i < kEightRows && C::kPerRowScales; ++i) {
       int const row = round * C::kWarpRows + lane_ / 4 + 8 * i;
       rows.scale[i] = of_rows_[row];
       if (C::kHasZeroPoint) rows.azp[i] = row_zero_points()[row];
@@ -178,8 +178,8 @@ class GroupwiseEpilogue {
   // One 4-byte value per column or row; null rows are 1.
   template <class T>
   __device__ __forceinline__ void copy_columns(T* to, T const* columns, int stride, int first_column) const {
-    constexpr int kCopiers = C::kSharesColumns ? 32 * C::kConsumerWarps : 32;
-    int const first = C::kSharesColumns ? threadIdx.x : lane_;
+    constexpr int kCopiers = C::kSharesColumnOperands ? 32 * C::kConsumerWarps : 32;
+    int const first = C::kSharesColumnOperands ? threadIdx.x : lane_;
 #pragma unroll
     for (int i = 0; i < C::kN; i += kCopiers) {
       int const column = min(first_column + i + first, params_.p.n - 1);
@@ -219,7 +219,7 @@ class GroupwiseEpilogue {
     for (int i = 0; i < 2 * kEightRows; ++i) {
       bool const second = i % 2 == 1;
       float const of_bias = second ? columns.bias[j].y : columns.bias[j].x;
-      if constexpr (C::kWholeRows) {
+      if constexpr (C::kPerRowScales) {
         float const of_column = second ? columns.scale[j].y : columns.scale[j].x;
         int const adj = C::kHasZeroPoint ? second ? columns.azp_adj[j].y : columns.azp_adj[j].x : 0;
         epilogue::Operands with;

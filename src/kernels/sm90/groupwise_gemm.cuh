@@ -6,10 +6,10 @@
 //
 // Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills the stages;
 // consumer warpgroups (groupwise_mainloop.cuh) multiply, promote to FP32 and store (groupwise_epilogue.cuh,
-// groupwise_store.cuh). Tokens are the rows of wgmma's tile: TMA reads only rows that exist, so tiles of few tokens
-// cost their bytes, and the tile width is free to fill the SMs evenly. Consumer warpgroups lie side by side along M, or
-// along K if there are few tokens and latency counts. Persistent over tiles; if tiles, or those of the last wave, are
-// too few for all SMs, two CTAs split K (groupwise_split_k.cuh).
+// groupwise_store.cuh). Tokens are the rows of wgmma's tile: TMA reads only rows that exist, so that a tile costs only
+// the bytes of its tokens, and the tile width can be chosen to fill the SMs evenly. Consumer warpgroups are arranged
+// along M, or along K for small M, where latency dominates. The kernel is persistent over tiles. If there are too few
+// tiles for all SMs, or too few in the last wave, two CTAs split K (groupwise_split_k.cuh).
 
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -31,7 +31,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   using Mainloop = GroupwiseMainloop<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   KRange<C> const share(params);
-  typename Mainloop::Place place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
+  typename Mainloop::StageAddresses place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // K steps of the tiles done so far
@@ -44,39 +44,38 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
           exchange = {params, shared, group * 4 + warp, lane, has_rows};
         } else {
           RowExchange<C> const rows(shared, group * 4 + warp, lane, warp_uniform(KRange<C>::rank_in(params)));
-          if (!rows.meet(sums[0], has_rows)) return;
+          if (!rows.reduce(sums[0], has_rows)) return;
         }
       }
     }
     out.store(sums, tile, is_last || depth <= C::kParts, exchange);
   };
-  // Finding the next tile takes some 200 cycles without products, so it is done during this tile's last K step if tiles
-  // are stored during the next one's products.
+  // Finding the next tile takes some 200 cycles, so with deferred stores it is done during this tile's last K step.
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   GroupwiseTile tile, following{};
   for (bool more = scheduler.next(tile); warp_uniform(more); tile = following) {
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
     int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
-    if constexpr (C::kPairs) place.tell(warp_uniform(tile.is_alone));
+    if constexpr (C::kMulticast) place.select_empty(warp_uniform(tile.is_alone));
     out.expect(tile);
-    auto const send = [&] { out.send_one(); };
+    auto const store_part = [&] { out.store_pending(); };
     auto const look_ahead = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
-      if constexpr (C::kFillsEarly) out.fill_first_round(sums, tile);
+      if constexpr (C::kFillsSlotsEarly) out.fill_first_round(sums, tile);
     };
-    Mainloop::sum(sums, place, Position<C>(before + group_k), steps, boundary, send, look_ahead, fill);
+    Mainloop::sum(sums, place, Position<C>(before + group_k), steps, boundary, store_part, look_ahead, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
-      finish(sums, tile, depth, C::kSendsLater && !more);
+      finish(sums, tile, depth, C::kDefersStores && !more);
     } else {
       typename C::Sum of_rows[1][C::kRowSums] = {};
-      Mainloop::meet(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
-                     warp_uniform(before > 0));
+      Mainloop::reduce(of_rows[0], sums[0], reinterpret_cast<typename C::Sum*>(shared.partial()), group_k,
+                       warp_uniform(before > 0));
       finish(of_rows, tile, depth, false);
     }
     before += depth;
-    if constexpr (!C::kSendsLater) look_ahead();
+    if constexpr (!C::kDefersStores) look_ahead();
   }
   out.finish();
 }
@@ -96,11 +95,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  bool const in_cluster = (C::kPairs && params.tiles.in_pairs) || (C::kMaySplitK && params.p.split_k > 1);
+  bool const in_cluster = (C::kMulticast && params.tiles.multicast) || (C::kMaySplitK && params.p.split_k > 1);
   if (in_cluster) cluster_arrive();
   TileProducer<C> const producer(params, shared);
   int early = 0;  // K steps whose weights have been issued
-  if (C::kFew && params.p.constant_b) {
+  if (C::kSmallM && params.p.constant_b) {
     if (group == C::kConsumerGroups && warp < C::kProducerWarps) early = producer.issue_early(warp);
   } else if (group == C::kConsumerGroups && warp == 0 && elect_one()) {
     producer.prefetch();
@@ -113,8 +112,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   pdl_wait();
   if (group == C::kConsumerGroups) {
     if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-    if constexpr (C::kApart) {
-      producer.run_apart(warp >= C::kProducerWarps, warp % C::kProducerWarps, early);
+    if constexpr (C::kSeparateProducers) {
+      producer.run_separate(warp >= C::kProducerWarps, warp % C::kProducerWarps, early);
     } else {
       if (warp < C::kProducerWarps) producer.run(warp, early);
     }
@@ -122,7 +121,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     int const scale_warp = warp - C::kProducerWarps, part = scale_warp / C::kProducerWarps;
     if (C::kMayCopyAllScales && params.copies_all_scales) {
       if (scale_warp >= 0) copy_all_scales<C>(producer, scale_warp);
-    } else if (!C::kWholeRows && !C::brings_scales(params) && scale_warp >= 0 && part < C::kScaleWarps) {
+    } else if (!C::kPerRowScales && !C::producer_loads_scales(params) && scale_warp >= 0 && part < C::kScaleWarps) {
       read_scales<C>(params, shared, producer.share, scale_warp % C::kProducerWarps, part * 32 + lane);
     }
   } else {
@@ -144,8 +143,8 @@ struct GroupwiseGemm {
         {},
         {},
         p,
-        GroupwiseScheduler<C>::tiles_of(p, p.split_k == 1 ? 0 : shared(p, sm_count), in_pairs(p, sm_count)),
-        C::kMayBringScales && can_copy_scales(p),
+        GroupwiseScheduler<C>::tiles_of(p, p.split_k == 1 ? 0 : split_tile_count(p, sm_count), multicast(p, sm_count)),
+        C::kProducerMayLoadScales && can_copy_scales(p),
         may_copy_all_scales(p, sm_count),
         GroupwiseStore<C>::can_store_boxes(p),
         steps_of_first(p)};
@@ -162,7 +161,7 @@ struct GroupwiseGemm {
           encode_tensor_map(p.scale_b.ptr, {blocks(p.k), blocks(p.n)}, {std::uint64_t{4} * p.scale_b.stride_row},
                             {C::kQuad, 2}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
     }
-    if (params.tiles.in_pairs) params.half = tensor_map_of(p.a, token_rows, p.k, p.stride_a, C::kM / 2);
+    if (params.tiles.multicast) params.half = tensor_map_of(p.a, token_rows, p.k, p.stride_a, C::kM / 2);
     if (params.stores_boxes) {
       constexpr int kBytes = sizeof(typename C::Out);
       params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, C::kWarpRows);
@@ -194,20 +193,20 @@ struct GroupwiseGemm {
   // K steps of the first of two CTAs that split K. If the second sends all its sums it has fewer steps, so that they
   // arrive before the first is done.
   static int steps_of_first(GroupwiseProblem const& p) {
-    constexpr int kLead = C::kGivesAll ? 2 : 0;
+    constexpr int kLead = C::kOneSidedSplitK ? 2 : 0;
     int const steps = static_cast<int>(tiles(p.k, kGroupDepth));
     return p.split_k == 1 ? steps : std::min((steps + 1) / 2 + kLead, steps - 1);
   }
 
   // Tiles whose K two CTAs may split.
-  static int shared(GroupwiseProblem const& p, int sm_count) {
+  static int split_tile_count(GroupwiseProblem const& p, int sm_count) {
     if (tiles(p.k, kGroupDepth) < 2) return 0;
     return static_cast<int>(split_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
-  // Not with experts, whose rows and tiles only the device knows.
-  static bool in_pairs(GroupwiseProblem const& p, int sm_count) {
-    return C::kPairs && p.offs == nullptr && p.masked_m == nullptr && sm_count > 1;
+  // Not with experts, whose rows and tiles are known only on the device.
+  static bool multicast(GroupwiseProblem const& p, int sm_count) {
+    return C::kMulticast && p.offs == nullptr && p.masked_m == nullptr && sm_count > 1;
   }
   static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
@@ -222,10 +221,10 @@ struct GroupwiseGemm {
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
     bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
-    int const cluster = in_pairs(p, sm_count) ? 2 : p.split_k;
+    int const cluster = multicast(p, sm_count) ? 2 : p.split_k;
     std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.split_k, cluster);
     std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
-    if (p.split_k > 1 && !(is_dense && shared(p, sm_count) > 0)) {
+    if (p.split_k > 1 && !(is_dense && split_tile_count(p, sm_count) > 0)) {
       throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
     }
     cuda_check(

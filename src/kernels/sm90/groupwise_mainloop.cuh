@@ -25,37 +25,38 @@ struct GroupwiseMainloop {
 
   // A thread's addresses within the first stage, as 32-bit shared addresses; those for wgmma and the barriers stay in
   // uniform registers, as there is no time to compute them between two products.
-  struct Place {
-    SharedAddress full, empty;        // the latter in the CTA that this lane signals
-    SharedAddress own, told;          // this CTA's, and of paired CTAs the one to signal
-    std::uint32_t tokens, weights;    // as descriptors: 64 rows of each round; all weights
-    SharedAddress of_row, of_column;  // scales of the thread's first row and columns
-    bool releases;                    // whether this lane releases stages
-    int first_step;                   // K step
-    bool in_quads;                    // weight scales of four K steps lie together
+  struct StageAddresses {
+    SharedAddress full, empty;            // the latter in the CTA that this lane signals
+    SharedAddress own_empty, pair_empty;  // this CTA's; with multicast, that of the CTA to signal
+    std::uint32_t tokens, weights;        // as descriptors: 64 rows of each round; all weights
+    SharedAddress of_row, of_column;      // scales of the thread's first row and columns
+    bool releases;                        // whether this lane releases stages
+    int first_step;                       // K step
+    bool in_quads;                        // weight scales of four K steps lie together
 
-    __device__ Place(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
-                     int warp, int lane, int first)
+    __device__ StageAddresses(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
+                              int warp, int lane, int first)
         : full(warp_uniform(shared_address(shared.full()))),
           empty(warp_uniform(shared_address(shared.empty()))),
-          own(empty),
-          told(empty),
+          own_empty(empty),
+          pair_empty(empty),
           tokens(warp_uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
           weights(warp_uniform(swizzled_address(shared_address(shared.weights(0))))),
           of_row(in_register(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
           of_column(
               in_register(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
-          releases(lane < (C::kPairs ? 2 : 1)),
+          releases(lane < (C::kMulticast ? 2 : 1)),
           first_step(first + group_k),
           in_quads(params.copies_all_scales) {
-      if (C::kPairs && params.tiles.in_pairs) {
+      if (C::kMulticast && params.tiles.multicast) {
         int const rank = static_cast<int>(cute::block_rank_in_cluster());
-        own = in_register(dsmem_address(empty, rank)), told = in_register(dsmem_address(empty, rank ^ (lane & 1)));
+        own_empty = in_register(dsmem_address(empty, rank)),
+        pair_empty = in_register(dsmem_address(empty, rank ^ (lane & 1)));
       }
     }
 
     // Two lanes release a stage: one in each CTA, or both in this one.
-    __device__ void tell(bool is_alone) { empty = is_alone ? own : told; }
+    __device__ void select_empty(bool is_alone) { empty = is_alone ? own_empty : pair_empty; }
   };
 
   // Scales of a stage: of rows r and r + 8 of each round; of the first and last column, or of every column. Loaded
@@ -66,8 +67,9 @@ struct GroupwiseMainloop {
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
   };
 
-  static __device__ __forceinline__ void read(Factors& factors, Place const& of, Position<C> const& at, int step) {
-    if constexpr (C::kWholeRows) return;
+  static __device__ __forceinline__ void read(Factors& factors, StageAddresses const& of, Position<C> const& at,
+                                              int step) {
+    if constexpr (C::kPerRowScales) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRounds; ++i) {
@@ -78,18 +80,18 @@ struct GroupwiseMainloop {
       factors.columns[0] = {load_shared(first), load_shared(first + (of.in_quads ? C::kQuad * 4 : 4))};
       return;
     }
-    constexpr int kPairs = sizeof(factors.columns) / sizeof(float2);
+    constexpr int kColumnPairs = sizeof(factors.columns) / sizeof(float2);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
+    for (int j = 0; j < kColumnPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
   }
 
-  static __device__ __forceinline__ void wait(Place const& of, Position<C> const& at) {
+  static __device__ __forceinline__ void wait(StageAddresses const& of, Position<C> const& at) {
     mbarrier_wait(of.full + at.stage * 8, at.parity);
   }
 
   // Issues the products of one round of a stage, accumulating or from zero.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], Place const& of, Position<C> const& at, int round,
-                                               bool onto) {
+  static __device__ __forceinline__ void begin(Sum (&product)[kSums], StageAddresses const& of, Position<C> const& at,
+                                               int round, bool onto) {
     auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
     auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
     fence(product);
@@ -111,10 +113,10 @@ struct GroupwiseMainloop {
   }
 
   // Releases a stage once all lanes have read their scales.
-  static __device__ __forceinline__ void release(Place const& of, Position<C> const& at) {
+  static __device__ __forceinline__ void release(StageAddresses const& of, Position<C> const& at) {
     __syncwarp();
     if (!of.releases) return;
-    if constexpr (C::kPairs) {
+    if constexpr (C::kMulticast) {
       mbarrier_arrive_cluster(of.empty + at.stage * 8);
     } else {
       mbarrier_arrive(of.empty + at.stage * 8);
@@ -125,7 +127,7 @@ struct GroupwiseMainloop {
   static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums],
                                              Factors const& factors, int round, int boundary) {
     float const(&row)[2] = factors.row[round];
-    if constexpr (C::kWholeRows) {
+    if constexpr (C::kPerRowScales) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] += product[i];
     } else if constexpr (C::kColumnScales) {
@@ -150,48 +152,49 @@ struct GroupwiseMainloop {
     }
   }
 
-  // Multiplies `steps` stages, every kKGroups-th. With deferred stores and more steps than kParts, `send` is called at
-  // least kParts times while wgmma is in flight, `look_ahead` once, and `fill` once the sums of the first round are
-  // complete.
-  template <class Send, class LookAhead, class Fill>
-  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], Place const& of, Position<C> at, int steps,
-                                             int boundary, Send send, LookAhead look_ahead, Fill fill) {
+  // Multiplies `steps` stages, every kKGroups-th. With deferred stores and more steps than kParts, `store_part` is
+  // called at least kParts times while wgmma is in flight, `look_ahead` once, and `fill` once the sums of the first
+  // round are complete.
+  template <class StorePart, class LookAhead, class Fill>
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], StageAddresses const& of, Position<C> at,
+                                             int steps, int boundary, StorePart store_part, LookAhead look_ahead,
+                                             Fill fill) {
     if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], of, at, steps, send, look_ahead);
+      sum_in_place(sums[0], of, at, steps, store_part, look_ahead);
     } else if constexpr (C::kOverlaps) {
       sum_overlapped(sums[0], of, at, steps, boundary);
     } else {
-      sum_in_turn(sums, of, at, steps, boundary, send, look_ahead, fill);
+      sum_serial(sums, of, at, steps, boundary, store_part, look_ahead, fill);
     }
   }
 
   // int8: accumulates in place; a stage is released once the next one's product has been issued.
-  template <class Send, class LookAhead>
-  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], Place const& of, Position<C> at, int steps,
-                                                      Send send, LookAhead look_ahead) {
+  template <class StorePart, class LookAhead>
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], StageAddresses const& of, Position<C> at,
+                                                      int steps, StorePart store_part, LookAhead look_ahead) {
     Position<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
       begin(sums, of, at, 0, true);
       at.advance(C::kKGroups);
-      send();
+      store_part();
       if (i == 0) continue;
       await<1>(sums);
       release(of, behind);
       behind.advance(C::kKGroups);
     }
-    if constexpr (C::kSendsLater) look_ahead();
+    if constexpr (C::kDefersStores) look_ahead();
     await<0>(sums);
     release(of, behind);
   }
 
   // One product at a time, promoted while other warpgroups multiply. The loop is unrolled so that ptxas polls the next
   // full barrier before the promotion and hides its latency; one step in four stores a part of the previous tile.
-  template <class Send, class LookAhead, class Fill>
-  static __device__ __forceinline__ void sum_in_turn(float (&sums)[C::kRounds][kSums], Place const& of, Position<C> at,
-                                                     int steps, int boundary, Send send, LookAhead look_ahead,
-                                                     Fill fill) {
+  template <class StorePart, class LookAhead, class Fill>
+  static __device__ __forceinline__ void sum_serial(float (&sums)[C::kRounds][kSums], StageAddresses const& of,
+                                                    Position<C> at, int steps, int boundary, StorePart store_part,
+                                                    LookAhead look_ahead, Fill fill) {
     float product[kSums];
     Factors factors;
     auto const run_step = [&](int step, auto beside_first, auto beside_last) {
@@ -212,25 +215,25 @@ struct GroupwiseMainloop {
     auto const nothing = [] {};
     constexpr int kTogether = 4;
     int step = 0;
-    if constexpr (!C::kSendsLater) {
+    if constexpr (!C::kDefersStores) {
 #pragma unroll kTogether
       for (; step < steps; ++step) run_step(step, nothing, nothing);
     } else {
 #pragma unroll 1
       for (; step + kTogether + C::kParts <= steps; step += kTogether) {
-        run_step(step, nothing, send);
+        run_step(step, nothing, store_part);
 #pragma unroll
         for (int i = 1; i < kTogether; ++i) run_step(step + i, nothing, nothing);
       }
 #pragma unroll 1
-      for (; step < steps - 1; ++step) run_step(step, nothing, send);
+      for (; step < steps - 1; ++step) run_step(step, nothing, store_part);
       run_step(step, look_ahead, fill);
     }
   }
 
   // Promotes one product while the next is in flight. Without the last branch ptxas 13.0 serialises wgmma (C7514).
   // Unrolled as above, except for per-row scales.
-  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], Place const& of, Position<C> at,
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], StageAddresses const& of, Position<C> at,
                                                         int steps, int boundary) {
     struct Product {
       float sums[kSums];
@@ -253,7 +256,7 @@ struct GroupwiseMainloop {
     constexpr std::integral_constant<int, 0> kNone{};
     begin_next(one);
     int left = steps - 1;
-    constexpr int kTogether = C::kWholeRows ? 1 : 2;
+    constexpr int kTogether = C::kPerRowScales ? 1 : 2;
 #pragma unroll kTogether
     for (; left >= 2; left -= 2) {
       begin_next(other);
@@ -275,12 +278,12 @@ struct GroupwiseMainloop {
     for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[i]);
   }
 
-  // Reduction between the two warpgroups along K: each gives the other half of the sums; the first keeps rows r of each
-  // warp's 16, the second rows r + 8, and both run the epilogue. All warps meet here, as column operands are loaded
-  // cooperatively and the previous tile's may be overwritten after it. `again`: not the CTA's first tile, so somebody
-  // may still be reading the last one's sums.
-  static __device__ __forceinline__ void meet(Sum (&of_rows)[C::kRowSums], Sum const (&sums)[kSums], Sum* partial,
-                                              int group, bool again) {
+  // Reduction between the two warpgroups along K: each sends half of the sums to the other; the first keeps rows r of
+  // each warp's 16, the second rows r + 8, and both run the epilogue. It also synchronises all warps, because column
+  // operands are loaded cooperatively and the previous tile's may be overwritten afterwards. `again`: not the CTA's
+  // first tile, so the last one's sums may still be being read.
+  static __device__ __forceinline__ void reduce(Sum (&of_rows)[C::kRowSums], Sum const (&sums)[kSums], Sum* partial,
+                                                int group, bool again) {
     static_assert(C::kKGroups == 2);
     constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups, kVectors = C::kRowSums / 4;
     int const thread = threadIdx.x % 128;

@@ -10,8 +10,8 @@
 
 namespace epiloq::gemm {
 
-// Producer warps take K steps of all tiles in turn: the first step of a tile, `before` steps into the CTA's work, that
-// belongs to `producer`.
+// Producer warps alternate K steps over all tiles: the first step of a tile that belongs to `producer`, `before` steps
+// into the CTA's work.
 template <class C>
 __device__ __forceinline__ int first_step_of(int producer, int before) {
   static_assert(C::kProducerWarps <= 2);
@@ -39,7 +39,7 @@ class WeightScales {
 
 // A producer warp for tokens and weights, or for one of them, and for scales where TMA can load them. All lanes walk
 // the loop, which keeps addresses in uniform registers, and one elected lane issues. The loop is unrolled by hand: nvcc
-// 13.0 drops the remainder of a loop around an elected lane that it is told to unroll.
+// 13.0 drops the remainder of an unrolled loop around an elected lane.
 template <class C>
 struct TileProducer {
   GroupwiseParams const& params;
@@ -82,7 +82,8 @@ struct TileProducer {
     KSteps const steps = share.of(tile);
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
-    int const expected = C::kApart ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
+    int const expected =
+        C::kSeparateProducers ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
     if (!elect_one()) return early;
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
@@ -102,8 +103,8 @@ struct TileProducer {
 
   // Every kProducerWarps-th K step. The first `early` ones have their weights.
   __device__ void run(int producer, int early) const {
-    bool const copies_scales = params.copies_scales, brings_scales = C::kMayBringScales && copies_scales;
-    int const half = C::kPairs ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
+    bool const copies_scales = params.copies_scales, producer_loads_scales = C::kProducerMayLoadScales && copies_scales;
+    int const half = C::kMulticast ? warp_uniform(static_cast<int>(cute::block_rank_in_cluster())) : 0;
     int before = 0;  // steps of the tiles that are done
     Position<C> state(producer);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
@@ -112,19 +113,19 @@ struct TileProducer {
       int const weight_row = known(tile.expert * params.p.n + tile.first_column), token_row = known(tile.first_row);
       bool const last_row = known(tile.first_row + C::kM > tile.end_row);
       bool const last_column = known(tile.first_column + C::kN > params.p.n);
-      bool const halves_tokens = C::kPairs && known(tile.is_paired) && !last_row;
+      bool const halves_tokens = C::kMulticast && known(tile.is_multicast) && !last_row;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
       int const expected = known(bytes_of(last_row, last_column));
       WeightScales<C> const of_columns(params.p, tile);
       auto const issue = [&](int i) {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
         SharedAddress const barrier = full + state.stage * 8, to_tokens = tokens + state.stage * C::kTokenBytes;
-        bool const has_weights = C::kFew && before + i < early;
+        bool const has_weights = C::kSmallM && before + i < early;
         float2 of_weights{};  // loaded while the stage empties
-        if (brings_scales) of_weights = of_columns.at(step);
+        if (producer_loads_scales) of_weights = of_columns.at(step);
         if (!has_weights) mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
         if (elect_one()) {
-          if (!has_weights && !C::kMayBringScales) mbarrier_expect_tx(barrier, expected);
+          if (!has_weights && !C::kProducerMayLoadScales) mbarrier_expect_tx(barrier, expected);
           if (halves_tokens) {
             copy_half_to_both(to_tokens, half, column, token_row, barrier);
           } else {
@@ -133,13 +134,14 @@ struct TileProducer {
           if (!has_weights) tma_load(weights + state.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
           SharedAddress const to_scales = scales + state.stage * (C::kStageScales * 4);
           if (copies_scales) tma_load(to_scales, params.scales, token_row, step, barrier);
-          if (brings_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
-          if (C::kMayBringScales) mbarrier_expect_tx(barrier, expected);  // and the arrival releases the stored scales
+          if (producer_loads_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (C::kProducerMayLoadScales)
+            mbarrier_expect_tx(barrier, expected);  // and the arrival releases the stored scales
         }
         state.advance(C::kProducerWarps);
       };
       int i = first_step_of<C>(producer, before);
-      if constexpr (C::kPairs) {
+      if constexpr (C::kMulticast) {
         constexpr int kTogether = 4;
 #pragma unroll 1
         for (; i + kTogether <= steps.depth; i += kTogether) {
@@ -152,14 +154,14 @@ struct TileProducer {
       before += steps.depth;
     }
     // The other CTA's warps still signal this one's empty barriers: shared memory must outlive that.
-    for (int i = 0; C::kPairs && i < C::kStages; ++i) {
+    for (int i = 0; C::kMulticast && i < C::kStages; ++i) {
       mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
       state.advance(1);
     }
   }
 
   // Loads a tile coordinate into a uniform register; only for paired CTAs, as the first copies wait for it.
-  static __device__ int known(int value) { return C::kPairs ? warp_uniform(value) : value; }
+  static __device__ int known(int value) { return C::kMulticast ? warp_uniform(value) : value; }
 
   // This CTA's half of the tokens, multicast to both.
   __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
@@ -170,14 +172,14 @@ struct TileProducer {
 
   // Every kProducerWarps-th K step of either tokens or weights, each with a pipeline of its own. Weights continue after
   // those that were issued early.
-  __device__ void run_apart(bool of_tokens, int producer, int early) const {
+  __device__ void run_separate(bool of_tokens, int producer, int early) const {
     RowTiles const& from = of_tokens ? params.tokens : params.weights;
     SharedAddress const to = of_tokens ? tokens : weights;
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
     int before = 0;
     Position<C> state(producer),
-        behind(producer);  // this step's stage, and the step that must free it
+        behind(producer);  // this step's stage, and the step that must release it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
       KSteps const steps = share.of(tile);

@@ -1,8 +1,8 @@
 #pragma once
 
 // Split-K of the groupwise GEMM between the two CTAs of a cluster, reduced through DSMEM: for all tiles if there are
-// too few for all SMs, or for those of a partial last wave. Either the second CTA takes fewer K steps and sends all its
-// sums (kGivesAll), or each takes half of K and finishes half of the tile's rows.
+// too few for all SMs, or for those of a partial last wave. Either the second CTA computes fewer K steps and sends all
+// its sums (kOneSidedSplitK), or each computes half of K and finishes half of the tile's rows.
 
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -13,7 +13,7 @@
 
 namespace epiloq::gemm {
 
-// A tile's K steps as a CTA takes them.
+// The K steps of a tile that a CTA computes, in order.
 struct KSteps {
   int first, depth;
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ std::uint32_t bits_of(float sum) { return __float_as_
 __device__ __forceinline__ void add_bits(std::uint32_t& sum, std::uint32_t bits) { sum += bits; }
 __device__ __forceinline__ void add_bits(float& sum, std::uint32_t bits) { sum += __uint_as_float(bits); }
 
-// All tiles split: a warp whose rows the other CTA keeps sends its sums to the staging slots of the warp with the same
-// rows there and, if they do not fit, of a warp whose rows that CTA gives away.
+// All tiles split: a warp whose rows the other CTA finishes sends its sums to the staging slots of the warp with the
+// same rows there and, if they do not fit, to those of a warp whose rows this CTA finishes.
 template <class C>
 class RowExchange {
  public:
@@ -76,27 +76,27 @@ class RowExchange {
         own_(shared_address(shared.staging(warp)) + lane * 16),
         other_(shared_address(shared.staging(warp ^ kHalf)) + lane * 16),
         rank_(rank),
-        takes_(rank == (C::kGivesAll ? 0 : warp / kHalf % 2)),
+        receives_(rank == (C::kOneSidedSplitK ? 0 : warp / kHalf % 2)),
         is_first_lane_(lane == 0) {}
 
   // Returns whether the warp's rows are this CTA's; their sums are then complete. `has_rows` (does any of them exist?)
   // must be warp_uniform.
-  __device__ __forceinline__ bool meet(Sum (&sums)[C::kRowSums], bool has_rows) const {
+  __device__ __forceinline__ bool reduce(Sum (&sums)[C::kRowSums], bool has_rows) const {
     if (!has_rows) return false;
-    takes_ ? take(sums) : give(sums);
-    return takes_;
+    receives_ ? receive(sums) : send(sums);
+    return receives_;
   }
 
  private:
   static constexpr int kHalf = 2 * C::kMGroups;  // warps
   static constexpr int kVectorBytes = 32 * 16;   // per warp
   static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
-  static_assert(kVectors <= (C::kGivesAll ? 1 : 2) * kInSlots);
+  static_assert(kVectors <= (C::kOneSidedSplitK ? 1 : 2) * kInSlots);
 
   __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 
   // All lanes' sums are read before any of them refills a slot.
-  __device__ __forceinline__ void take(Sum (&sums)[C::kRowSums]) const {
+  __device__ __forceinline__ void receive(Sum (&sums)[C::kRowSums]) const {
     if (is_first_lane_) mbarrier_expect_tx(barrier_, kVectors * kVectorBytes);
     __syncwarp();
     wait_dsmem_barrier(barrier_);
@@ -110,7 +110,7 @@ class RowExchange {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void give(Sum const (&sums)[C::kRowSums]) const {
+  __device__ __forceinline__ void send(Sum const (&sums)[C::kRowSums]) const {
     int const there = rank_ ^ 1;
     SharedAddress const barrier = dsmem_address(barrier_, there);
     SharedAddress const own = dsmem_address(own_, there), other = dsmem_address(other_, there);
@@ -124,20 +124,20 @@ class RowExchange {
 
   SharedAddress barrier_, own_, other_;
   int rank_;
-  bool takes_, is_first_lane_;
+  bool receives_, is_first_lane_;
 };
 
-// Last tile split: every second warp's sums go to the other CTA, into the pipeline's stages, which are free once both
-// CTAs have arrived. They are added to those that are kept when the tile is stored.
+// Only the last tile split: every second warp's sums are sent to the other CTA, into the pipeline's stages, which are
+// free once both CTAs have arrived. They are added to the local sums when the tile is stored.
 template <class C>
-class RingExchange {
+class StageExchange {
  public:
   using Sum = typename C::Sum;
 
-  __device__ RingExchange() = default;
+  __device__ StageExchange() = default;
   // All consumer warps. `has_rows` (does the warp have any that exist?) must be warp_uniform.
-  __device__ RingExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
-                          bool has_rows) {
+  __device__ StageExchange(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int lane,
+                           bool has_rows) {
     // Relaxed suffices: the stages were written by TMA and read by wgmma, both of which have been waited for.
     cluster_arrive();
     cluster_wait();
@@ -145,8 +145,8 @@ class RingExchange {
     int const rank = warp_uniform(KRange<C>::rank_in(params));
     barrier_ = shared_address(shared.received() + warp);
     place_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
-    role_ = rank == warp % 2 ? kTakes : kGives;
-    if (role_ == kTakes) {
+    role_ = rank == warp % 2 ? kReceives : kSends;
+    if (role_ == kReceives) {
       if (lane == 0) mbarrier_expect_tx(barrier_, kBytes);
       __syncwarp();
       wait_dsmem_barrier(barrier_);
@@ -156,24 +156,24 @@ class RingExchange {
     }
   }
 
-  __device__ bool gives() const { return role_ == kGives; }
-  __device__ bool takes() const { return role_ == kTakes; }
+  __device__ bool sends() const { return role_ == kSends; }
+  __device__ bool receives() const { return role_ == kReceives; }
 
   // Sends some of a lane's sums, one at a time: a vector store needs four consecutive registers, for which ptxas would
   // move all sums between products.
   template <int kCount>
-  __device__ __forceinline__ void give(Sum const* some, int first) const {
+  __device__ __forceinline__ void send(Sum const* some, int first) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) st_async(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
   }
   template <int kCount>
-  __device__ __forceinline__ void add_others(Sum* some, int first) const {
+  __device__ __forceinline__ void add_received(Sum* some, int first) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) add_bits(some[i], load_shared_bits(place_ + (first + i) * kLine));
   }
 
  private:
-  enum Role { kNone, kTakes, kGives };
+  enum Role { kNone, kReceives, kSends };
   static constexpr int kLine = 32 * 4;  // of a warp's i-th sums
   static constexpr int kBytes = C::kN / 2 * kLine;
   static_assert(C::kConsumerWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);

@@ -33,15 +33,15 @@ class GroupwiseStore {
         lane_(lane) {}
 
   // Before a tile's products, and after them.
-  __device__ __forceinline__ void expect(GroupwiseTile const& tile) { epilogue_.expect(tile); }
+  __device__ __forceinline__ void load_operands(GroupwiseTile const& tile) { epilogue_.load_operands(tile); }
   __device__ __forceinline__ void await_operands() const { epilogue_.await_operands(); }
 
   // Moves the sums of the first round to their slots, which are all stored once the last round has filled its own.
   __device__ __forceinline__ void fill_first_round(Sum const (&sums)[C::kRounds][C::kRowSums],
                                                    GroupwiseTile const& tile) {
-    send_rest();
+    store_all_pending();
     await_operands();
-    take_slots<0>();
+    acquire_slots<0>();
     fill_round<0>(sums, tile);
   }
 
@@ -49,38 +49,38 @@ class GroupwiseStore {
   // few. (A tile with split K has half as many; what is left is stored before the next tile's epilogue.)
   __device__ __forceinline__ void store(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                         bool is_last_or_short, Exchange const& exchange) {
-    if constexpr (C::kFillsEarly) {
+    if constexpr (C::kFillsSlotsEarly) {
       fill_round<1>(sums, tile);
-      leave(tile, is_last_or_short);
+      store_slots(tile, is_last_or_short);
     } else {
-      send_rest();
+      store_all_pending();
       // warp_uniform, for the sake of the products' addresses: a branch lies between them.
-      bool const by_box = leaves_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
-      bool const later = C::kSendsLater && warp_uniform(!is_last_or_short && by_box);
+      bool const by_box = stores_by_box(tile.first_row + first_row_ + kLastRound, tile.end_row);
+      bool const later = C::kDefersStores && warp_uniform(!is_last_or_short && by_box);
       params_.p.bias == nullptr ? store_parts<false>(sums, tile, later, exchange)
                                 : store_parts<true>(sums, tile, later, exchange);
     }
   }
 
   // Between two products: stores one pending slot of the previous tile.
-  __device__ __forceinline__ void send_one() {
-    if (!C::kSendsLater || unsent_ == 0) return;
-    int const part = C::kParts - unsent_;
-    --unsent_;
+  __device__ __forceinline__ void store_pending() {
+    if (!C::kDefersStores || pending_ == 0) return;
+    int const part = C::kParts - pending_;
+    --pending_;
     if (elect_one()) {
-      send(part, part, unsent_row_, unsent_column_);
+      issue_store(part, part, pending_row_, pending_column_);
       tma_store_commit();
     }
   }
 
-  __device__ __forceinline__ void send_rest() {
+  __device__ __forceinline__ void store_all_pending() {
 #pragma unroll 1
-    while (unsent_ > 0) send_one();
+    while (pending_ > 0) store_pending();
   }
 
   // Waits for all stores before shared memory is released.
   __device__ void finish() {
-    send_rest();
+    store_all_pending();
     if constexpr (C::kStoresBoxes) {
       if (elect_one()) tma_store_wait<0>();
     }
@@ -99,26 +99,26 @@ class GroupwiseStore {
     for (int part = 0; part < C::kParts; ++part) {
       int const round = part / C::kChunks, chunk = part % C::kChunks, slot = part % C::kSlots;
       if constexpr (C::kSplitsLastWave) {
-        if (exchange.gives()) {
+        if (exchange.sends()) {
 #pragma unroll
           for (int j = 0; j < Epilogue::kEights; ++j) {
             if (!Epilogue::is_there(chunk, j)) continue;
             int const first = Epilogue::kTogether * (chunk * Epilogue::kEights + j);
-            exchange.template give<Epilogue::kTogether>(sums[round] + first, first);
+            exchange.template send<Epilogue::kTogether>(sums[round] + first, first);
           }
           continue;
         }
       }
-      if (part == 0) take_slots<0>();
-      if (part >= C::kSlots) take_slots<C::kSlots - 1>();
+      if (part == 0) acquire_slots<0>();
+      if (part >= C::kSlots) acquire_slots<C::kSlots - 1>();
       epilogue_.template fill_slot<kHasBias>(slot_at(slot), sums[round], round, chunk, tile, exchange);
       if (later) continue;
-      bool const by_box = leaves_by_box(tile_row + round * C::kRoundRows, tile.end_row);
+      bool const by_box = stores_by_box(tile_row + round * C::kRoundRows, tile.end_row);
       if constexpr (C::kStoresBoxes) fence_proxy_async();
       __syncwarp();
       if constexpr (C::kStoresBoxes) {
         if (elect_one()) {
-          if (by_box) send(slot, part, tile_row, tile.first_column);
+          if (by_box) issue_store(slot, part, tile_row, tile.first_column);
           tma_store_commit();  // one group per slot, even an empty one
         }
       }
@@ -127,7 +127,7 @@ class GroupwiseStore {
     if (!later) return;
     fence_proxy_async();
     __syncwarp();
-    keep(tile);
+    defer(tile);
   }
 
   // With two rounds, whose parts have a slot each.
@@ -147,10 +147,10 @@ class GroupwiseStore {
   }
 
   // Stores all filled slots. Few instructions on either path: code between two tiles must be fetched.
-  __device__ __forceinline__ void leave(GroupwiseTile const& tile, bool is_last_or_short) {
+  __device__ __forceinline__ void store_slots(GroupwiseTile const& tile, bool is_last_or_short) {
     int const tile_row = tile.first_row + first_row_;
     // warp_uniform, as in `store`.
-    bool const by_box = warp_uniform(leaves_by_box(tile_row + kLastRound, tile.end_row));
+    bool const by_box = warp_uniform(stores_by_box(tile_row + kLastRound, tile.end_row));
     bool const later = warp_uniform(!is_last_or_short);
     fence_proxy_async();
     __syncwarp();
@@ -158,24 +158,24 @@ class GroupwiseStore {
 #pragma unroll 1
       for (int part = 0; part < C::kParts; ++part) copy_part(part, part, tile);
     } else if (later) {
-      keep(tile);
+      defer(tile);
     } else if (elect_one()) {
 #pragma unroll
-      for (int part = 0; part < C::kParts; ++part) send(part, part, tile_row, tile.first_column);
+      for (int part = 0; part < C::kParts; ++part) issue_store(part, part, tile_row, tile.first_column);
       tma_store_commit();
     }
   }
 
   // Leaves the slots to send_one.
-  __device__ __forceinline__ void keep(GroupwiseTile const& tile) {
-    unsent_ = C::kParts, unsent_row_ = tile.first_row + first_row_, unsent_column_ = tile.first_column;
+  __device__ __forceinline__ void defer(GroupwiseTile const& tile) {
+    pending_ = C::kParts, pending_row_ = tile.first_row + first_row_, pending_column_ = tile.first_column;
   }
 
   __device__ __forceinline__ unsigned char* slot_at(int slot) const { return staging_ + slot * C::kSlotBytes; }
 
   // Waits until all but the last kPending stores have read their slots.
   template <int kPending>
-  __device__ __forceinline__ void take_slots() const {
+  __device__ __forceinline__ void acquire_slots() const {
     if constexpr (C::kStoresBoxes) {
       if (elect_one()) tma_store_wait<kPending>();
     }
@@ -183,7 +183,7 @@ class GroupwiseStore {
   }
 
   // By one lane, which then commits.
-  __device__ __forceinline__ void send(int slot, int part, int tile_row, int tile_column) const {
+  __device__ __forceinline__ void issue_store(int slot, int part, int tile_row, int tile_column) const {
     int const column = (tile_column + part % C::kChunks * C::kChunk) * static_cast<int>(sizeof(typename C::Out));
     tma_store(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
   }
@@ -197,7 +197,7 @@ class GroupwiseStore {
   }
 
   // TMA clips at D's last row and column; an expert's rows may end before.
-  __device__ __forceinline__ bool leaves_by_box(int first_row, int end_row) const {
+  __device__ __forceinline__ bool stores_by_box(int first_row, int end_row) const {
     auto const& p = params_.p;
     bool const last_is_own = p.offs == nullptr && p.masked_m == nullptr;
     return C::kStoresBoxes && params_.stores_boxes && (last_is_own || first_row + C::kWarpRows <= end_row);
@@ -207,8 +207,8 @@ class GroupwiseStore {
   Epilogue epilogue_;
   unsigned char* staging_;
   int first_row_, lane_;
-  int unsent_ = 0, unsent_row_ = 0,
-      unsent_column_ = 0;  // parts of the previous tile that are pending, and its position
+  int pending_ = 0, pending_row_ = 0,
+      pending_column_ = 0;  // parts of the previous tile that are pending, and its position
 };
 
 }  // namespace epiloq::gemm

@@ -45,11 +45,11 @@ struct Groupwise {
   static constexpr int kRounds = kRounds_, kRoundRows = 64 * kMGroups;
   static constexpr bool kColumnScales =
       kScales_ == Scales::kColumns;  // of B: one per column rather than per 128 columns
-  static constexpr bool kWholeRows =
-      kScales_ == Scales::kWholeRows;  // scales cover all of K and are applied in the epilogue
+  static constexpr bool kPerRowScales =
+      kScales_ == Scales::kPerRowScales;  // scales cover all of K and are applied in the epilogue
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
   static constexpr bool kHasZeroPoint = std::is_same_v<Epilogue, epilogue::ScaledAzp>;
-  static_assert((!kExact || kWholeRows) && (!kHasZeroPoint || kExact));
+  static_assert((!kExact || kPerRowScales) && (!kHasZeroPoint || kExact));
   using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as in wgmma's wrappers for int32
   // wgmma's N; for int8 a multiple of 16 from 32 on: the last 8 columns may read past the weights, and are ignored.
   static constexpr int kColumns = kExact && kN > 32 ? (kN + 15) / 16 * 16 : kN;
@@ -57,11 +57,12 @@ struct Groupwise {
   static constexpr int kM = kRoundRows * kRounds;
   // Warpgroups along K share a warp's 16 rows in the epilogue: rows and sums per warp.
   static constexpr int kWarpRows = 16 / kKGroups, kRowSums = (kSums / kKGroups + 3) / 4 * 4;
-  static constexpr bool kFew = kMGroups == 1;  // few tokens: bound by reading weights
-  // Every other tile of a CTA runs K backwards, like the tiles beside it: L2 then still holds the tokens that the
-  // previous tiles ended with.
-  static constexpr bool kTurns = !kFew;
-  static constexpr bool kMayBringScales = !kFew && !kColumnScales && !kWholeRows;  // by the operand producer
+  static constexpr bool kSmallM = kMGroups == 1;  // bound by reading weights
+  // Every other tile of a CTA runs K backwards, as do the tiles of other CTAs: L2 then still contains the tokens with
+  // which the previous tiles ended.
+  static constexpr bool kAlternatesK = !kSmallM;
+  static constexpr bool kProducerMayLoadScales =
+      !kSmallM && !kColumnScales && !kPerRowScales;  // by the operand producer
   static constexpr int kConsumerGroups = kMGroups * kKGroups;
   static constexpr int kConsumerWarps = 4 * kConsumerGroups;
   static constexpr int kThreads = 128 * (kConsumerGroups + 1);
@@ -75,21 +76,21 @@ struct Groupwise {
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumerGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
-  // The two CTAs of a cluster take adjacent tiles and read their tokens once, by multicast: each loads half of them for
+  // The two CTAs of a cluster compute adjacent tiles and load their tokens by multicast: each loads half of them for
   // both. Saves L2 traffic and power.
-  static constexpr bool kPairs = kRounds > 1;
+  static constexpr bool kMulticast = kRounds > 1;
   static constexpr GroupwiseConfig kConfig{kMGroups, kKGroups, kN, kRounds};
   static constexpr bool kMaySplitK = may_split_k(kConfig), kSplitsLastWave = splits_last_wave(kConfig);
 
   static constexpr int kTokenBytes = kM * kGroupDepth, kWeightBytes = kN * kGroupDepth;
   // With the shortest K steps TMA may load all scales: weight scales for four steps at a time (16 bytes), of both
   // 128-column groups.
-  static constexpr bool kMayCopyAllScales = kFew && kN <= 32 && !kColumnScales && !kWholeRows;
+  static constexpr bool kMayCopyAllScales = kSmallM && kN <= 32 && !kColumnScales && !kPerRowScales;
   static constexpr int kQuad = 4;
   static constexpr int kWeightScales = kColumnScales ? kN : 2;                      // loaded by warps
   static constexpr bool kOneWeightScale = !kColumnScales && kGroupDepth % kN == 0;  // per tile
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
-  static constexpr int kStageScales = kWholeRows ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
+  static constexpr int kStageScales = kPerRowScales ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
   // D leaves through shared memory: a warp's rows by a line of 128 bytes per slot; kSlots may be in flight.
@@ -102,28 +103,29 @@ struct Groupwise {
   static constexpr int kSlotBytes = kWarpRows * kLine;
   static_assert(kN % 8 == 0);
   // A tile spans at most two 128-column scale groups, wherever it begins.
-  static_assert(kColumnScales || kWholeRows || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
-  // Copies of the epilogue's row and column operands and zero points. Row operands are a warp's own; so are column
-  // operands unless all warps meet in every tile: then two copies, as one warp may be a tile ahead.
-  static constexpr int kOperands = !kWholeRows ? 0 : kHasZeroPoint ? 2 : 1;
+  static_assert(kColumnScales || kPerRowScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
+  // Copies of the epilogue's row and column operands and zero points. Each warp has its own row operands, and its own
+  // column operands unless all warps synchronise in every tile: then there are two copies, as one warp may be a tile
+  // ahead.
+  static constexpr int kOperands = !kPerRowScales ? 0 : kHasZeroPoint ? 2 : 1;
   static constexpr int kRowOperands = kOperands * kWarpRows * kRounds, kColumnOperands = kOperands * kN;
-  static constexpr bool kSharesColumns = kKGroups > 1;
+  static constexpr bool kSharesColumnOperands = kKGroups > 1;
   static constexpr int kOperandBytes =
-      4 * (kConsumerWarps * kRowOperands + (kSharesColumns ? 2 : kConsumerWarps) * kColumnOperands);
+      4 * (kConsumerWarps * kRowOperands + (kSharesColumnOperands ? 2 : kConsumerWarps) * kColumnOperands);
   static constexpr int kPartialBytes = kKGroups > 1 ? kKGroups * 128 * kRowSums * 4 : 0;
   static constexpr int kBarrierBytes = 512;
   static constexpr int kSharedMemory = 232448;  // bytes per CTA on SM90
   static constexpr int kMaxStages = 24;
   // Pipeline ownership: within a tile the same warpgroup always consumes a given stage, and over all tiles the same
   // producer fills it, so that one parity bit suffices. Between tiles of odd depth warpgroups along K exchange stages,
-  // which is safe as they meet there. A token producer may wait for a weight stage released kTokenStages steps ago: its
-  // next use needs tokens that the same producer has not issued yet.
-  static constexpr int kProducerWarps = kFew ? 2 : 1;  // if K steps are short, their waits must overlap
-  static_assert(!kPairs || kProducerWarps == 1);
+  // which is safe because they synchronise there. A token producer may wait for a weight stage released kTokenStages
+  // steps ago: its next use needs tokens that the same producer has not issued yet.
+  static constexpr int kProducerWarps = kSmallM ? 2 : 1;  // if K steps are short, their waits must overlap
+  static_assert(!kMulticast || kProducerWarps == 1);
   static constexpr int kScaleWarps = kProducerWarps == 1 ? 3 : 1;  // per producer; spread over all schedulers
   static constexpr int kEven = std::lcm(kKGroups, kProducerWarps);
-  // Shared memory left over by whole stages holds more weight stages for few tokens. Groups with scales do not gain
-  // from it.
+  // For small M, shared memory left over by whole stages is used for more weight stages. Groups with scales do not
+  // gain from it.
   struct StageCounts {
     int tokens, weights;
     friend constexpr bool operator==(StageCounts const&, StageCounts const&) = default;
@@ -134,19 +136,20 @@ struct Groupwise {
   static constexpr StageCounts stages_beside(int warp_staging) {
     int const room = kSharedMemory - fixed_bytes(warp_staging);
     int const stages = std::min(room / kStageBytes, kMaxStages) / kEven * kEven;
-    return {stages, stages + (kFew && kWholeRows ? (room - stages * kStageBytes) / kWeightBytes / kEven * kEven : 0)};
+    return {stages,
+            stages + (kSmallM && kPerRowScales ? (room - stages * kStageBytes) / kWeightBytes / kEven * kEven : 0)};
   }
-  // One-sided split-K: the second CTA gives the first all its sums, which wait in this buffer so that no stage has to
-  // be given up; otherwise each gives half: for 56-column tiles, and for scale groups, whose steps take longer.
+  // One-sided split-K: the second CTA sends the first all its sums, into this buffer, so that no stage is needed for
+  // them. Otherwise each sends half: for 56-column tiles, and for scale groups, whose steps take longer.
   static constexpr int kSlotsBytes = kSlots * kSlotBytes, kAllSumsBytes = std::max(kSlotsBytes, kRowSums * 32 * 4);
-  static constexpr bool kGivesAll =
-      kMaySplitK && kFew && kWholeRows && stages_beside(kAllSumsBytes) == stages_beside(kSlotsBytes);
-  static constexpr int kWarpStaging = kGivesAll ? kAllSumsBytes : kSlotsBytes;
+  static constexpr bool kOneSidedSplitK =
+      kMaySplitK && kSmallM && kPerRowScales && stages_beside(kAllSumsBytes) == stages_beside(kSlotsBytes);
+  static constexpr int kWarpStaging = kOneSidedSplitK ? kAllSumsBytes : kSlotsBytes;
   static constexpr int kTokenStages = stages_beside(kWarpStaging).tokens, kStages = stages_beside(kWarpStaging).weights;
   static constexpr int kMoreStages = kStages - kTokenStages;
   // Tokens and weights have different stage counts, and kProducerWarps producer warps each.
-  static constexpr bool kApart = kMoreStages > 0;
-  static_assert(!kApart || kProducerWarps == 2);
+  static constexpr bool kSeparateProducers = kMoreStages > 0;
+  static_assert(!kSeparateProducers || kProducerWarps == 2);
   static_assert(kTokenStages >= (kMGroups > 1 ? 3 : 2));
   static constexpr int kSharedBytes =
       fixed_bytes(kWarpStaging) + kTokenStages * kStageBytes + kMoreStages * kWeightBytes;
@@ -176,24 +179,24 @@ struct Groupwise {
 
   // Arrivals per full barrier: TMA's transaction and every lane that copies scales. Per empty barrier: every consumer
   // warp.
-  static __device__ bool brings_scales(GroupwiseParams const& params) {
-    return kMayBringScales && params.copies_scales;
+  static __device__ bool producer_loads_scales(GroupwiseParams const& params) {
+    return kProducerMayLoadScales && params.copies_scales;
   }
   static __device__ int full_arrivals(GroupwiseParams const& params) {
-    if (kWholeRows) return kApart ? 2 : 1;
-    return 1 + (params.copies_all_scales ? 1 : brings_scales(params) ? 0 : 32 * kScaleWarps);
+    if (kPerRowScales) return kSeparateProducers ? 2 : 1;
+    return 1 + (params.copies_all_scales ? 1 : producer_loads_scales(params) ? 0 : 32 * kScaleWarps);
   }
-  static constexpr int kEmptyArrivals = 4 * kMGroups * (kPairs ? 2 : 1);  // one per warp, of both CTAs
+  static constexpr int kEmptyArrivals = 4 * kMGroups * (kMulticast ? 2 : 1);  // one per warp, of both CTAs
 
   // A warpgroup with enough registers multiplies one stage while it promotes the previous one. (With three warpgroups
   // others multiply meanwhile.)
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
   // Deferred stores: if each part has a slot, a tile is stored between the next one's products; not with two products
   // in flight.
-  static constexpr bool kSendsLater = kStoresBoxes && kParts <= kSlots && !kOverlaps;
+  static constexpr bool kDefersStores = kStoresBoxes && kParts <= kSlots && !kOverlaps;
   // The parts of the first round then fill their slots during the last product of the second round. Not with per-row
   // scales: ptxas spills.
-  static constexpr bool kFillsEarly = kSendsLater && kRounds > 1 && !kWholeRows;
+  static constexpr bool kFillsSlotsEarly = kDefersStores && kRounds > 1 && !kPerRowScales;
 };
 
 // A role's position in the pipeline of tokens and, if that differs, of weights.

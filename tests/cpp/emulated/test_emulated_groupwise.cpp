@@ -165,7 +165,7 @@ class Trial {
   }
 
   void choose_scales() {
-    bool const whole = kernel_.scales == Scales::kWholeRows;
+    bool const whole = kernel_.scales == Scales::kPerRowScales;
     auto const in_fours = [](int count) { return (count + 3) / 4 * 4; };
     int const groups = whole ? 1 : (p_.k + 127) / 128, line = in_fours(groups), column = in_fours(token_rows_);
     p_.depth = whole ? p_.k : 128;
@@ -273,8 +273,8 @@ int main(int count, char** arguments) {
   std::vector<Kernel> kernels;
   add_all<kTiles, Scales::kBlocks, cutlass::float_e4m3_t>(kernels);
   add_all<kColumnScaleTiles, Scales::kColumns, cutlass::float_e4m3_t>(kernels);
-  add_all<kInt8RowTiles, Scales::kWholeRows, std::int8_t>(kernels);
-  add_all<kFloat8RowTiles, Scales::kWholeRows, cutlass::float_e4m3_t>(kernels);
+  add_all<kInt8RowTiles, Scales::kPerRowScales, std::int8_t>(kernels);
+  add_all<kFloat8RowTiles, Scales::kPerRowScales, cutlass::float_e4m3_t>(kernels);
   // In float32 two rounds of a tile have more parts than slots.
   constexpr int kInFloat32 = 2;
   kernels.push_back(kernel_of<kTiles.back().config, kInFloat32, Scales::kBlocks, cutlass::float_e4m3_t>());

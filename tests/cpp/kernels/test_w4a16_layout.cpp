@@ -251,7 +251,7 @@ void exchanges_fit() {
         received_fit(config);
         CHECK((config.k_groups - 1) * subtiles_of(config) * kSubtileBytes <= ring_bytes);
       } else {
-        sums_fit(config, wo::lends_ring(config) ? ring_bytes : wo::exchange_bytes(config));
+        sums_fit(config, wo::reduces_in_stages(config) ? ring_bytes : wo::exchange_bytes(config));
       }
     }
   }

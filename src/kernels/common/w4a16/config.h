@@ -9,7 +9,7 @@ namespace epiloq::ops::weight_only_mm {
 inline constexpr int kSharedLine = 128;
 constexpr int whole_lines(int bytes) { return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine; }
 
-// GEMV, at most kGemvTokens tokens. `warps` warps take K steps in turn, each for `panels` panels of 16 rows of 4-bit
+// GEMV, at most kGemvTokens tokens. `warps` warps alternate K steps, each for `panels` panels of 16 rows of 4-bit
 // weights (half as many of 8-bit weights), with `stages` - 1 steps in flight. `blocks` is the least number of resident
 // CTAs per SM. With `digits` tokens are multiplied as integers, at most kDigitTokens of them.
 inline constexpr int kGemvTokens = 8, kDigitTokens = 2;
@@ -31,7 +31,7 @@ struct TiledConfig {
   constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
 };
 
-// SM90 decode kernel with TMA, for few tokens: one pipeline of K steps, tokens included, that all warps of a CTA share.
+// SM90 decode kernel with TMA, for small M: one pipeline of K steps, tokens included, shared by all warps of a CTA.
 // `m_groups` warps multiply `panels` panels of 16 weight rows each by all tokens, and `k_groups` such sets take K steps
 // in turn. Warps do not wait for each other, unlike wgmma's. `blocks` is the number of resident CTAs per SM.
 struct DecodeConfig {

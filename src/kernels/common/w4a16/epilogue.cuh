@@ -143,7 +143,7 @@ struct DirectRows {
   }
 
   // Lane t of four holds words t and 4 + t of eight and receives words 2 t and 2 t + 1, by two exchanges in which even
-  // lanes give one half and odd lanes the other.
+  // lanes send one half and odd lanes the other.
   __device__ __forceinline__ uint2 traded(unsigned const (&words)[2]) const {
     bool const is_odd = t % 2 != 0, is_low = t < 2;
     int const even = t % 2 * 2;

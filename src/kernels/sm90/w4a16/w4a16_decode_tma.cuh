@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90 W4A16/W8A16 decode kernel for few tokens: mma.sync main loop over a TMA pipeline that one thread fills
+// SM90 W4A16/W8A16 decode kernel for small M: mma.sync main loop over a TMA pipeline filled by one thread
 // (w4a16_prologue.cuh). Each warp multiplies its own panels and K steps independently. Compared with the GEMV, tokens
 // are loaded once per CTA; compared with WGMMA, each warp has more rows, so there are fewer instructions per weight.
 
@@ -21,7 +21,7 @@ struct Decode : TileCopies<kBits_, kGroups_, kPanelRows * kOwnPanels_ * kMGroups
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kOwnPanels = kOwnPanels_, kTiles = kTokens_ / 8;
   static constexpr int kWarps = kMGroups * kKGroups, kConsumerThreads = 32 * kWarps, kThreads = kConsumerThreads + 32;
   static constexpr int kResident = kResident_;
-  static constexpr bool kSharesRegisters = false, kLendsRing = false, kTakesMore = false;
+  static constexpr bool kSharesRegisters = false, kReducesInStages = false, kIsPersistent = false;
   static constexpr int kSumStride = sum_stride(DecodeConfig{kMGroups, kKGroups, kOwnPanels, kTokens_, kResident});
   static constexpr int kKGroupSums = kTokens_ * kSumStride;
 };
@@ -129,13 +129,13 @@ struct DecodeMainloop {
   }
 
   // Writes the sums to shared memory, [K group][token][row].
-  __device__ __forceinline__ void store(float* way_sums, Sums const& sums) const {
+  __device__ __forceinline__ void store(float* group_sums, Sums const& sums) const {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < C::kOwnPanels * C::kTiles * 4; ++i) {
       int const token = i / 4 % C::kTiles * 8 + lane % 4 * 2 + i % 2;
       int const row = (first_panel + i / 4 / C::kTiles) * kPanelRows + i % 4 / 2 * 8 + lane / 4;
-      way_sums[token * C::kSumStride + row] = sums[i / 4 / C::kTiles][i / 4 % C::kTiles][i % 4] * F::kUnit;
+      group_sums[token * C::kSumStride + row] = sums[i / 4 / C::kTiles][i / 4 % C::kTiles][i % 4] * F::kUnit;
     }
   }
 };
@@ -148,7 +148,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   auto const place_of = [&](int i) {
     return reinterpret_cast<float4*>(sums + i / C::kRows * C::kSumStride + i % C::kRows);
   };
-  auto const sum_of_ways = [&](int i) {
+  auto const sum_over_k_groups = [&](int i) {
     float4 sum = *place_of(i);
 #pragma unroll
     for (int k_group = 1; k_group < C::kKGroups; ++k_group) sum = sum + place_of(i)[k_group * C::kKGroupSums / 4];
@@ -158,7 +158,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
     if (i < elements) store_rows<typename C::T>(params.p, i / C::kRows, first_row + i % C::kRows, sum);
   };
   if (share.split == 1) {
-    for (int i = threadIdx.x * 4; i < elements; i += C::kConsumerThreads * 4) store(i, sum_of_ways(i));
+    for (int i = threadIdx.x * 4; i < elements; i += C::kConsumerThreads * 4) store(i, sum_over_k_groups(i));
     return;
   }
   int const subtiles = gemv_subtiles(params.tokens, C::kRows);
@@ -172,7 +172,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
     }
   };
   for_subtiles([&](Subtile const& subtile, int i) {
-    float4 const sum = sum_of_ways(i);
+    float4 const sum = sum_over_k_groups(i);
     if (share.is_own(subtile)) {
       *place_of(i) = sum;
     } else {

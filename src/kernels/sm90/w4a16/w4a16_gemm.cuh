@@ -19,7 +19,7 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   using T = T_;  // of the output
   using X = X_;  // of tokens
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kBlocks = kBlocks_;
-  static constexpr bool kRounds = kRounds_, kTakesMore = true;
+  static constexpr bool kRounds = kRounds_, kIsPersistent = true;
   static constexpr int kWarpgroupThreads = 128, kKGroupThreads = kMGroups * kWarpgroupThreads,
                        kConsumerWarpgroups = kMGroups * kKGroups;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
@@ -35,7 +35,7 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   static constexpr int kConsumerRegisters =
       (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kConsumerWarpgroups) / 8 * 8;
 
-  static constexpr bool kLendsRing = lends_ring(kKGroups, kTokens_);  // if CTAs split K
+  static constexpr bool kReducesInStages = reduces_in_stages(kKGroups, kTokens_);  // if CTAs split K
 };
 
 // Epilogue of a CTA: reduces the sums of its K groups into the first.
@@ -56,7 +56,7 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
                                int group, int warp) {
   int const k_group = group / C::kMGroups;
   WgmmaMainloop<C> const math(params, group % C::kMGroups, warp);
-  if (!C::kLendsRing && gridDim.y > 1) cluster_wait();
+  if (!C::kReducesInStages && gridDim.y > 1) cluster_wait();
   pdl_wait();
   SharedAddress const full = warp_uniform(shared.full), empty = warp_uniform(shared.empty);
   SharedAddress const first_stage = warp_uniform(shared_address(stages));
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
     SubtileReduction(blockIdx.y, gridDim.y, shared.received, 0).expect(eights * C::kPanels);
   }
   wait_for_start<C>();
-  if (!C::kLendsRing && shares) cluster_arrive();
+  if (!C::kReducesInStages && shares) cluster_arrive();
   pdl_trigger();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
   multiply_tiles<C>(params, shared, stages, group, warp);

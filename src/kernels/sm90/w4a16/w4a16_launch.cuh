@@ -132,7 +132,7 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
   int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
   int const bytes =
       std::max(ring_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
-  int const blocks = split > 1 || !C::kTakesMore ? params.tiles : std::min(params.tiles, share * sm_count);
+  int const blocks = split > 1 || !C::kIsPersistent ? params.tiles : std::min(params.tiles, share * sm_count);
   cuda_check(launch_pdl_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
              launching);
 }

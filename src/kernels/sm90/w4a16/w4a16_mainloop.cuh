@@ -33,8 +33,8 @@ struct WgmmaMainloop {
   // less often.
   static constexpr int kTokensByWholeTiles = C::kConsumerWarpgroups < 4 ? 64 : C::kConsumerWarpgroups == 4 ? 32 : 16;
   static constexpr bool kWholeTiles = C::kTokens <= kTokensByWholeTiles * 2 / kTokenBytes;
-  static constexpr int kPiece = C::kBits == 4 && C::kGroups < 4 && kWholeTiles ? 64 : 32;
-  static constexpr int kSubtiles = kPadding / kPiece, kInSubtile = kPiece / kInstruction;
+  static constexpr int kSubtileDepth = C::kBits == 4 && C::kGroups < 4 && kWholeTiles ? 64 : 32;
+  static constexpr int kSubtiles = kPadding / kSubtileDepth, kInSubtile = kSubtileDepth / kInstruction;
   static constexpr int kSubtilesOfGroup = kSubtiles / C::kGroups;
   // Per thread: rows r and r + 8 of its warp's panel, two neighbours of each 8 tokens.
   static constexpr int kSums = C::kTokens / 2;
@@ -81,7 +81,7 @@ struct WgmmaMainloop {
 
   // Loads the packed tile that a subtile's fragments come from, unless the previous subtile loaded it.
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int subtile) const {
-    int const column = subtile % kSubtiles * kPiece;
+    int const column = subtile % kSubtiles * kSubtileDepth;
     if (word_of(C::kBits, column) != 0) return;
     load_vector(words,
                 stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
@@ -91,7 +91,7 @@ struct WgmmaMainloop {
                                        typename F::Zero const& zero) const {
 #pragma unroll
     for (int i = 0; i < kInSubtile; ++i) {
-      F::make(a[i], words + word_of(C::kBits, subtile * kPiece + i * kInstruction), zero);
+      F::make(a[i], words + word_of(C::kBits, subtile * kSubtileDepth + i * kInstruction), zero);
     }
   }
 
@@ -137,7 +137,7 @@ struct WgmmaMainloop {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kInSubtile; ++i) {
-      int const column = subtile % kSubtiles * kPiece + i * kInstruction;
+      int const column = subtile % kSubtiles * kSubtileDepth + i * kInstruction;
       wgmma_fma(product, a[i], stage.tokens + (tokens_at(C::kTokens, column, kTokenBytes) >> 4), onto || i > 0,
                 std::make_index_sequence<kSums>{});
     }

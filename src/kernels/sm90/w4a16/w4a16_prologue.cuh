@@ -20,7 +20,7 @@ __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typ
   gemm::DynamicPipelineState state{0, 1};  // the first wait for each stage passes
   state.advance(params.stages, first.early());
   first.template issue_all<kHasZeros>(stages, shared, state, first.early());
-  if constexpr (!C::kTakesMore) return;
+  if constexpr (!C::kIsPersistent) return;
 #pragma unroll 1
   for (int tile = blockIdx.x + gridDim.x; tile < params.tiles; tile += gridDim.x) {
     typename C::Copies(params, tile).template issue_all<kHasZeros>(stages, shared, state);
@@ -32,9 +32,9 @@ __device__ __forceinline__ void wait_for_math_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(C::kConsumerThreads) : "memory");
 }
 
-// The first producer warp signals that the barriers are initialised and goes on; consumer warps wait.
+// The first producer warp signals that the barriers are initialised, without waiting; consumer warps wait.
 template <class C>
-__device__ __forceinline__ void say_started() {
+__device__ __forceinline__ void arrive_started() {
   asm volatile("bar.arrive 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
 }
 template <class C>
@@ -44,8 +44,8 @@ __device__ __forceinline__ void wait_for_start() {
 
 // The rest of the prologue, after the first copies: PDL trigger and register reallocation.
 template <class C>
-__device__ __forceinline__ void have_started(bool is_split) {
-  if (!C::kLendsRing && is_split) cluster_arrive();
+__device__ __forceinline__ void finish_prologue(bool is_split) {
+  if (!C::kReducesInStages && is_split) cluster_arrive();
   pdl_trigger();
   if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
@@ -65,9 +65,9 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
       shared.init_others();
     }
     __syncwarp();
-    say_started<C>();
+    arrive_started<C>();
   }
-  have_started<C>(is_split);
+  finish_prologue<C>(is_split);
   if (warp == 0) {
     if (elect_one) {
       // A branch inside the loop would cost registers for each step's addresses.
@@ -79,7 +79,7 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
     }
   }
   __syncwarp();
-  if (!C::kLendsRing && is_split) cluster_wait();  // as the other warps do
+  if (!C::kReducesInStages && is_split) cluster_wait();  // as the other warps do
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -154,13 +154,13 @@ class SingleKGroupEpilogue {
         split_(gridDim.y),
         panel_(math.panel),
         received_(in_register(received)),
-        slots_(in_register(stages + (C::kLendsRing ? 0 : params.exchange_at) +
+        slots_(in_register(stages + (C::kReducesInStages ? 0 : params.exchange_at) +
                            math.lane * SubtileReduction::kPartBytes)) {}
 
   // Stores the subtiles that this warp owns.
   __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, Place const& place) const {
     int const eights = eights_of<C>(place, p_.m);
-    if constexpr (C::kLendsRing) {
+    if constexpr (C::kReducesInStages) {
       cluster_arrive();
       cluster_wait();
     }

@@ -64,9 +64,9 @@ struct TileStage {
 };
 
 // Whether CTAs that split K exchange sums through the stages rather than a buffer behind them (w4a16_split_k.cuh): with
-// one K group that holds many tokens.
-constexpr bool lends_ring(int k_groups, int tokens) { return k_groups == 1 && tokens > 32; }
-constexpr bool lends_ring(WgmmaConfig const& c) { return lends_ring(c.k_groups, c.tokens); }
+// one K group with many tokens.
+constexpr bool reduces_in_stages(int k_groups, int tokens) { return k_groups == 1 && tokens > 32; }
+constexpr bool reduces_in_stages(WgmmaConfig const& c) { return reduces_in_stages(c.k_groups, c.tokens); }
 
 // Buffer for the partial sums of subtiles of 16 rows by 8 tokens from other CTAs; and for a CTA's own.
 template <class Config>
@@ -84,14 +84,16 @@ constexpr int received_bytes(Config const& c, bool and_own) {
 constexpr int sum_stride(DecodeConfig const& c) { return c.rows() + 4; }
 constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * c.tokens * sum_stride(c) * 4; }
 constexpr int sum_bytes(WgmmaConfig const& c) {
-  return c.k_groups > 1 ? (c.k_groups - 1) * c.tokens * c.rows() * 4 : lends_ring(c) ? received_bytes(c, true) : 0;
+  return c.k_groups > 1         ? (c.k_groups - 1) * c.tokens * c.rows() * 4
+         : reduces_in_stages(c) ? received_bytes(c, true)
+                                : 0;
 }
 
 // What lies behind the stages: sums from other CTAs, or from K groups.
 constexpr int exchange_bytes(WgmmaConfig const& c) {
-  return c.k_groups > 1  ? std::max(sum_bytes(c), received_bytes(c, false))
-         : lends_ring(c) ? 0
-                         : received_bytes(c, true);
+  return c.k_groups > 1         ? std::max(sum_bytes(c), received_bytes(c, false))
+         : reduces_in_stages(c) ? 0
+                                : received_bytes(c, true);
 }
 constexpr int exchange_bytes(DecodeConfig const& c) { return received_bytes(c, false); }
 

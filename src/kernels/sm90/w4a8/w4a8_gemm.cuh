@@ -44,7 +44,7 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   typename T::Share const share(params.p);
   BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::State at;
-  if (T::kPingpong && group == 1) Mainloop::signal_next_warpgroup(group);
+  if (T::kPingpong && group == 1) Mainloop::order_arrive(group);
   for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
     float sums[Mainloop::kSums] = {};
     Mainloop::sum(sums, of, at, share.steps(tile));

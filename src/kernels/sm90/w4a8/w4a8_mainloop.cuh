@@ -170,7 +170,7 @@ struct BlockwiseSm90Mainloop {
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
     fence(block.products, block.scales, sums);
-    if constexpr (T::kPingpong) wait_for_turn(of.group);
+    if constexpr (T::kPingpong) order_wait(of.group);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
@@ -190,7 +190,7 @@ struct BlockwiseSm90Mainloop {
       multiply<Outer<T::kTokens>>(factors.added, planes_descriptor(parts + (T::kPlane >> 4), T::kPlane), sums, true);
       cute::warpgroup_commit_batch();
     }
-    if constexpr (T::kPingpong) signal_next_warpgroup(of.group);
+    if constexpr (T::kPingpong) order_arrive(of.group);
   }
 
   // Waits for the issued products and promotes all but the last part.
@@ -260,13 +260,13 @@ struct BlockwiseSm90Mainloop {
     }
   }
 
-  // Ping-pong: warpgroups start in turn, so that one's products overlap the other's promotion.
-  static constexpr int kFirstTurn = 1 + T::kGroups, kBoth = T::kGroups * T::kGroupThreads;
-  static __device__ __forceinline__ void wait_for_turn(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(kFirstTurn + group), "n"(kBoth) : "memory");
+  // Ping-pong: warpgroups alternate, so that one's products overlap the other's promotion.
+  static constexpr int kFirstOrderBarrier = 1 + T::kGroups, kBoth = T::kGroups * T::kGroupThreads;
+  static __device__ __forceinline__ void order_wait(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(kFirstOrderBarrier + group), "n"(kBoth) : "memory");
   }
-  static __device__ __forceinline__ void signal_next_warpgroup(int group) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group), "n"(kBoth) : "memory");
+  static __device__ __forceinline__ void order_arrive(int group) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(kFirstOrderBarrier + 1 - group), "n"(kBoth) : "memory");
   }
 
   // Two planes of 16 bytes per row, as wgmma reads them without a swizzle: eight TF32 columns.
