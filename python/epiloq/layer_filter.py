@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from epiloq.models.held_elsewhere import held_elsewhere
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
 from epiloq.models.subclasses import is_plain, is_plain_conv2d
@@ -18,7 +19,7 @@ from epiloq.weights.tensor_checks import Identity, identity
 
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
-REGEX, READS = "re:", " reads its weight"
+REGEX, READS, HELD = "re:", " reads its weight", " holds it in a list or attribute beside its children"
 ROUTER, HEAD, TIED = "a router of experts", "the output head", "it shares its weight with an embedding"
 EXPECTED = frozenset({ROUTER, HEAD, TIED})
 """Reasons that nobody needs to be told."""
@@ -35,7 +36,8 @@ def reasons(model: nn.Module) -> Reason:
     """Reasons why linear layers of a model stay in floating point by default, by name."""
     modules = list(model.modules())
     embedded = {weight_identity(module) for module in modules if isinstance(module, nn.Embedding)}
-    left_out = {id(router): ROUTER for router in routers(model).values()}
+    left_out = {held: f"{holder}{HELD}" for held, holder in held_elsewhere(model).items()}
+    left_out |= {id(router): ROUTER for router in routers(model).values()}
     for name, parent in read_by_parents(model).items():
         left_out[id(model.get_submodule(name))] = f"{parent}{READS}"
     output_embeddings = getattr(model, "get_output_embeddings", None)
@@ -61,11 +63,18 @@ def reasons(model: nn.Module) -> Reason:
     return reason
 
 
-def reason_against_conv2d(module: nn.Module, name: str) -> str | None:
-    """Why a convolution stays in floating point by default, or None."""
-    if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
-        return LAZY
-    return None if is_plain_conv2d(module) else _no_plain(module, "convolution")
+def reasons_against_conv2d(model: nn.Module) -> Reason:
+    """Reasons why convolutions of a model stay in floating point by default."""
+    elsewhere = held_elsewhere(model)
+
+    def reason(module: nn.Module, name: str) -> str | None:
+        if id(module) in elsewhere:
+            return f"{elsewhere[id(module)]}{HELD}"
+        if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
+            return LAZY
+        return None if is_plain_conv2d(module) else _no_plain(module, "convolution")
+
+    return reason
 
 
 def _no_plain(module: nn.Module, kind: str) -> str:

@@ -49,6 +49,36 @@ def test_an_output_head_is_left_alone_by_default(make: Callable[[], LanguageMode
     assert model.get_submodule(model.head_name) is head
 
 
+class Listed(nn.Module):
+    """Runs what it keeps in a list and in a dictionary, registered for the state dict alone; and a layer as usual."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.listed, self.named, self.usual = [layer(), nn.GELU()], {"last": [layer()]}, layer()
+        self.add_module("0", self.listed[0])
+        self.add_module("1", self.named["last"][0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.named["last"][0](self.listed[1](self.listed[0](self.usual(x))))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layer"),
+    [("w8a16", lambda: nn.Linear(32, 32)), ("conv-w8a16", lambda: nn.Conv2d(32, 32, 1))],
+    ids=["linear", "convolution"],
+)
+def test_layers_that_a_class_holds_beside_its_children(seed: int, scheme: str, layer: Callable[[], nn.Module]) -> None:
+    """Another layer in the child's place would never run."""
+    model = nn.Sequential(Listed(layer))
+    kept, kind = model[0].listed[0], type(model[0].usual)
+    with pytest.raises(ValueError, match=r"'0\.0': cannot be replaced, as Listed holds it in a list"):
+        epiloq.quantize_(model, scheme, lambda module, name: True)
+    with pytest.warns(UserWarning, match="0.0 .Listed holds it in a list or attribute beside its children"):
+        epiloq.quantize_(model, scheme)
+    assert model.get_submodule("0.0") is kept and type(model.get_submodule("0.1")) is kind
+    assert type(model[0].usual).__module__.startswith("epiloq")
+
+
 def test_subclasses_that_compute_the_same_are_taken_and_others_can_be_chosen(seed: int) -> None:
     class Same(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from epiloq.layer_filter import EXPECTED, Filter, Reason, check_patterns, ignored, reason_against_conv2d, reasons
+from epiloq.layer_filter import EXPECTED, HELD, Filter, Reason, check_patterns, ignored, reasons, reasons_against_conv2d
+from epiloq.models.held_elsewhere import held_elsewhere
 from epiloq.weights.computed import NotFiniteError
 
 _WORDS: dict[type[nn.Module], str] = {nn.Linear: "linear layer", nn.Conv2d: "convolution"}
@@ -45,7 +46,10 @@ def choose(
             names.setdefault(module, []).append(name)
         elif reason and reason not in EXPECTED:
             left[name] = reason
+    elsewhere = held_elsewhere(model) if filter_fn is not None else {}
     for layer, (name, *_) in list(names.items()):
+        if id(layer) in elsewhere:
+            raise ValueError(f"quantize_: layer {name!r}: cannot be replaced, as {elsewhere[id(layer)]}{HELD}")
         try:
             check(layer)
         except ValueError as error:
@@ -66,5 +70,5 @@ def choose(
 def _reasons(model: nn.Module, filter_fn: Filter | None, kind: type[nn.Module]) -> Reason:
     """Why a layer is not to be replaced, "" for one that was not chosen; None if it is."""
     if filter_fn is None:
-        return reasons(model) if kind is nn.Linear else reason_against_conv2d
+        return reasons(model) if kind is nn.Linear else reasons_against_conv2d(model)
     return lambda module, name: None if filter_fn(module, name) else ""

@@ -30,7 +30,7 @@ class Report:
     left: dict[str, str] = field(default_factory=dict)
     """Modules that look alike and stayed, with the reason."""
     grouped_attention: bool = False
-    """Whether attention now reads keys and values once for all query heads that share them."""
+    """Whether attention, of any model within, now reads keys and values once for all query heads that share them."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.merged)} groups of layers merged, {len(self.fused)} modules fused"]

@@ -83,17 +83,15 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
     return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
 
 
-def use_grouped_sdpa_(model: Any, left: dict[str, str]) -> bool:
-    """Switch a transformers model from ``sdpa`` to `grouped_sdpa`; returns whether it did, and `left` gets why not.
+def use_grouped_sdpa_(model: nn.Module, left: dict[str, str]) -> bool:
+    """Switch each transformers model in `model` from ``sdpa`` to `grouped_sdpa`; returns whether any was, and `left`
+    gets why others were not. Models that attend in another way (``eager``, ``flash_attention_2``) keep it.
 
     If every layer passes the result of its cache directly to attention, a `QuantizedCache` returns its stored form.
     """
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
-        return False
-    kinds = {type(module) for module in model.modules()}
-    asks = asks_for_sdpa(kinds)
-    if asks is not None:
-        left["attention"] = f"{asks} does something else where it is called sdpa"
+    # The outermost model with a configuration determines what becomes of it.
+    found = {id(m.config): (name, m) for name, m in reversed(list(model.named_modules())) if _attends_by_sdpa(m)}
+    if not found:
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -101,5 +99,23 @@ def use_grouped_sdpa_(model: Any, left: dict[str, str]) -> bool:
     for name in NAMES:
         AttentionInterface.register(name, grouped_sdpa)
         AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(READS_STORED if attends_to_what_is_stored(kinds) else NAME)
-    return True
+    switched = False
+    for name, each in found.values():
+        kinds = {type(module) for module in each.modules()}
+        asks = asks_for_sdpa(kinds)
+        if asks is not None:
+            left[f"{name}.attention" if name else "attention"] = f"{asks} does something else where it is called sdpa"
+            continue
+        # set_attn_implementation would also switch models inside that attend in another way, and raise for those
+        # that do not attend at all.
+        each.config._attn_implementation_internal = READS_STORED if attends_to_what_is_stored(kinds) else NAME
+        switched = True
+    return switched
+
+
+def _attends_by_sdpa(module: Any) -> bool:
+    """Whether this is a transformers model that looks up its attention by name, now ``sdpa``."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        return False
+    can_switch = getattr(type(module), "_can_set_attn_implementation", None)
+    return can_switch is not None and module._supports_sdpa and can_switch()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.converted import convert_
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safe_files import reason
@@ -154,6 +155,7 @@ def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
         names = names_in(model, checkpoint)
         if not checkpoint.stored:
             checkpoint.rename(names.by_stored(checkpoint.files))
+        convert_(checkpoint, model, names)
     return model
 
 
@@ -170,9 +172,22 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
 
 
 def has_no_use_for(model: nn.Module, name: str) -> bool:
-    """Whether a tensor in files is of something that a model of transformers leaves aside, like further predictions."""
+    """Whether a tensor or layer in files is one that a model of transformers leaves aside, like further predictions.
+
+    Of what it has itself it leaves nothing aside: its patterns may be those of another size (the layer after GLM-4.5
+    Air's last, which GLM-4.5 has), or of a part, for whose names they are meant.
+    """
     patterns: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    return any(re.search(pattern, name) for pattern in patterns)
+    return any(re.search(pattern, name) for pattern in patterns) and not _has(model, name)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    try:
+        holder = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    return any(leaf in held for held in (holder._parameters, holder._buffers, holder._modules))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -61,6 +61,8 @@ class Checkpoint:
         self.files = self._weight_map()
         self.stored: dict[str, str] = {}
         """Names in the files by the names used here, where they differ."""
+        self.computed: dict[str, Callable[[], Tensor]] = {}
+        """What gives tensors that are not in the files but made of others, by name."""
         self._layers: dict[str, str] = {}
         self.described_by = "config.json"
         """The file that says how layers are quantised."""
@@ -112,11 +114,16 @@ class Checkpoint:
         return sorted(self.files, key=lambda name: (self.files[name], name))
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, mapped from its file."""
-        file = self.files[name]
+        """One tensor, mapped from its file, or computed from such."""
+        if name in self.computed:
+            return self.computed[name]()
+        return self.read(self.files[name], self.stored.get(name, name))
+
+    def read(self, file: str, stored: str) -> Tensor:
+        """One tensor of a file, by its name there."""
         if file not in self._opened:
             self._opened[file] = _opened(self.folder / file)
-        return self._opened[file].get_tensor(self.stored.get(name, name))  # type: ignore[no-any-return]
+        return self._opened[file].get_tensor(stored)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the files that tensors were read from, whose memory is given back once no tensor is mapped to it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.formats.io.checkpoint import split_name
 from epiloq.nn import ExpertLinears
@@ -40,6 +41,22 @@ class Names:
         converter = next(each for each in self.converters if pattern in each.source_patterns)
         first, *others = converter.target_patterns
         return [found, *(found.replace(first, other) for other in others)], False
+
+    def converted(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's tensors that one of transformers' converters makes of those of files, given by their names there.
+
+        All are of one converter, and of one place in the model.
+        """
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        made: Any = None
+        first = ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: dot_natural_key(item[0])):
+            first, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.state)
+            made = made or copy.deepcopy(next(each for each in self.converters if pattern in each.source_patterns))
+            made.add_tensor(first, name, pattern, tensor)
+        found = made.convert(first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def by_stored(self, stored: Iterable[str]) -> dict[str, str]:
         """Names in the model by those of files; tensors of a quantised layer go with its weight, others keep theirs."""
@@ -77,3 +94,26 @@ def without_stacking(transforms: list[Any], names: list[str]) -> list[Any]:
         )
 
     return [transform for transform in transforms if not stacks(transform)]
+
+
+def saved_by_layer(model: Any, names: list[str]) -> list[Any]:
+    """The changes that transformers undoes as it saves a model, but for those that merge tensors of these names.
+
+    It keeps as one tensor in its files what some models have as several layers (query, key and value), and would join
+    their packed integers as if they were rows of a float weight. Under their own names, it loads them as they are.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter
+
+    known: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if known is None:  # As transformers has it for models that no directory was loaded into.
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        known = [transform for transform in found if not isinstance(transform, PrefixChange)]
+
+    def merges(transform: Any) -> bool:
+        if not isinstance(transform, WeightConverter):
+            return False
+        undone = transform.reverse_transform()
+        return any(undone.rename_source_key(name)[1] is not None for name in names)
+
+    return [transform for transform in known if not merges(transform)]

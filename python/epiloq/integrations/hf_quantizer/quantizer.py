@@ -12,8 +12,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.embeddings import without
-from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.names import apart, without_stacking
+from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.io.names import apart, saved_by_layer, without_stacking
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, shared
 from epiloq.integrations.hf_quantizer import mxfp4
@@ -145,6 +145,7 @@ class EpiloqQuantizer(HfQuantizer):
         if self._is_mxfp4:
             return state
         layers = epiloq_modules.layers_of(model)
+        model._weight_conversions = saved_by_layer(model, [name for name in state if split_name(name)[0] in layers])
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
             said, sharing = epiloq_modules.said_of(model)
             model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)

@@ -134,10 +134,12 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         layer, _, part = name.rpartition(".")
         if name not in unused:
             layers[layer][part] = entry
+    own_names = {layer: names.of(f"{layer}.weight").removesuffix(".weight") for layer in layers}
+    # epiloq's own format names the model's layers, the others those of the files.
+    found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
+    _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
     for layer, parts in layers.items():
-        own = names.of(f"{layer}.weight").removesuffix(".weight")
-        # epiloq's own format names the model's layers, the others those of the files.
-        reader = known.get(layer) or known.get(own)
+        own, reader = own_names[layer], found_readers[layer]
         if reader is None or has_no_use_for(model, own):
             continue
         linear = _linear(model, own, checkpoint.where(layer))
@@ -158,6 +160,14 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         setattr(model.get_submodule(parent), leaf, place)
     check(model, checkpoint)
     return found
+
+
+def _forget_ties_among(model: Any, quantised: set[str]) -> None:
+    """Have a model no longer tie layers' float weights to each other where the files hold each of them quantised."""
+    layers = {
+        name.removesuffix(".weight"): of.removesuffix(".weight") for name, of in model.all_tied_weights_keys.items()
+    }
+    forget_ties(model, tuple(name for name, of in layers.items() if name in quantised and of in quantised))
 
 
 def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader]) -> dict[str, Tensor]:

@@ -1,0 +1,126 @@
+"""Models whose files name tensors in ways of their own: layers as one, one layer twice, names like some to ignore."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("safetensors")
+transformers = pytest.importorskip("transformers")
+
+import epiloq
+import epiloq.integrations.transformers as integration
+from epiloq.formats import epiloq_modules
+from epiloq.formats.io.model import from_directory
+from model_families import SIZES
+
+# Other tests want transformers as it is.
+integration.unregister()
+pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
+
+
+def nomic() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Query, key and value are one ``Wqkv`` in files."""
+    config = transformers.NomicBertConfig(intermediate_size=64, max_position_embeddings=64, **SIZES)
+    return transformers.NomicBertForMaskedLM(config), {"input_ids": torch.randint(3, 96, (2, 9))}
+
+
+def dinov2() -> tuple[Any, dict[str, torch.Tensor]]:
+    """The gate and what it gates are one matrix, each with a bias."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Dinov2Config(image_size=16, patch_size=8, use_swiglu_ffn=True, **sizes)
+    return transformers.Dinov2Model(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def olmo_hybrid() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A convolution that stays in floating point is three in files."""
+    sizes = {"intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    widths = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_key_value_heads": 2}
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    config = transformers.OlmoHybridConfig(pad_token_id=0, **SIZES, **sizes, **widths, **layers)
+    return transformers.OlmoHybridForCausalLM(config), {"input_ids": torch.randint(3, 96, (2, 9))}
+
+
+def dab_detr() -> tuple[Any, dict[str, torch.Tensor]]:
+    """The decoder and the model predict boxes by the same layers, under two names."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 5}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.DabDetrConfig(
+        backbone_config=backbone, use_timm_backbone=False, backbone=None, hidden_size=32, **sizes, **heads
+    )
+    return transformers.DabDetrForObjectDetection(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
+
+
+def mimi() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Patterns of what its parts leave aside match layers of the whole."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    convolutions = {"num_filters": 2, "upsample_groups": 32, "codebook_size": 16, "codebook_dim": 8}
+    config = transformers.MimiConfig(
+        vector_quantization_hidden_dimension=8, intermediate_size=32, **sizes, **convolutions
+    )
+    return transformers.MimiModel(config), {"input_values": torch.randn(1, 1, 2000)}
+
+
+def glm_moe() -> tuple[Any, dict[str, torch.Tensor]]:
+    """The same, where a smaller model's further layer is one of a larger model."""
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 60,
+    }
+    config = transformers.Glm4MoeConfig(
+        **SIZES | {"hidden_size": 16, "num_hidden_layers": 47},
+        **experts,
+        intermediate_size=16,
+        head_dim=8,
+        num_key_value_heads=2,
+    )
+    return transformers.Glm4MoeForCausalLM(config), {"input_ids": torch.randint(3, 96, (1, 5))}
+
+
+MODELS: list[Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = [nomic, dinov2, olmo_hybrid, dab_detr, mimi, glm_moe]
+
+
+def quantised(model: Any, scheme: str = "w4a16-g32") -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return epiloq.quantize_(model.eval(), scheme)
+
+
+@torch.no_grad()
+def answer(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = model(**given)
+    return next(found[key] for key in ("logits", "last_hidden_state", "audio_values") if key in found)  # type: ignore
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_what_transformers_saves_opens(
+    seed: int, tmp_path: Path, make: Callable[[], tuple[Any, dict[str, torch.Tensor]]]
+) -> None:
+    model, given = make()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "float")
+    kind = type(model)
+    # In memory, and after loading, which tells the model how its files are named.
+    for source in (model, kind.from_pretrained(tmp_path / "float")):
+        made = quantised(source)
+        expected, folder = answer(made, given), tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        made.save_pretrained(folder)
+        again, info = kind.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        # Convolutions may add in another order where tensors lie otherwise in memory.
+        bound = 1e-5 if make in (dab_detr, mimi) else 0.0
+        for found in (again, from_directory(folder)):
+            assert epiloq_modules.layers_of(found) == epiloq_modules.layers_of(made)
+            assert float((answer(found, given) - expected).norm() / expected.norm()) <= bound
