@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_REMEDY = "install epiloq anew, by `pip install .` in a checkout, or its wheel with `--force-reinstall`"
+_REMEDY = "reinstall epiloq, with `pip install .` in a checkout, or the wheel with `--force-reinstall`"
 
 
 def load() -> None:

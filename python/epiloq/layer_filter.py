@@ -80,7 +80,7 @@ def reasons_against_conv2d(model: nn.Module) -> Reason:
 def _no_plain(module: nn.Module, kind: str) -> str:
     if "forward" in vars(module):
         return "its forward was replaced, as by hooks of accelerate"
-    return f"{type(module).__name__} is no plain {kind}"
+    return f"{type(module).__name__} is not a plain {kind}"
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:

@@ -183,7 +183,7 @@ def _check(model: nn.Module, ends: Ends, where: str) -> None:
                 assert ends.head is not None
                 ends.head.check_convertible(layer)
                 if not is_plain(layer):
-                    raise ValueError(f"{type(layer).__name__} is no plain linear layer")
+                    raise ValueError(f"{type(layer).__name__} is not a plain linear layer")
         except ValueError as error:
             raise ValueError(f"{where}: layer {name!r}: {error}") from error
     weights = {weight_identity(model.get_submodule(name)) for name in ends.names}

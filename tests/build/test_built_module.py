@@ -44,7 +44,7 @@ def imported(package: Path) -> tuple[int, str]:
 
 def refusal(package: Path) -> str:
     status, said = imported(package)
-    assert status == 1 and said.startswith("ImportError: epiloq: ") and "install epiloq anew" in said, said
+    assert status == 1 and said.startswith("ImportError: epiloq: ") and "reinstall epiloq" in said, said
     return said
 
 
@@ -105,5 +105,5 @@ def test_a_module_for_python_with_a_gil_is_named_by_one_without(monkeypatch: pyt
     """A free-threaded CPython has the same version, but other modules."""
     monkeypatch.setattr(_built_module, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "abiflags", "t")
-    with pytest.raises(ImportError, match=rf"nothing for cpython 3\.{sys.version_info.minor}t: install epiloq anew"):
+    with pytest.raises(ImportError, match=rf"nothing for cpython 3\.{sys.version_info.minor}t: reinstall epiloq"):
         _built_module.load()

@@ -179,7 +179,7 @@ def test_conversion_makes_a_model_that_later_runs_reuse(
 
 def test_folder_that_is_no_model_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(DemoError, match="holds no complete model"):
+    with pytest.raises(DemoError, match="does not contain a complete model"):
         teacher.prepare(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

@@ -131,7 +131,7 @@ def test_heads_of_attention(seed: int, together: bool, ranks: int, monkeypatch: 
 
 def test_other_layers_are_refused_by_name(seed: int) -> None:
     config = configured({"lm_head": quantised("w8a16", 24)})
-    with pytest.raises(ValueError, match="epiloq: lm_head: expected quantised linear layers alone"):
+    with pytest.raises(ValueError, match="epiloq: lm_head: expected only quantised linear layers"):
         config.get_quant_method(nn.Embedding(24, K), "lm_head")
     assert config.get_quant_method(nn.Embedding(24, K), "model.embed_tokens") is None
 

@@ -189,7 +189,7 @@ def test_what_is_not_run_is_refused_by_name(seed: int) -> None:
     config = configured(lm_head=gate)
     with (
         vllm_on_cpu.engine(),
-        pytest.raises(ValueError, match="epiloq: lm_head: expected quantised linear layers alone"),
+        pytest.raises(ValueError, match="epiloq: lm_head: expected only quantised linear layers"),
     ):
         ParallelLMHead(24, K, quant_config=config, prefix="lm_head")
     config = configured(model__layers__0__mlp__gate=gate)

@@ -200,7 +200,7 @@ def test_choices_of_another_card_or_version_are_ignored_with_a_sentence(
     store.save(path, CARD, {"key": Entry("a", 1.0, "b", 2.0)})
     other = Card(-1, "Another card", 132)
     with pytest.raises(
-        ValueError, match="tuned on Card of a test, 132 SMs, which do not hold on Another card, 132 SMs"
+        ValueError, match="tuned on Card of a test, 132 SMs, which do not apply to Another card, 132 SMs"
     ):
         store.read(path, other)
     store.save(path, other, {"key": Entry("c", 1.0, "b", 2.0)})  # one file for both

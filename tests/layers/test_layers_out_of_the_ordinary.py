@@ -63,7 +63,7 @@ def test_linear_layers_that_compute_something_else_are_left_and_named(seed: int)
     )
     x = torch.randn(5, 24)
     expected = model(x)
-    assert said_of(model, "w8a16") == "quantize_: left in floating point: 1 (Doubled is no plain linear layer)"
+    assert said_of(model, "w8a16") == "quantize_: left in floating point: 1 (Doubled is not a plain linear layer)"
     assert kept(model) == ["1"]
     torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
 
@@ -83,8 +83,8 @@ def test_convolutions_that_compute_something_else_are_left_and_named(seed: int) 
     expected = model(x)
     said = said_of(model, "conv-w8a16")
     assert said == (
-        "quantize_: left in floating point: 0 (Centred is no plain convolution); 2 (Halved is no plain convolution); "
-        "5 (Gained is no plain convolution)"
+        "quantize_: left in floating point: 0 (Centred is not a plain convolution); "
+        "2 (Halved is not a plain convolution); 5 (Gained is not a plain convolution)"
     )
     assert kept(model) == ["0", "2", "5"]
     torch.testing.assert_close(model(x), expected, rtol=0.03, atol=0.03)

@@ -45,7 +45,7 @@ def freed(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("change", "said"), [(wrapped, "TwoTensor"), (freed, "memory is freed")])
+@pytest.mark.parametrize(("change", "said"), [(wrapped, "TwoTensor"), (freed, "memory has been freed")])
 def test_weights_without_an_address_are_no_shared_ones(change, said: str, seed: int) -> None:  # type: ignore[no-untyped-def]
     """All of them have the address 0: none of two layers is the other's, and neither can be quantised."""
     model = change(Language())

@@ -62,12 +62,12 @@ def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
         (("--bits", 5, "--candidates", "w5a16-g32"), r"--candidates: expected w<bits>a16 .* got 'w5a16-g32'"),
         (("--bits", 5, "--candidates", "fp8"), "got 'fp8'"),
         (("--bits", 5, "--candidates", "w4a16-g0"), "got 'w4a16-g0'"),
-        (("--bits", 8, "--candidates", "w4a16-g48"), "can hold none of w4a16-g48 for .*: add w8a16"),
-        (("--bits", 5, "--format", "awq"), "awq: a budget makes layers of several schemes; take --format compressed"),
+        (("--bits", 8, "--candidates", "w4a16-g48"), "can represent none of w4a16-g48 for .*: add w8a16"),
+        (("--bits", 5, "--format", "awq"), "awq: a budget gives layers different schemes; use --format compressed"),
         (("--bits", "4.5", "--algorithm", "autoround"), "trains a block's layers by one scheme"),
         (
             ("--bytes", "1MB", "--embedding", "w8a16", "--format", "compressed-tensors"),
-            "a quantised embedding of the layers' own scheme alone, and a budget has several; type --format epiloq",
+            "an embedding with the layers' scheme, and a budget has several; type --format epiloq",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_embedding_and_head_in_the_budget(tmp_path: Path, tied: bool) -> None:
     least = amount.parse_bytes(refused.split("need --bytes ")[1].split(",")[0])
     warned = quantize(tmp_path / "model", tmp_path / "float", "--bytes", f"{int(1.05 * least)}B", "--format", "epiloq")
     assert warned.exit_code == 0
-    assert "--head auto --embedding auto give them schemes" in " ".join(warned.output.split())
+    assert "--head auto --embedding auto choose schemes for them" in " ".join(warned.output.split())
     sizes = {}
     # In floating point they alone would not leave the layers enough.
     for name, most in (("small", int(0.95 * least)), ("large", 2_000_000)):
@@ -158,7 +158,7 @@ ENDS = {"head": "lm_head", "embedding": "model.embed_tokens"}
 def test_ends_are_chosen_by_bytes_alone(teacher: Path, tmp_path: Path, option: str, budget: tuple[object, ...]) -> None:
     result = quantize(teacher, tmp_path / "out", *budget, option, "auto")
     assert result.exit_code == 2
-    assert f"{option} auto: expected --bytes beside it" in result.output
+    assert f"{option} auto: expected --bytes as well" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +218,7 @@ def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option:
     refused = quantize(teacher, tmp_path / "none", option, vast)
     said = " ".join(refused.output.split())
     found = re.search(
-        rf"no less than the model .* expected {option} ([\d.]+)(MB)? to {option} ([\d.]+)(MB)?, which", said
+        rf"not less than the size of .* expected {option} ([\d.]+)(MB)? to {option} ([\d.]+)(MB)?, which", said
     )
     assert refused.exit_code == 2 and found is not None and not (tmp_path / "none").exists(), said
     least, unit, most = float(found[1]), found[2] or "", float(found[3])
@@ -226,7 +226,7 @@ def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option:
     for asked, has in ((least, "w4a16"), (most, "w8a16"), (most * 1.1, "w8a16")):
         result = quantize(teacher, tmp_path / str(asked), option, f"{asked:g}{unit}", "--json", tmp_path / "r.json")
         assert result.exit_code == 0, result.output
-        assert asked <= most or "is more than the largest candidates take" in " ".join(result.output.split())
+        assert asked <= most or "is more than the largest candidates need" in " ".join(result.output.split())
         assert max(json.loads((tmp_path / "r.json").read_text())["budget"]["counts"]) in (has, f"{has}-g32")
 
 

@@ -59,7 +59,7 @@ def test_options_that_lack_another_are_refused(teacher: Path) -> None:
     neither = run("eval", teacher)
     assert neither.exit_code == 2 and "expected --text, --tasks or both, got neither" in neither.output
     alone = run("eval", teacher, "--kl", teacher, "--tasks", "x")
-    assert alone.exit_code == 2 and "--kl: expected --text FILE with it" in alone.output
+    assert alone.exit_code == 2 and "--kl: expected --text FILE as well" in alone.output
 
 
 def test_a_teacher_with_other_tokens_is_refused(teacher: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_settings_that_cannot_be_read_are_named(
     result = quantize(teacher, tmp_path / "out", *W8)
     assert result.exit_code == 2, result.output
     assert f"{aside / 'settings.json'}: expected" in result.output
-    assert f"{aside} holds a run that was interrupted: delete it" in result.output
+    assert f"{aside} contains an interrupted run: delete it" in result.output
     assert {file: file.read_bytes() for file in aside.iterdir()} == before and not (tmp_path / "out").exists()
 
 
@@ -178,6 +178,6 @@ def test_of_two_conversions_at_once_the_later_leaves_the_first(
 
     monkeypatch.setattr(checkpoint.Writer, "close", meanwhile)
     result = run("convert", quantised, tmp_path / "out", "--format", "gptq")
-    assert result.exit_code == 1 and f"{tmp_path / 'out'} appeared meanwhile" in result.output, result.output
+    assert result.exit_code == 1 and f"{tmp_path / 'out'} was created in the meantime" in result.output, result.output
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["format"] == "epiloq" and [path.name for path in tmp_path.iterdir()] == ["out"]

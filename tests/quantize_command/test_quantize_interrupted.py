@@ -196,7 +196,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(
 
     monkeypatch.setattr(jobs.page, "render", appear)
     result = run(teacher, tmp_path / "out")
-    assert result.exit_code == 1 and "appeared meanwhile" in result.output
+    assert result.exit_code == 1 and "was created in the meantime" in result.output
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["precious"]
 
 

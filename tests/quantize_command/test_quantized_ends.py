@@ -110,7 +110,7 @@ def test_without_text_the_cost_is_unknown(seed: int, tmp_path: Path) -> None:
 def test_apart(seed: int, tmp_path: Path, head: str | None, embedding: str | None, kinds: Any, layout: str) -> None:
     teacher = untied_teacher(tmp_path)
     if layout == "compressed-tensors" and embedding == "w4a16-g32":
-        pytest.skip("its reader takes an embedding of the layers' scheme alone")
+        pytest.skip("its reader supports only an embedding with the layers' scheme")
     asked = [part for pair in (("--head", head), ("--embedding", embedding)) if pair[1] for part in pair]
     result = run("quantize", teacher, "--output", tmp_path / "out", *RTN, "w8a16", *asked, "--format", layout)
     assert result.exit_code == 0, result.output
@@ -192,11 +192,11 @@ def test_converts_and_inspects(seed: int, tmp_path: Path) -> None:
         assert torch.equal(logits(opened(tmp_path / output)), logits(model))
     assert bytes_of(tmp_path / "twice", "lm_head") > 0 == bytes_of(tmp_path / "once", "lm_head")
     refused = run("convert", tmp_path / "once", tmp_path / "no", "--format", "gptq")
-    assert refused.exit_code == 2 and "gptq: cannot hold a quantised embedding" in refused.output
+    assert refused.exit_code == 2 and "gptq: cannot represent a quantised embedding" in refused.output
     mixed = epiloq.quantize_(tiny_model(**ROUND), "w4a16-g32", head="w8a16")
     epiloq_modules.save(mixed, tmp_path / "mixed")
     refused = run("convert", tmp_path / "mixed", tmp_path / "no", "--format", "compressed-tensors")
-    assert refused.exit_code == 2 and "of the layers' own scheme alone" in refused.output
+    assert refused.exit_code == 2 and "with the layers' scheme only" in refused.output
     found = run("inspect", tmp_path / "once", "--check", "--json", tmp_path / "inspected.json")
     assert found.exit_code == 0, found.output
     assert "embed_tokens" in {row["kind"] for row in json.loads((tmp_path / "inspected.json").read_text())["kinds"]}
@@ -255,8 +255,8 @@ def test_bad_directories(seed: int, tmp_path: Path, change: Any, message: str, e
         (("--embedding", "fp8"), "--embedding"),
         (("--head", "w8a8-int8"), "share one weight: expected one of w8a16"),
         (("--head", "w8a16", "--embedding", "w4a16-g32"), "expected 'w8a16' as for the head"),
-        (("--head", "w8a16", "--format", "gptq"), "gptq: cannot hold a quantised embedding"),
-        (("--head", "w8a16", "--format", "compressed-tensors"), "zero points of one scheme alone; take --symmetric"),
+        (("--head", "w8a16", "--format", "gptq"), "gptq: cannot represent a quantised embedding"),
+        (("--head", "w8a16", "--format", "compressed-tensors"), "zero points of one scheme only; use --symmetric"),
     ],
 )
 def test_refused_before_anything_is_written(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -201,11 +201,11 @@ def test_a_transposed_layer_that_is_ignored_is_written_as_it_was(seed: int, tmp_
 
 def test_formats_that_cannot_hold_a_transposed_layer(seed: int, tmp_path: Path) -> None:
     result = job(tmp_path, "gpt2", "--algorithm", "rtn", "--format", "compressed-tensors")
-    assert result.exit_code == 2 and "compressed-tensors: cannot hold a Conv1D" in result.output
+    assert result.exit_code == 2 and "compressed-tensors: cannot represent a Conv1D" in result.output
     assert "type --format gptq or --format epiloq instead" in result.output
     assert job(tmp_path, "gpt2", "--algorithm", "rtn", scheme="w8a8-int8").exit_code == 0
     other = run("convert", tmp_path / "out", tmp_path / "ct", "--format", "compressed-tensors")
-    assert other.exit_code == 2 and "cannot hold a Conv1D" in other.output
+    assert other.exit_code == 2 and "cannot represent a Conv1D" in other.output
 
 
 def test_an_encoder_and_a_decoder_cannot_be_calibrated(seed: int, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def check_folders(output: Path, teacher: Path | None) -> None:
         raise typer.BadParameter(f"{output}: {reason}", param_hint="--output")
     if teacher is not None and not is_model(teacher):
         raise typer.BadParameter(
-            f"{teacher} holds no model: expected config.json, *.safetensors and a tokenizer", param_hint="--teacher"
+            f"{teacher} contains no model: expected config.json, *.safetensors and a tokenizer", param_hint="--teacher"
         )
 
 

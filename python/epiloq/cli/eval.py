@@ -177,7 +177,7 @@ def evaluate(
         if text is None and tasks is None:
             raise ValueError("expected --text, --tasks or both, got neither")
         if text is None and kl is not None:
-            raise ValueError("--kl: expected --text FILE with it, whose predictions are compared")
+            raise ValueError("--kl: expected --text FILE as well, on which predictions are compared")
         quiet()
         if tasks is not None:
             check_installed("eval --tasks", [name for name in PACKAGES if find_spec(name) is None], "tasks")

@@ -133,7 +133,7 @@ def per_token_cast_to_fp8(
     """
     require_matrix("per_token_cast_to_fp8", x=x)
     if use_packed_ue8m0:
-        raise NotImplementedError("per_token_cast_to_fp8: use_packed_ue8m0: expected False, as it is not implemented")
+        raise NotImplementedError("per_token_cast_to_fp8: use_packed_ue8m0: expected False; it is not implemented")
     return epiloq.quantize_fp8(x, granularity="group", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
 
 

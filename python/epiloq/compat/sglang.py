@@ -125,7 +125,7 @@ def sgl_per_token_group_quant_8bit(
         "packed output_s": not output_s.is_floating_point(),
     }
     for what in (name for name, asked in unsupported.items() if asked):
-        raise NotImplementedError(f"{operation}: {what}: expected none, as it is not implemented")
+        raise NotImplementedError(f"{operation}: {what}: expected none; it is not implemented")
     out = (output_q, output_s)
     if of_int8:
         _quantize_int8_groups(operation, input, output_q, output_s, group_size)

@@ -43,7 +43,7 @@ def find_gguf() -> Path:
         ) from None
     found = [path for path in (Path(str(entry.locate())) for entry in recorded) if path.suffix == ".gguf"]
     if not found or not found[0].is_file():
-        raise DemoError(f"the installed {PACKAGE} holds no .gguf file: {INSTALL} --force-reinstall")
+        raise DemoError(f"the installed {PACKAGE} contains no .gguf file: {INSTALL} --force-reinstall")
     return found[0]
 
 
@@ -69,7 +69,7 @@ def prepare(folder: Path) -> bool:
     if is_model(folder):
         return False
     if folder.exists():
-        raise DemoError(f"{folder} exists but holds no complete model: move it away, then run again")
+        raise DemoError(f"{folder} exists but does not contain a complete model: move it away, then run again")
     convert(find_gguf(), folder)
     return True
 

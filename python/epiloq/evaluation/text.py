@@ -118,7 +118,7 @@ def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor
 def first_tokens(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Windows from the text's beginning on that have so many tokens together (all, if there are no more).
 
-    The last one is cut; one of fewer than two tokens is left out, for it predicts nothing.
+    The last one is cut; one of fewer than two tokens is left out, because it predicts nothing.
     """
     taken: list[Tensor] = []
     for window in found:

@@ -1,10 +1,10 @@
-"""Checkpoint formats: layouts of one layer's tensors, and directories of them, read, written, converted and compared.
+"""Checkpoint formats: tensor layouts of layers, and reading, writing, converting and comparing directories.
 
 Layouts (`awq`, `compressed_tensors`, `gguf`, `gptq`, `marlin`) are pure functions between a `PackedWeight` (or a
-calibrated `QuantizedWeight`) and tensors by name, see docs/guide/weight_layouts.md; `gguf_model` runs a file's;
-`epiloq_modules` and `deepseek_fp8` write models in memory; `table` has every format as data, `readers` the way back;
-`layers` reads the layers of a directory in any of them; `checkpoint` and `safetensors_file` hold files. Nothing here is
-imported by ``import epiloq``.
+calibrated `QuantizedWeight`) and named tensors, see docs/guide/weight_layouts.md. `gguf_model` loads a GGUF file.
+`epiloq_modules` and `deepseek_fp8` write models in memory. `table` describes every format for writing, `readers` for
+reading. `layers` reads the layers of a directory in any format, and `checkpoint` and `safetensors_file` access files.
+``import epiloq`` does not import this package.
 """
 
 from importlib import import_module

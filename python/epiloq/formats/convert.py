@@ -60,9 +60,9 @@ def refusal(layers: Layers, layout: Format) -> str | None:
     """Why a format cannot represent a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
     transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
-        return f"{transposed[0]}: {layout.name}: cannot hold a Conv1D, only torch.nn.Linear"
+        return f"{transposed[0]}: {layout.name}: cannot represent a Conv1D, only torch.nn.Linear"
     if layers.tables and not layout.ends:
-        return f"{min(layers.tables)}: {layout.name}: cannot hold a quantised embedding"
+        return f"{min(layers.tables)}: {layout.name}: cannot represent a quantised embedding"
     tried, described = set(), dict[str, Description]()
     for name, reader in layers.readers.items():
         key = (reader.quantization, repr(reader.module), layers.shape(name), layers.ordered(name))

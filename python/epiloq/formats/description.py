@@ -23,14 +23,14 @@ FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
 
 @dataclass(frozen=True)
 class Inputs:
-    """How activations are quantised, to 8 bits (FP4: to 4).
+    """How activations are quantised: to 8 bits, or to 4 for FP4.
 
     strategy
-        What shares a scale: "token", "tensor", or "group" (of `group_size` features of a token).
+        Granularity of scales: "token", "tensor", or "group" (of `group_size` features of a token).
     dynamic
-        Whether scales are measured at run time; otherwise they are in the files.
+        Whether scales are computed at run time; otherwise they are in the files.
     limit
-        The largest magnitude that is not clamped before; None for all.
+        Activations are clamped to this magnitude first; None for no limit.
     """
 
     kind: Kind
@@ -43,20 +43,20 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Description:
-    """How one layer is quantised and how its tensors lie in files.
+    """How a layer is quantised, and the layout of its tensors in files.
 
     layout
         The name of the layout of its tensors, a key of `layout_table.LAYOUTS`.
     kind, bits
-        The numbers that weights are: integers of `bits` bits, float8_e4m3fn, E2M1 (fp4), or places of `bits` bits in a
-        table.
+        Number type of the weights: integers of `bits` bits, float8_e4m3fn, E2M1 (fp4), or indices of `bits` bits into
+        a table.
     strategy
-        What shares a scale: "tensor", "channel", "group" (of `group_size` input features) or "block" (of `block` rows
-        and columns).
+        Granularity of scales: "tensor", "channel", "group" (of `group_size` input features) or "block" (of `block`
+        rows and columns).
     symmetric
-        Without zero points (or offsets).
+        Whether there are no zero points (or offsets).
     ordered
-        Whether groups may be in activation order; then the files have to hold the order.
+        Whether groups may be in activation order; the files must then contain the order.
     inputs
         How activations are quantised; None leaves them in floating point.
     """

@@ -1,4 +1,4 @@
-"""The kinds of modules in epiloq's own format, as data: options in config.json, and what the weight is."""
+"""Table of the module classes in epiloq's own format: their options in config.json, and their weights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Options: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of modules in files.
+    """A module class in epiloq's own format.
 
     options
-        Which arguments of its constructor say what the layer beside its sizes does, and where the module has them.
+        The constructor's arguments other than sizes, and how to get them from a module.
     usual
-        Values of options that are not said.
+        Default values of options, which are omitted.
     weight
-        What a module's weight is, given also its options.
+        The weight of a module, given its options.
     described
-        How layers with such options are quantised, where a format of integers can represent it.
+        How layers with these options are quantised, if a format of integers can represent it.
     """
 
     module: type[Any]
@@ -46,7 +46,7 @@ class Kind:
         return {name: value for name, value in found.items() if name not in self.usual or value != self.usual[name]}
 
     def check(self, options: Options) -> None:
-        """Raise FormatError for options of other types than the constructor's own, or that it does not take."""
+        """Raise FormatError for options that have the wrong type or that the constructor does not accept."""
         defaults = inspect.signature(self.module).parameters
         for name, value in options.items():
             usual = defaults[name].default
@@ -62,7 +62,7 @@ class Kind:
             raise FormatError(str(error)) from None
 
     def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
-        """A module in the place of a linear layer, its state loaded. Raises FormatError for what it does not take."""
+        """Create a module that replaces a linear layer, and load its state. Raises FormatError for an invalid state."""
         if "weight_perm" in state:
             options = {**options, "act_order": True}
         try:
@@ -81,7 +81,7 @@ class Kind:
 
 
 class TableKind(Kind):
-    """An embedding's class: in the place of a linear layer of the same weight."""
+    """`Kind` of an embedding, which replaces a linear layer with the same weight."""
 
     def build(self, linear: nn.Linear, options: Options, state: Mapping[str, Tensor], device: torch.device) -> Any:
         sizes = linear.out_features, linear.in_features, getattr(linear, "padding_idx", None)
@@ -99,12 +99,12 @@ def _attributes(*names: str) -> dict[str, Callable[[Any], Any]]:
 
 
 def _state(module: Any) -> dict[str, Tensor]:
-    """A module's tensors but for a bias, as files have them."""
+    """A module's tensors except the bias, in the files' form."""
     return {name: tensor for name, tensor in module.file_state().items() if name != "bias"}
 
 
 def _as_it_is(values: Callable[[Any], Tensor]) -> Callable[[Any, Options], Weight]:
-    """A weight in the module's own words; `values` gives the weight that a module stands for."""
+    """A weight stored as the module's own state; `values` returns a module's dequantised weight."""
     return lambda module, options: ModuleWeight(
         type(module).__name__, options, _state(module), lambda: values(module), columns=module.in_features
     )

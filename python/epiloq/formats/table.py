@@ -1,4 +1,4 @@
-"""The formats of whole checkpoints, as data: what each represents, and how. `readers` has the way back."""
+"""Table of checkpoint formats: what each can represent, and how it is written. `readers` is for reading."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from epiloq.weights.grid import QuantizedWeight
 
 @dataclass(frozen=True)
 class Written:
-    """What a model's layers became, for the configuration that describes them.
+    """The quantised layers of a model, for the configuration that describes them.
 
     quantised
         Every quantised layer by name, with its class and its options in epiloq's own format.
     ignored
         Linear layers that stay in floating point, by all names that a reader may match.
     described
-        How every quantised layer is described, by all names that a reader may match.
+        Descriptions of every quantised layer, by all names that a reader may match.
     blocks
         The shapes ``[N, K]`` of layers in FP8 blocks.
     tables
@@ -55,23 +55,23 @@ class Written:
 
 @dataclass(frozen=True)
 class Format:
-    """How one format represents things. Callables raise FormatError for what it cannot represent.
+    """A checkpoint format. Callables raise FormatError for what it cannot represent.
 
     scale_dtype
         The type to which scales should be rounded, given the model's and how layers are quantised.
     widens
         Whether a layer may have float32 scales instead.
     to_tensors
-        A layer's tensors by the last part of their names, given how layers are quantised (None: not as integers on a
+        A layer's tensors by the last part of their names, given how layers are quantised (None: not on an integer
         grid) and the model's type.
     config
         The ``quantization_config``.
     describe
-        How such a weight is described in this format; None in epiloq's own.
+        The `Description` of a weight in this format; None in epiloq's own.
     conv1d
-        Whether readers take GPT-2's ``Conv1D`` for the linear layer that it is.
+        Whether readers support GPT-2's ``Conv1D`` as a linear layer.
     ends
-        Whether readers take a quantised output head, and a quantised embedding.
+        Whether readers support a quantised output head and a quantised embedding.
     shares
         Whether a head tied to a quantised embedding has no tensors of its own.
     """
@@ -108,7 +108,7 @@ def _as_model(dtype: torch.dtype, quantization: Quantization | None) -> torch.dt
 
 
 def _weights_only(name: str, weight: Weight, quantization: Quantization | None) -> QuantizedWeight:
-    """A weight that a format can take which knows float16 scales and nothing of activations."""
+    """Check and return a weight for a format with float16 scales and without activations."""
     if quantization is not None and quantization.activations:
         raise FormatError(f"{name}: cannot represent quantised activations; use compressed-tensors or epiloq")
     value = on_grid(weight, name)

@@ -23,7 +23,7 @@ from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _NAME = "weight_only_mm"
-_WIDER = "; weight.in_bits(4) is the same weight, as epiloq.nn.WeightOnlyLinear holds it on a GPU"
+_WIDER = "; weight.in_bits(4) is the same weight, as stored by epiloq.nn.WeightOnlyLinear on a GPU"
 _INFINITY = float("inf")
 _LIMITS = 11  # where they are among the operator's arguments
 # Rows of x that the CUDA kernels read start on 16 bytes.

@@ -36,7 +36,7 @@ SEEDS = 1 << 63
 
 
 def check_request(settings: Settings) -> None:
-    """Raise ValueError for settings that fit no model, or an output that cannot be made."""
+    """Raise ValueError for settings that are invalid for any model, or an output that cannot be created."""
     if settings.budget is not None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
     choose(settings.scheme, settings.layout, settings.symmetric)
@@ -45,7 +45,7 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
     for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
         if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
-            raise ValueError(f"{option} {CHOSEN}: expected --bytes beside it, which counts all weights")
+            raise ValueError(f"{option} {CHOSEN}: expected --bytes as well, which counts all weights")
     check_new(output)
     if not 0 <= settings.seed < SEEDS:
         raise ValueError(f"seed: expected 0 to {SEEDS - 1}, got {settings.seed} (--seed)")
@@ -69,9 +69,9 @@ def check_request(settings: Settings) -> None:
 
 
 def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
-    """Raise ValueError for a budget that fits no model."""
+    """Raise ValueError for an invalid budget."""
     if layout is not None and layout not in LAYOUTS:
-        raise FormatError(f"{layout}: a budget makes layers of several schemes; take --format {' or '.join(LAYOUTS)}")
+        raise FormatError(f"{layout}: a budget gives layers different schemes; use --format {' or '.join(LAYOUTS)}")
     found = grids(budget.candidates, symmetric)
     if budget.bits is None:
         return
@@ -84,10 +84,10 @@ def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
 
 
 def check_model(settings: Settings, source: Checkpoint) -> Plan:
-    """What becomes of a model's layers, after comparing the request with its outline, which has no values.
+    """Plan for a model's layers, after checking the settings against its outline, which has no values.
 
-    Raises ValueError: a model that is quantised already, that has no perplexity though it is asked for, no blocks or
-    layers to quantise, a format that can take few of them, or names that it does not have.
+    Raises ValueError: a model that is already quantised, that has no perplexity although it is requested, no blocks
+    or layers to quantise, a format that can represent few of them, or unknown names.
     """
     if source.quantization is not None:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
@@ -116,7 +116,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
 def check_finite_weights(
     parameters: Iterable[tuple[str, Tensor]], layers: Collection[str] | None, source: Checkpoint
 ) -> None:
-    """Raise ValueError, which names file and tensor, for NaN or infinity in a weight of some layers, or any."""
+    """Raise ValueError, which names file and tensor, for NaN or infinity in a weight of these layers (None: of any)."""
     for name, parameter in parameters:
         if layers is not None and name.removesuffix(".weight") not in layers:
             continue
@@ -124,7 +124,7 @@ def check_finite_weights(
 
 
 def check_generates(model: nn.Module, folder: Path) -> None:
-    """Raise ValueError unless the model is a causal language model, which perplexity is measured of."""
+    """Raise ValueError unless the model is a causal language model, for which perplexity is defined."""
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
@@ -132,7 +132,7 @@ def check_generates(model: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def said_who_holds(settings: Settings) -> Iterator[None]:
-    """Name in a ValueError the process that is already writing an output."""
+    """Raise ValueError that names the process that is already writing an output."""
     try:
         yield
     except Held as error:

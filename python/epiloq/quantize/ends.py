@@ -41,7 +41,7 @@ def reasons_against(ends: Ends, outline: nn.Module, scheme: str, symmetric: bool
             return None
         if not layout.ends:
             which = "embedding" if ends.embedding is not None else "output head"
-            return f"{layout.name}: cannot hold a quantised {which}"
+            return f"{layout.name}: cannot represent a quantised {which}"
         kept, _ = settled(ends, layout, scheme, symmetric)
         for name, target in _by_name(kept).items():
             weight = cast(Tensor, outline.get_submodule(name).weight)
@@ -64,16 +64,16 @@ def _unlike(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> str | N
     described = {name: _described(target, layout, symmetric) for name, target in _by_name(ends).items()}
     for name in ends.found.embeddings if ends.embedding is not None else ():
         if described[name] != layers:
-            return f"{layout.name}: its reader takes a quantised embedding ({name}) of the layers' own scheme alone"
+            return f"{layout.name}: its reader supports a quantised embedding ({name}) with the layers' scheme only"
     kinds = {*described.values(), layers}
     if len(kinds) > 1 and any(kind is not None and not kind.symmetric for kind in kinds):
-        return f"{layout.name}: its reader takes integers with zero points of one scheme alone; take --symmetric"
+        return f"{layout.name}: its reader supports integers with zero points of one scheme only; use --symmetric"
     return None
 
 
 def of_one_scheme(layout: str) -> str:
-    """Why a format whose reader describes layers cannot hold a quantised embedding beside those of a budget."""
-    return f"{layout}: its reader takes a quantised embedding of the layers' own scheme alone, and a budget has several"
+    """Why a format whose reader describes layers cannot represent a quantised embedding beside those of a budget."""
+    return f"{layout}: its reader supports only an embedding with the layers' scheme, and a budget has several"
 
 
 def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[Ends, tuple[str, ...]]:
@@ -94,7 +94,7 @@ def settled(ends: Ends, layout: Format, scheme: str, symmetric: bool) -> tuple[E
         return ends, (twice,)
     if alike:
         return ends, (twice,)
-    float_table = f"its reader takes a quantised embedding of the layers' own scheme alone, so {first} stays as it is"
+    float_table = f"its reader supports only an embedding with the layers' scheme, so {first} stays as it is"
     return replace(ends, embedding=None), (f"{tied}, but {layout.name} stores each: {float_table}",)
 
 

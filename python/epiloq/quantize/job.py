@@ -52,28 +52,28 @@ LOCK = "lock"
 
 @dataclass(frozen=True)
 class Job:
-    """Checked settings, and what follows for the model. Nothing is written yet.
+    """Checked settings, and what they imply for the model. Nothing has been written yet.
 
     residence
-        Where the model's blocks are.
+        Access to the model's blocks.
     texts
-        Windows of tokens to calibrate and to evaluate on.
+        Windows of tokens for calibration and evaluation.
     quantization
-        What formats of integers can represent; None for another grid.
+        How layers are quantised, for formats of integers; None for another grid.
     plan
-        What becomes of the layers.
+        The layers to quantise, and those that are left.
     identity
-        What a run must have in common with one that it goes on with, but for the grid.
+        Settings and data, except the grid, that must be unchanged to resume a run.
     bytes_before
-        Of the model's weight files.
+        Size of the model's weight files.
     seconds
-        That opening took.
+        Time that opening the model took.
     ranks
-        The processes that do this together; the first writes.
+        The processes of the run; the first writes.
     prices
-        Where there is a budget, what the layers may take.
+        With a budget: the candidates and their sizes.
     choice
-        What it buys, once that is known.
+        With a budget: the chosen schemes, once they are known.
     """
 
     settings: Settings
@@ -109,21 +109,21 @@ class Job:
 
     @property
     def grids(self) -> Mapping[str, Grid]:
-        """Of layers by name, where there is a budget."""
+        """Grids of layers by name, with a budget."""
         return {} if self.choice is None or self.prices is None else search.grids_of(self.choice, self.prices)
 
     def grid_of(self, layer: str) -> Codebook[Calibrated]:
-        """Of any layer."""
+        """Grid of any layer."""
         return self.grids.get(layer, self.grid)
 
     @property
     def float_experts(self) -> dict[str, str]:
-        """Experts by name that stay in floating point, and why."""
+        """Experts that stay in floating point, by name, with the reason."""
         found = stacked(self.model).items()
         return {name: reason_against(module) or "stacked in files; format epiloq has them" for name, module in found}
 
     def perplexity(self, model: nn.Module, tally: Tally, title: str) -> float | None:
-        """Of the text to evaluate on, if there is any."""
+        """Perplexity on the evaluation text, if there is any."""
         windows = self.texts.evaluation
         if not windows:
             return None
@@ -136,9 +136,9 @@ class Job:
 
 
 def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:
-    """Check all that can be, then load the model. Raises ValueError, with nothing on the disk touched.
+    """Check everything possible, then open the model. Raises ValueError before anything is written to disk.
 
-    Several ranks call this and `perform` alike; ValueError also where they have different files, text or versions.
+    All ranks call this and `perform`; ValueError is also raised if they have different files, text or versions.
     """
     ranks = ranks or Ranks()
     with ranks.together():
@@ -186,11 +186,11 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
 
 
 def _untied(job: Job) -> list[str]:
-    """What to warn of where a rotation takes the head from the embedding."""
+    """Warning if a rotation unties the head from the embedding."""
     if not job.settings.rotate or "lm_head.weight" in job.source.files:
         return []
     size = sum(t.nbytes for n, t in job.model.state_dict().items() if n == "lm_head.weight") / 1e6
-    return [f"rotated: the output head is no longer the embedding's weight, and takes {size:.1f} MB more"]
+    return [f"rotated: the output head is no longer tied to the embedding, and takes {size:.1f} MB more"]
 
 
 def _aside(settings: Settings) -> Path:
@@ -199,12 +199,12 @@ def _aside(settings: Settings) -> Path:
 
 
 def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
-    """Quantise, write, and report. An interrupted run goes on where it stopped, on however many ranks.
+    """Quantise, write and report. An interrupted run resumes where it stopped, on any number of ranks.
 
-    Gives the report on the first rank, which alone reads and writes what was finished, and None on others.
+    Returns the report on the first rank, which alone reads and writes finished blocks, and None on others.
 
-    Raises ValueError, or OSError when the disk fails; finished blocks stay in `job.aside`, unless a block is refused:
-    then whatever goes on from there would be, too.
+    Raises ValueError, or OSError for disk errors. Finished blocks are kept in `job.aside`, unless a block is refused:
+    a resumed run would then be refused too.
     """
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
@@ -214,12 +214,12 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
         return None
     with said_who_holds(settings), held(job.aside / LOCK):
         if settings.output.exists():
-            raise FileExistsError(f"{settings.output} appeared meanwhile")
+            raise FileExistsError(f"{settings.output} was created in the meantime")
         return _performed(job, tally, start)
 
 
 def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
-    """Perform the rest of a run, which no other process works on."""
+    """Perform a run while holding its lock."""
     settings = job.settings
     store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
     with job.residence.on_demand():
@@ -252,14 +252,14 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
         advance()
     found = job.report(whole, tally, before, start)
     if settings.output.exists():
-        raise FileExistsError(f"{settings.output} appeared meanwhile")
+        raise FileExistsError(f"{settings.output} was created in the meantime")
     whole.rename(settings.output)
     store.discard()
     return found
 
 
 def _chosen(job: Job, tally: Tally) -> Job:
-    """The job with a scheme for each layer, which the first rank chooses, where there is a budget."""
+    """The job with a scheme for each layer, if there is a budget; the first rank chooses."""
     if job.settings.budget is None:
         return job
     choice = None
@@ -273,7 +273,7 @@ def _chosen(job: Job, tally: Tally) -> Job:
 
 
 def _quantise(job: Job, store: Store | None, tally: Tally) -> None:
-    """Walk through the blocks; the first rank, which has the store, keeps them."""
+    """Quantise the blocks; the first rank, which has the store, writes them."""
     settings = job.settings
     with tally.timed("quantise", job.plan.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
         for block in _walk(job, store):

@@ -1,4 +1,4 @@
-"""Which layers of a model ``epiloq quantize`` will quantise and in which format, found before any weight is read."""
+"""Plan of ``epiloq quantize``: the layers to quantise and the format, determined before any weight is read."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Plan:
     lists
         The names of the lists whose children are the blocks.
     blocks
-        How many blocks there are.
+        Number of blocks.
     layers
         Linear layers to quantise, without values.
     left
-        Linear layers of the blocks that stay in floating point, and why.
+        Linear layers of the blocks that stay in floating point, with the reason.
     notes
-        Warnings before the work, a sentence each.
+        Warnings to issue before the work starts, one sentence each.
     ends
-        What becomes of the embedding and the output head, without values.
+        Schemes of the embedding and the output head, without values.
     """
 
     layout: str
@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan(settings: Settings, outline: Any) -> Plan:
-    """The plan for a model, given without values. Raises ValueError, which says what would work instead."""
+    """Plan for a model without values. Raises ValueError, with a suggestion that works."""
     layout = settings.layout
     if layout is not None:
         take_experts_apart_(outline, layout)
@@ -100,7 +100,8 @@ def plan(settings: Settings, outline: Any) -> Plan:
 
 
 def take_experts_apart_(model: nn.Module, layout: str) -> list[str]:
-    """Make a matrix an expert where a format has that though the model's files stack them; give what was changed."""
+    """Unstack experts if the format stores one matrix per expert although the model's files stack them; returns the
+    changes."""
     if layout == epiloq_modules.METHOD:
         return take_apart_(model)
     return unstack_(model, layout)
@@ -111,7 +112,7 @@ def _any(module: nn.Module, name: str) -> bool:
 
 
 def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
-    """The lists of blocks: of an encoder and a decoder both. Raises ValueError if those are to be calibrated."""
+    """The lists of blocks, for encoder-decoder models both. Raises ValueError if those are to be calibrated."""
     reason = reasons(outline)
 
     def takes(module: nn.Module, name: str) -> bool:
@@ -132,7 +133,7 @@ def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
 def _layers(
     settings: Settings, outline: nn.Module, lists: tuple[str, ...]
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Linear layers of the blocks by name that can be quantised, and why others cannot or shall not be."""
+    """Linear layers of the blocks that can be quantised, by name, and reasons why others are not."""
     reason, scheme = reasons(outline), SCHEMES[settings.scheme]
     named = [(name, m) for name, m in outline.named_modules() if name.startswith(tuple(f"{each}." for each in lists))]
     linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
@@ -143,7 +144,7 @@ def _layers(
         if why is None and pattern is not None:
             why = f"--ignore {pattern}"
         if why is None and (parts := computed_parts(module)):
-            why = f"its {parts[0]} is computed from other parameters, which the files hold"
+            why = f"its {parts[0]} is computed from other parameters, which the files contain"
         if why is None:
             try:
                 scheme.check_convertible(module)
@@ -161,14 +162,14 @@ def _layers(
 
 
 def _unfit(settings: Settings, layers: Mapping[str, nn.Linear], layout: str, scheme: str) -> dict[str, str]:
-    """Layers that a format cannot hold when quantised by a scheme, and why."""
+    """Layers that a format cannot represent when quantised by a scheme, with the reason."""
     target, found = TARGETS[scheme], FORMATS[layout]
     quantization = target.quantization(settings.symmetric)
     known: dict[tuple[int, int, bool], str | None] = {}
 
     def reason(layer: nn.Linear) -> str | None:
         if isinstance(layer, TransposedConv1D) and not found.conv1d:
-            return f"{layout}: cannot hold a Conv1D, only torch.nn.Linear"
+            return f"{layout}: cannot represent a Conv1D, only torch.nn.Linear"
         weight = target.blank((layer.out_features, layer.in_features), settings.symmetric)
         try:
             found.to_tensors(weight, quantization, layer.weight.dtype)
@@ -185,13 +186,13 @@ def _unfit(settings: Settings, layers: Mapping[str, nn.Linear], layout: str, sch
 
 
 def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str]) -> float:
-    """Which part of the weights of some layers a format cannot hold."""
+    """The fraction of the weights of some layers that a format cannot represent."""
     sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
     return sum(sizes[name] for name in unfit) / sum(sizes.values())
 
 
 def _cannot(settings: Settings, layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], layout: str) -> str:
-    """The sentence that a format cannot hold layers, and what to type for another that can."""
+    """The message that a format cannot represent layers, with options that select another one."""
     why, _ = Counter(unfit.values()).most_common(1)[0]
     name = next(name for name, reason in unfit.items() if reason == why)
     formats = [

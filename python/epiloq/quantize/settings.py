@@ -12,26 +12,26 @@ from epiloq.quantize.budget.amount import Budget
 
 @dataclass(frozen=True)
 class Settings:
-    """What to do; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
+    """Settings of a run; `scheme`, `algorithm` and `layout` are names in TARGETS, ALGORITHMS and FORMATS.
 
     budget
-        None, or what to choose a scheme for each layer by; `scheme` is `candidates.BASE` then.
+        Budget by which a scheme is chosen for each layer, or None; `scheme` is then `candidates.BASE`.
     layout
-        None: the first format that can hold the layers as the scheme has them.
+        None: the first format that can represent the layers.
     ignore
         Patterns of names of layers to leave in floating point; see `epiloq.layer_filter.ignored`.
     head, embedding
         Schemes for the output head and the input embedding, rounded to nearest; None leaves them in floating point.
     evaluation
-        Text to measure perplexity on, before and after.
+        Text for measuring perplexity before and after.
     force
-        Whether to go on with too little text, or with text to evaluate on that calibration sees.
+        Whether to continue with too little text, or with evaluation text that overlaps the calibration text.
     command
-        What the report says this was asked by.
+        The command shown in the report.
     tune
-        Steps of training scales and norms end to end after that; see `algorithms.tune`. 0 leaves them.
+        Number of steps of subsequent end-to-end training of scales and norms; see `algorithms.tune`.
     rotate
-        Whether to fold rotations into the weights first; see `algorithms.rotate`.
+        Whether to first fold rotations into the weights; see `algorithms.rotate`.
     """
 
     model: Path

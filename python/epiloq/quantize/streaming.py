@@ -1,4 +1,4 @@
-"""Models larger than memory: blocks are read from their files when they are needed."""
+"""Models larger than memory: blocks are read from their files when needed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MAPPED = 1 << 26
 
 
 class Streamed(Resident):
-    """Blocks that are read when they are worked on and forgotten then; all else of the model is in memory.
+    """Blocks that are read when they are processed and then released; the rest of the model is in memory.
 
-    A parameter that is not there is on the meta device, and a view of what its file has where experts were taken apart
-    or a layer transposed: its place in its storage says which part of the tensor it is.
+    Parameters that are not loaded are on the meta device. If experts were unstacked or a layer transposed they are
+    views of the file's tensor: the offset in the storage determines the part.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Streamed(Resident):
         self._forget()
 
     def value(self, name: str, parameter: Tensor) -> Tensor:
-        """A copy of what the files have for a parameter, in its type and order in memory."""
+        """A copy of a parameter's values from the files, in its type and memory order."""
         stored = self.origins.get(_storage(parameter), name)
         if stored in self.source.files:
             tensor = self.source.tensor(stored)
@@ -109,13 +109,14 @@ class Streamed(Resident):
         return read_and_run
 
     def _forget(self) -> None:
-        """Give back the pages of files that were read."""
+        """Release the pages of files that were read."""
         self.source.close()
         self._read = 0
 
 
 def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streamed | str:
-    """A model whose blocks are streamed, its experts apart as a format has them; or why it has to be in memory whole.
+    """A model whose blocks are streamed, with experts unstacked as the format needs; or the reason why the whole
+    model must be in memory.
 
     Args:
         lists: names of the lists of blocks.
@@ -147,10 +148,11 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
 
 
 def opened(source: Checkpoint, layout: str, lists: tuple[str, ...], whole: bool = False) -> tuple[nn.Module, Resident]:
-    """The model, its experts apart as a format has them, its blocks in the files if they can be read one by one.
+    """Open the model with experts unstacked as the format needs, and with blocks left in the files if they can be
+    read one by one.
 
     whole
-        Whether it has to be in memory, for something is done to all of it.
+        Whether the whole model must be in memory.
     """
     found = None if whole else streamed(source, layout, lists)
     if isinstance(found, Streamed):
@@ -161,7 +163,7 @@ def opened(source: Checkpoint, layout: str, lists: tuple[str, ...], whole: bool 
 
 
 def kept_values(store: Store, blocks: Sequence[str]) -> Callable[[str], Tensor]:
-    """What finished blocks have beside quantised weights, by names in the model."""
+    """Parameters and buffers of finished blocks other than quantised weights, by their names in the model."""
 
     @lru_cache(maxsize=1)
     def state(block: str) -> dict[str, Tensor]:

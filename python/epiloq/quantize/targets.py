@@ -26,14 +26,14 @@ class Target:
     """A scheme of `quantize_`: how weights and activations are stored.
 
     base
-        The grid of its weights; one of integers with zero points may be symmetric instead.
+        Grid of the weights; integer grids with zero points can also be symmetric.
     activations
-        Beside integers: int8 for each token at run time, symmetric or with a zero point (azp), FP8 likewise, or int8
-        with one scale and zero point for all tokens (static), from calibration; None leaves them as they are.
+        For integer weights: int8 per token at run time, symmetric or with a zero point (azp), FP8 per token, or int8
+        with one calibrated scale and zero point for all tokens (static); None does not quantise them.
     inputs
-        How activations are rounded, as far as a search for SmoothQuant's alpha tells grids apart.
+        How activations are rounded, for the search for SmoothQuant's alpha.
     algorithm
-        What it is done by unless told otherwise.
+        Default algorithm.
     """
 
     name: str
@@ -44,24 +44,25 @@ class Target:
 
     @property
     def static(self) -> bool:
-        """Whether scales of activations come from calibration."""
+        """Whether activation scales are calibrated."""
         return self.activations == "int8-static"
 
     def grid(
         self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32, widens: bool = False
     ) -> Codebook[Calibrated]:
-        """The grid of its weights; what is asked for counts where a grid has it."""
+        """Grid of the weights; the arguments apply if the grid supports them."""
         if not isinstance(self.base, Grid):
             return self.base
         return replace(self.base, symmetric=self.base.symmetric or symmetric, scale_dtype=scale_dtype, widens=widens)
 
     def quantization(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Quantization | None:
-        """What formats of integers can represent; None for another grid."""
+        """How layers are quantised, for formats of integers; None for another grid."""
         grid = self.grid(symmetric, scale_dtype)
         return Quantization(grid, self.activations) if isinstance(grid, Grid) else None
 
     def blank(self, shape: tuple[int, int], symmetric: bool = False) -> Weight:
-        """A weight ``[N, K]`` of this kind, to try on a format; one that is no integers on a grid has no values."""
+        """A weight ``[N, K]`` of this kind, for testing whether a format can represent it; without values unless it
+        is on an integer grid."""
         if isinstance(self.base, Grid):
             return blank(Quantization(replace(self.base, symmetric=self.base.symmetric or symmetric)), shape)
         (rows, columns), grid = shape, self.base
@@ -71,7 +72,7 @@ class Target:
         return self.said(CodedWeight(torch.empty(shape, dtype=grid.dtype, device="meta"), scale, offset, grid))
 
     def said(self, weight: Calibrated) -> Weight:
-        """A weight on its grid, in the form that formats exchange."""
+        """A weight on its grid, in the form used by formats."""
         if isinstance(weight, QuantizedWeight):
             return weight
         scheme = SCHEMES[self.name]
@@ -87,19 +88,19 @@ class Target:
 
 
 def _online(weight: CodedWeight) -> dict[str, Tensor]:
-    """The state of ``nn.OnlineQuantLinear``."""
+    """State dict of ``nn.OnlineQuantLinear``."""
     narrow = isinstance(weight.grid, OffsetGrid) and weight.grid.bits == 4
     offset = {} if weight.offset is None else {"weight_offset": weight.offset}
     return {"weight": pack_pairs(weight.q) if narrow else weight.q, "weight_scale": weight.scale, **offset}
 
 
 def _rows(weight: CodedWeight) -> dict[str, Tensor]:
-    """The state of ``nn.Fp8Linear``."""
+    """State dict of ``nn.Fp8Linear``."""
     return {"weight": weight.q, "weight_scale": weight.scale.flatten()}
 
 
 def _blocks(weight: CodedWeight) -> dict[str, Tensor]:
-    """The state of ``nn.Fp8WeightOnlyLinear``."""
+    """State dict of ``nn.Fp8WeightOnlyLinear``."""
     return {"weight": weight.q, "weight_scale": weight.scale}
 
 

@@ -1,4 +1,4 @@
-"""The text that ``epiloq quantize`` calibrates and evaluates on: read, cut into windows, refused if too short."""
+"""Calibration and evaluation text of ``epiloq quantize``: read, divided into windows, refused if too short."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEWEST, FEW = 256, 2048
 
 @dataclass(frozen=True)
 class Texts:
-    """Windows of tokens to calibrate and to evaluate on, and what is doubtful about them, a sentence each."""
+    """Windows of tokens for calibration and evaluation, and warnings about them, one sentence each."""
 
     calibration: list[Tensor]
     evaluation: list[Tensor]
@@ -36,7 +36,7 @@ def needs_text(settings: Settings) -> bool:
 
 
 def read_windows(settings: Settings, source: Checkpoint) -> Texts:
-    """Windows to calibrate and to evaluate on, as far as they are asked for.
+    """Windows for calibration and evaluation, if requested.
 
     Raises ValueError: no text, no tokenizer, windows longer than the model has positions; unless the settings force
     it, too little text, or text for both.
@@ -62,7 +62,7 @@ def read_windows(settings: Settings, source: Checkpoint) -> Texts:
             there = place(tokenizer, documents, settings.length, number, repeat.calibration[1])
             said = f"evaluation text that calibration sees: {here}, is in {there}"
             if not settings.force:
-                raise ValueError(f"{said}: give other text, or --force to measure on it all the same")
+                raise ValueError(f"{said}: give other text, or --force to use it anyway")
             texts.warnings.append(f"{said}; the perplexity will be too good")
     return texts
 
@@ -83,8 +83,8 @@ def too_little_to_evaluate(found: Sequence[Tensor], force: bool) -> list[str]:
     tokens = tokens_in(found)
     if tokens < FEWEST and not force:
         raise ValueError(
-            f"only {tokens} tokens to evaluate on: expected at least {FEWEST}, for a perplexity over fewer says "
-            "little; give more text, or --force"
+            f"only {tokens} tokens to evaluate on: expected at least {FEWEST}, because a perplexity over fewer is "
+            "unreliable; give more text, or --force"
         )
     return [f"perplexity over only {tokens} tokens; it will be inaccurate"] if tokens < FEW else []
 
@@ -95,12 +95,12 @@ def tokens_in(found: Sequence[Tensor]) -> int:
 
 
 def evaluated_length(source: Checkpoint) -> int:
-    """Tokens in a window to evaluate on: fewer than usual where the model has no more positions."""
+    """Number of tokens per evaluation window, limited by the model's number of positions."""
     return min(EVALUATED_LENGTH, positions(source) or EVALUATED_LENGTH)
 
 
 def check_positions(source: Checkpoint, texts: Collection[Tensor]) -> None:
-    """Raise ValueError for windows longer than the model has positions, or tokens that it does not know."""
+    """Raise ValueError for windows longer than the model's number of positions, or unknown tokens."""
     most, longest = positions(source), max(text.shape[1] for text in texts)
     if most is not None and longest > most:
         raise ValueError(

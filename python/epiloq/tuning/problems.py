@@ -169,7 +169,7 @@ def problems_of(
     products = dict.fromkeys(product for layer in _layers_of(what, schemes) for product in _products_of(layer))
     if not products:
         raise ValueError(
-            "epiloq.tune: what: found no linear layer whose kernel could be chosen; expected a model with linear "
+            "epiloq.tune: what: found no linear layer with a choice of kernels; expected a model with linear "
             "layers, or shapes (N, K)"
         )
     return [product.of(m) for product in products for m in dict.fromkeys(tokens) if m in product.tokens]

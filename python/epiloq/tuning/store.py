@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("cards"), dict):
-        raise ValueError(f"{path} is no file of tuned kernels of format {FORMAT}")
+        raise ValueError(f"{path} is not a file of tuned kernels of format {FORMAT}")
     return dict(content["cards"])
 
 
@@ -86,7 +86,7 @@ def read(path: Path, card: Card) -> dict[str, Entry]:
     if not cards:
         return {}
     if str(card) not in cards:
-        raise ValueError(f"{path} has kernels tuned on {'; '.join(cards)}, which do not hold on {card}")
+        raise ValueError(f"{path} has kernels tuned on {'; '.join(cards)}, which do not apply to {card}")
     own = cards[str(card)]
     if own.get("kernels") != _kernels():
         raise ValueError(f"{path} was tuned with epiloq {own.get('kernels')}, this is {_kernels()}: tune again")

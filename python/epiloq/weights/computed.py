@@ -50,7 +50,7 @@ def check_readable(name: str, module: nn.Module, argument: str) -> None:
     elif weight.layout is torch.strided and weight.dtype in FLOAT_DTYPES:
         if weight.is_meta or weight.numel() == 0 or weight.untyped_storage().nbytes() > 0:
             return
-        kind = "one whose memory is freed, as while FSDP shards it"
+        kind = "one whose memory has been freed, as by FSDP"
     elif weight.layout is not torch.strided:
         kind = f"one of layout {weight.layout}"
     else:

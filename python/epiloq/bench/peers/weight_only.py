@@ -31,7 +31,7 @@ def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     """torch's own, which torchao's "tile_packed_to_4d" layout calls too: ``scale * (q - 8) + offset``."""
     x = inputs["x"]
     if weight.bits != 4 or (x.is_cuda and x.dtype != torch.bfloat16):
-        raise Unavailable("torch's int4 product takes 4 bits, on CUDA with bfloat16")
+        raise Unavailable("torch's int4 product supports 4 bits, on CUDA with bfloat16")
     q, scale, zero = _codes(weight)
     parameters = torch.stack((scale.t(), ((8 - zero) * scale).t()), dim=-1).contiguous()
     if not x.is_cuda:
@@ -96,7 +96,7 @@ def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     layers, ops, tune = (require(f"humming.{name}") for name in ("layer", "ops", "tune"))
     group = max(weight.group_size, 0)  # its 0 stands for whole rows
     if group and weight.k % group:
-        raise Unavailable("humming takes whole groups")
+        raise Unavailable("humming supports whole groups only")
     config = {"dtype": f"uint{weight.bits}", "group_size": group, "has_zero_point": not weight.symmetric}
     layer = layers.HummingLayer(weight.n, weight.k, config, torch_dtype=x.dtype).to(x.device)
     q, scale, zero = _codes(weight)
@@ -116,7 +116,7 @@ def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     x = inputs["x"]
     _on_cuda(x)
     if weight.bits != 4 or x.dtype != torch.bfloat16 or weight.group_size == -1:
-        raise Unavailable("torchao's int4 layout takes groups of 4 bits and bfloat16")
+        raise Unavailable("torchao's int4 layout supports groups of 4 bits and bfloat16")
     quantization = require("torchao.quantization")
     with torch.device("meta"):
         linear = nn.Linear(weight.k, weight.n, bias=False, dtype=x.dtype)

@@ -51,7 +51,7 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str
     """The ``quantization_config``. Raises FormatError for layers that differ."""
     sizes = {described.group_size for described in layers.values()}
     if len(sizes) > 1:
-        raise FormatError(f"awq: cannot represent layers that are not all alike: groups of {sorted(sizes)}")
+        raise FormatError(f"awq: cannot represent layers that differ: groups of {sorted(sizes)}")
     return {
         "quant_method": METHOD,
         "bits": BITS,

@@ -231,7 +231,7 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Col
         groups.setdefault(replace(described, ordered=False), []).append(name)
     if tables and len(groups) > 1:
         raise FormatError(
-            f"{METHOD}: its reader takes a quantised embedding ({min(tables)}) of the layers' own scheme alone"
+            f"{METHOD}: its reader supports a quantised embedding ({min(tables)}) with the layers' scheme only"
         )
     ranked = sorted(groups.items(), key=lambda group: -len([name for name in group[1] if name not in tables]))
 

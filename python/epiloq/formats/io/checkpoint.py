@@ -275,7 +275,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
         with held(_lock(aside)):
             yield aside
             if folder.exists() or folder.is_symlink():
-                raise FileExistsError(f"{folder} appeared meanwhile: choose another output, or move it away")
+                raise FileExistsError(f"{folder} was created in the meantime: choose another output, or move it away")
             aside.rename(folder)
     finally:
         _remove(aside)
@@ -332,7 +332,7 @@ def carry_over(source: Checkpoint, target: Path) -> None:
     for name in source.beside:
         file = source.folder / name
         if status(file) is None:
-            raise FormatError(f"{file}: was there when the run began, and is missing now: put it back, or begin anew")
+            raise FormatError(f"{file}: was there when the run began, and is missing now: restore it, or start again")
         check_regular(file)
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / name)

@@ -200,7 +200,7 @@ def _described(cursor: _Cursor, count: int) -> Iterator[tuple[str, str, tuple[in
         sizes = cursor.numbers(f"{dimensions}Q")
         number, offset = cursor.numbers("IQ")
         if number not in kinds:
-            raise FormatError(f"{name}: expected a kind of tensor that the gguf package knows, got {number}")
+            raise FormatError(f"{name}: expected a kind of tensor that the gguf package supports, got {number}")
         kind, block, nbytes = kinds[number]
         shape = tuple(reversed(sizes))
         if not 0 < prod(sizes) < 1 << 63 or sizes[0] % block:

@@ -1,4 +1,4 @@
-"""Language models of transformers from GGUF files; quantised layers run on the integers of the file."""
+"""transformers language models from GGUF files; quantised layers use the integers of the file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _HEAD = "lm_head.weight"
 def load(
     path: str | Path, *, activations: Literal["int8"] | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The model of a GGUF file, in evaluation mode on the CPU.
+    """Load the model of a GGUF file, in evaluation mode on the CPU.
 
-    Linear layers of a kind of block in ``gguf_blocks.KINDS`` become ``WeightOnlyLinear`` or, with int8 activations,
-    ``OnlineQuantLinear``, and an embedding of such a kind becomes a ``QuantizedEmbedding``, which an output head that
-    shares its blocks multiplies by; with int8 activations that has them a second time. All other tensors, and layers of
-    other kinds, are dequantised and rounded to `dtype`.
+    Linear layers with a kind of block in ``gguf_blocks.KINDS`` become ``WeightOnlyLinear`` or, with int8 activations,
+    ``OnlineQuantLinear``. An embedding of such a kind becomes a ``QuantizedEmbedding``; an output head tied to it
+    shares its weight, or has a copy with int8 activations. All other tensors, and layers of other kinds, are
+    dequantised and rounded to `dtype`.
 
     Args:
         path: a file of one of the architectures llama, qwen2, qwen3, gemma, gemma2, gemma3.
@@ -39,8 +39,8 @@ def load(
         dtype: float32, float16 or bfloat16.
 
     Raises:
-        FormatError: another architecture; a value that is not understood; a tensor that is missing, that the model has
-            not, of another shape, or that is not finite.
+        FormatError: an unsupported architecture; an unknown parameter; a tensor that is missing, unused, of another
+            shape, or not finite.
     """
     file = GgufFile(Path(path))
     model, places = outline(file, "cpu", dtype)

@@ -81,10 +81,10 @@ class Limits:
         tables = sum(buffer.nbytes for buffer in model.buffers())
         if values > self.nbytes * _VALUES_PER_BYTE + _VALUES:
             raise FormatError(
-                f"{self.where}: describes a model of {values:,} values, but the files hold {self.nbytes:,} bytes"
+                f"{self.where}: describes a model of {values:,} values, but the files contain {self.nbytes:,} bytes"
             )
         if tables > self.nbytes * _BUFFERS_PER_BYTE + _BUFFER_BYTES:
             raise FormatError(
-                f"{self.where}: describes a model with {tables:,} bytes of tables, but the files hold "
+                f"{self.where}: describes a model with {tables:,} bytes of tables, but the files contain "
                 f"{self.nbytes:,} bytes"
             )

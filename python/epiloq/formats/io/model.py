@@ -1,4 +1,4 @@
-"""Models of transformers from directories and to them, in floating point or quantised in any format."""
+"""Reading and writing directories of transformers models, in floating point or quantised in any format."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from epiloq.weights.grid import QuantizedWeight
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
-    """A model that is not quantised, in its own type and evaluation mode.
+    """Load a model that is not quantised, in its own type and in evaluation mode.
 
-    Raises FormatError: it is quantised, or its tensors are not those of its configuration, or of more
-    layers. Warns of others that it has no place for.
+    Raises FormatError if it is quantised, or if its tensors do not match its configuration. Warns of unused tensors.
     """
     if checkpoint.quantization is not None:
         raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
@@ -56,17 +55,18 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
 
 
 def from_directory(folder: str | Path) -> nn.Module:
-    """The model in a directory, in floating point or quantised in any format, in its own type and evaluation mode.
+    """Load the model in a directory, in floating point or quantised in any format, in its own type and in evaluation
+    mode.
 
-    Raises FormatError, which names file and tensor, for what is missing or does not fit.
+    Raises FormatError, which names file and tensor, for missing or mismatching tensors.
     """
     return load(Checkpoint(folder))[0]
 
 
 def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
-    """A model of either kind, ready to run, and how its layers are quantised.
+    """Load a model of either kind, and how its layers are quantised.
 
-    None: in floating point, not to integers on a grid, or not all alike.
+    The latter is None in floating point, if weights are not on an integer grid, or if layers differ.
     """
     if checkpoint.quantization is None:
         return load_float(checkpoint), None
@@ -77,7 +77,7 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
 
 @torch.no_grad()
 def fill(layers: Layers) -> None:
-    """Load every tensor into the layers' model, and put quantised layers in the place of linear ones.
+    """Load all tensors into the layers' model, and replace linear layers by quantised ones.
 
     Raises FormatError, naming file and layer, for tensors that disagree.
     """
@@ -104,11 +104,11 @@ def save(
     largest_shard: int = LARGEST_SHARD,
     value: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Write a calibrated model into a new `folder`: layers by name in a format, all else as the model has it.
+    """Write a calibrated model to a new `folder`: layers by name in a format, everything else from the model.
 
-    Each weight comes with how it is quantised, None where it is not to integers on a grid. `shared` layers have the
-    weight of an embedding among them, and no own; `untie` says that config.json must not tie a head to its embedding.
-    `value` gives tensors by name that are on the meta device in the model. Raises FormatError for what the format
+    Each weight comes with how it is quantised, or None if it is not on an integer grid. `shared` layers use the
+    weight of an embedding instead of their own; with `untie`, config.json does not tie the head to its embedding.
+    `value` returns tensors by name that are on the meta device in the model. Raises FormatError for what the format
     cannot represent.
     """
     target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared)
@@ -128,9 +128,9 @@ def save(
 
 
 class Target:
-    """A directory that is being written in a format, layer by layer. Raises FormatError for what it cannot represent.
+    """A directory that is written in a format, layer by layer. Raises FormatError for what it cannot represent.
 
-    Tensors are named as in the files that the model comes from, `source`, which know its names for them.
+    Tensors have the names used in the original files, `source`.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Target:
         Of an embedding also its outline.
         """
         if table is not None and not self.layout.ends:
-            raise FormatError(f"{self.layout.name}: cannot hold a quantised embedding")
+            raise FormatError(f"{self.layout.name}: cannot represent a quantised embedding")
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
         self.quantised[name] = epiloq_modules.described(weight, described, table)
@@ -173,7 +173,7 @@ class Target:
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
     def close(self, linears: Collection[str]) -> None:
-        """Finish, given the names of all linear layers, and of what else stays in floating point."""
+        """Finish writing, given the names of all linear layers and of other modules that stay in floating point."""
         left = set(linears) - self.quantised.keys() - self.shared.keys()
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
         written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared)

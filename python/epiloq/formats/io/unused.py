@@ -51,7 +51,7 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
     if left:
         others = f" and {len(left) - _NAMED} others" if len(left) > _NAMED else ""
         warnings.warn(
-            f"{checkpoint.folder}: left out, for {type(model).__name__} has no such tensors: "
+            f"{checkpoint.folder}: left out, because {type(model).__name__} has no such tensors: "
             f"{', '.join(left[:_NAMED])}{others}",
             stacklevel=2,
         )

@@ -65,8 +65,8 @@ class FormatConfig:
         inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
         if inside:
             raise ValueError(
-                f"epiloq: {inside[0]}: expected quantised linear layers alone, for {self.engine} runs this one as "
-                f"{type(layer).__name__}; quantise the model anew with --ignore {inside[0]}"
+                f"epiloq: {inside[0]}: expected only quantised linear layers, because {self.engine} runs this one as "
+                f"{type(layer).__name__}; quantise the model again with --ignore {inside[0]}"
             )
 
 

@@ -53,14 +53,13 @@ def explain_problem(operation: str, said: Mapping[str, Any]) -> str:
     option."""
     question = _QUESTIONS.get(operation)
     if question is None:
-        raise TypeError(f"epiloq.{operation}: expected its own arguments; sizes alone say nothing of it")
+        raise TypeError(f"epiloq.{operation}: expected its own arguments; it cannot be explained by sizes alone")
     unknown = [name for name in said if name not in (*_SIZES, *question.options)]
     missing = [name for name in _SIZES if name not in said]
     if unknown or missing:
-        wrong = f"{unknown[0]}, which is none of them" if unknown else f"no {missing[0]}"
-        raise TypeError(
-            f"epiloq.{operation}: expected {', '.join(_SIZES)} and perhaps {', '.join(question.options)}, got {wrong}"
-        )
+        wrong = f"{unknown[0]}, which is not one of them" if unknown else f"no {missing[0]}"
+        options = ", ".join(question.options)
+        raise TypeError(f"epiloq.{operation}: expected {', '.join(_SIZES)} and optionally {options}, got {wrong}")
     for name in _SIZES:
         if type(said[name]) is not int or not 0 <= said[name] < 2**31:
             raise ValueError(f"epiloq.{operation}: {name}: expected an integer from 0 to 2^31 - 1, got {said[name]!r}")

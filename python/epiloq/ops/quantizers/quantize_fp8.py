@@ -114,7 +114,7 @@ def _expect(
     if scale is not None:
         for argument, given in (("scale_ub", scale_ub is not None), ("eps", eps != 0), ("ue8m0", ue8m0)):
             if given:
-                raise ValueError(f"{error}{argument}: expected none with a static scale, which is used as it is")
+                raise ValueError(f"{error}{argument}: expected none with a static scale, which is used unchanged")
     if out is not None:
         if len(out) != 2:
             raise ValueError(f"{error}out: expected (q, scale), got {len(out)} elements")

@@ -64,7 +64,7 @@ _TABLE = (
     Algorithm("awq", "scale channels by their inputs, clip ranges for the output", fold="awq", clip="output"),
     Algorithm(
         "autoround",
-        "GPTQ, then rounding and ranges trained block by block (takes long)",
+        "GPTQ, then rounding and ranges trained block by block (slow)",
         compensate=True,
         clip="weighted",
         learn=200,

@@ -113,7 +113,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
     if without:
         names = ", ".join(budget.candidates)
         raise ValueError(
-            f"--candidates: {layout.name} can hold none of {names} for {without[0]}: add w8a16, which fits all"
+            f"--candidates: {layout.name} can represent none of {names} for {without[0]}: add w8a16, which fits all"
         )
     least = sum(min(found.values()) for found in each.values()) + sum(min(end.sizes.values()) for end in free)
     largest = sum(max(found.values()) for found in each.values()) + sum(max(end.sizes.values()) for end in free)
@@ -121,7 +121,7 @@ def prices(settings: Settings, model: nn.Module, plan: Plan) -> Prices:
     if most > largest and most >= (whole if in_bytes else weights * dtype.itemsize):
         ends = (_amount(budget, amount, kept, weights) for amount in (least, largest))
         raise ValueError(
-            f"{budget.said}: that is no less than the model in floating point takes: expected "
+            f"{budget.said}: that is not less than the size of the floating-point model: expected "
             f"{' to '.join(ends)}, which is what {', '.join(budget.candidates)} can reach"
         )
     if most < least:
@@ -159,11 +159,11 @@ def warnings(settings: Settings, found: Prices, plan: Plan) -> list[str]:
     if found.most > largest:
         weights = sum(layer.in_features * layer.out_features for layer in layers.values())
         enough = _amount(budget, largest, found.kept, weights)
-        said.append(f"{budget.said} is more than the largest candidates take: {enough} gives the same")
+        said.append(f"{budget.said} is more than the largest candidates need: {enough} gives the same")
     if budget.file_bytes is not None and found.float_ends > LARGE * budget.file_bytes:
         said.append(
             f"{budget.said}: {found.float_ends / 1e6:.1f} MB of it are the embedding and the output head in floating "
-            "point; --head auto --embedding auto give them schemes, too"
+            "point; --head auto --embedding auto choose schemes for them too"
         )
     if plan.layout == "compressed-tensors" and not settings.symmetric:
         # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape; see its `config`.
@@ -259,7 +259,7 @@ def buy(
 
     least, largest = sum(map(min, sizes)), sum(map(max, sizes))
     if found.most < least:
-        raise ValueError(f"the layers that read one input need {megabytes(found.kept + least)} together; give more")
+        raise ValueError(f"the layers that share an input need {megabytes(found.kept + least)} together; give more")
     chosen, size, estimated = best(found.most)
     picked = [list(each)[option] for each, option in zip(options, chosen, strict=True)]
     names = {name: picked[i] for i, layers_of in enumerate(items) for name in layers_of}

@@ -81,7 +81,7 @@ def calibrate(
     if not 0 <= alpha <= 1:
         raise ValueError(f"calibrate: alpha: expected 0 to 1, got {alpha}")
     if static is not None and not isinstance(grid, Grid):
-        raise ValueError(f"calibrate: static: expected integers with zero points beside it, got {grid}")
+        raise ValueError(f"calibrate: static: expected integers with zero points, got {grid}")
     if algorithm.learn and not isinstance(grid, Grid):
         raise ValueError(f"calibrate: {algorithm.name}: expected integers with zero points to learn, got {grid}")
     if algorithm.learn and ranks is not None and ranks.world > 1:

@@ -1,4 +1,4 @@
-"""Where an interrupted run's finished blocks are: a directory beside the output, with the settings that made them."""
+"""Finished blocks of an interrupted run: a directory beside the output, with the settings that produced them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SETTINGS = "settings.json"
 
 
 class Store:
-    """Finished blocks of one run, a safetensors file each, written aside and renamed so that a file there is whole.
+    """Finished blocks of a run, one safetensors file each, which is renamed into place when it is complete.
 
     settings
-        Whatever decides the result, as JSON. A directory made with others is refused with ValueError.
+        Everything that determines the result, as JSON. A directory with other settings is refused with ValueError.
     grid_of
         The grid of each layer by name.
     """
@@ -44,7 +44,7 @@ class Store:
         self._remove_damaged()
 
     def _remove_damaged(self) -> None:
-        """Remove blocks that are not whole, as a power failure leaves them: they are made anew."""
+        """Remove incomplete blocks, as after a power failure; they are computed again."""
         from safetensors import SafetensorError, safe_open
 
         for file in self.folder.glob("*.safetensors"):
@@ -55,7 +55,7 @@ class Store:
                 file.unlink()
 
     def write(self, block: Block) -> None:
-        """Keep a finished block."""
+        """Write a finished block."""
         from safetensors.torch import save_file
 
         aside = self._file(block.name).with_suffix(".part")
@@ -66,11 +66,11 @@ class Store:
         aside.replace(self._file(block.name))
 
     def has(self, name: str) -> bool:
-        """Whether a block is there."""
+        """Whether a block is stored."""
         return self._file(name).is_file()
 
     def read(self, name: str) -> Block | None:
-        """A block, if it is there."""
+        """Read a block, if it is stored."""
         from safetensors import safe_open
 
         if not self.has(name):
@@ -86,7 +86,7 @@ class Store:
         return Block(name, weights, state, metadata["errors"], input_errors)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """A block's parameters and buffers beside its quantised weights, by their names in the block."""
+        """A block's parameters and buffers other than quantised weights, by their names in the block."""
         from safetensors import safe_open
 
         with safe_open(self._file(name), framework="pt") as file:
@@ -110,18 +110,18 @@ class Store:
 
 
 def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where a directory was made with others than some of the settings, or does not say which."""
+    """Raise ValueError if a directory was created with different settings, or does not contain them."""
     file = folder / SETTINGS
     if not file.is_file():
         return
     try:
         wanted, found = json.loads(json.dumps(settings)), read_json(file)
     except FormatError as error:
-        raise ValueError(f"{error}; {folder} holds a run that was interrupted: delete it to begin anew") from None
+        raise ValueError(f"{error}; {folder} contains an interrupted run: delete it to start again") from None
     differing = sorted(key for key in wanted if wanted[key] != found.get(key))
     if differing:
         raise ValueError(
-            f"{folder} holds a run that was interrupted, with other settings ({', '.join(differing)}): finish it with "
+            f"{folder} contains an interrupted run with other settings ({', '.join(differing)}): finish it with "
             "those, or delete it"
         )
 

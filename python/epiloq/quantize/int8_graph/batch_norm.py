@@ -25,7 +25,9 @@ def fold_batch_norm_(model: nn.Module) -> list[str]:
     Raises ValueError: the model is in training mode, or cannot be traced (the message says why).
     """
     if model.training:
-        raise ValueError("fold_batch_norm_: model: expected one in eval mode, whose norms use their running statistics")
+        raise ValueError(
+            "fold_batch_norm_: model: expected one in evaluation mode, whose norms use their running statistics"
+        )
     try:
         graph = symbolic_trace(model).graph
     except Exception as error:
