@@ -176,7 +176,7 @@ def test_explain_checks_its_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "said", "kind", "message"),
     [
-        ("scaled_mm", {"m": 1}, TypeError, "expected m, n, k and perhaps .*arch.*got no n"),
+        ("scaled_mm", {"m": 1}, TypeError, "expected m, n, k and optionally .*arch.*got no n"),
         ("scaled_mm", {"m": 1, "n": 2, "K": 3}, TypeError, "expected .*got K, which is not one of them"),
         ("scaled_mm", {"m": -5, "n": 1, "k": 1}, ValueError, "m: expected an integer from 0"),
         ("weight_only_mm", {"m": 1, "n": 1, "k": 1, "bits": "4"}, TypeError, "an option of a type"),
