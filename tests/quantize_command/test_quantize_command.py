@@ -161,7 +161,7 @@ def test_an_interrupted_command_goes_on(teacher: Path, tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(jobs.Store, "write", stop_after_one)
         stopped = quantize(teacher, tmp_path / "out", *options)
-    assert stopped.exit_code == 130 and "goes on" in stopped.output
+    assert stopped.exit_code == 130 and "continues from there" in stopped.output
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
     other = quantize(teacher, tmp_path / "out", "--scheme", "w4a16-g32")
     assert other.exit_code == 2 and "other settings (algorithm)" in other.output
@@ -172,7 +172,7 @@ def test_an_interrupted_command_goes_on(teacher: Path, tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "close", no_space)
         full = quantize(teacher, tmp_path / "out", *options)
-    assert full.exit_code == 1 and "No space left" in full.output and "goes on" in full.output
+    assert full.exit_code == 1 and "No space left" in full.output and "continues from there" in full.output
     assert not (tmp_path / "out").exists()
     written = []
     monkeypatch.setattr(jobs.Store, "write", lambda store, block: written.append(block.name))

@@ -165,7 +165,7 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
     output, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 1, output
     last = output.strip().splitlines()[-1]
-    assert "too large" in last.lower() and "goes on" in last and "Traceback" not in output
+    assert "too large" in last.lower() and "continues from there" in last and "Traceback" not in output
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
