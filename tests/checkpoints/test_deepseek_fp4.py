@@ -25,7 +25,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp8BlockExperts, Fp8BlockLinear, GatedExperts, PackedFp4Experts
 from reference import typical_error
 from rounded_models import same, weights
-from tiny_mixtures import deepseek, logits, published
+from tiny_mixtures import blocks, deepseek, logits, published
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -139,33 +139,64 @@ def test_numbers_that_the_configuration_denies(seed: int, tmp_path: Path) -> Non
             models.load(Checkpoint(folder))
 
 
-@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
-@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
-def test_experts_with_gates_of_their_own(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
-    """DeepSeek-V4's, which have a limit, are refused with the reason, though its files have names of their own."""
+def v4(folder: Path, grouped: bool) -> tuple[Path, Any]:
+    """A small DeepSeek-V4 under the names of its own files, experts in FP4, and what it stands for.
+
+    `grouped`: its grouped projection is in FP8, too.
+    """
     heads = {"num_attention_heads": 2, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 64}
     sizes = {"vocab_size": 64, "hidden_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 4}
     kinds = {"layer_types": ["heavily_compressed_attention"], "mlp_layer_types": ["moe"], "num_hidden_layers": 1}
-    config = transformers.DeepseekV4Config(
-        **heads, **sizes, **kinds, o_groups=2, num_experts_per_tok=2, index_n_heads=2, index_head_dim=32, index_topk=4
-    )
-    folder = tmp_path / "v4"
-    transformers.DeepseekV4ForCausalLM(config).save_pretrained(folder)
+    rest = {"o_groups": 2, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4}
+    model: Any = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**heads, **sizes, **kinds, **rest))
+    model.save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
+    stacks = model.model.layers[0].mlp.experts
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors[name] = tensor
+        layer = name.removesuffix(".weight")
         if ".ffn.experts." in name:
             n, k = tensor.shape
-            tensors[name] = torch.zeros(n, k // 2, dtype=torch.int8)
-            scale = torch.full((n, k // 32), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-            tensors[name.replace(".weight", ".scale")] = scale
+            tensors[name] = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
+            scale = torch.randint(119, 123, (n, k // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+            tensors[f"{layer}.scale"] = scale
+            expert, part = layer.split(".")[-2:]
+            rows = {"w1": slice(0, 64), "w3": slice(64, 128), "w2": slice(None)}[part]
+            place = stacks.down_proj if part == "w2" else stacks.gate_up_proj
+            place.data[int(expert), rows] = exact(tensors, layer, "scale")
+        elif grouped and layer.endswith("wo_a"):
+            tensors[name], scale = blocks(tensor)
+            tensors[f"{layer}.scale"] = scale.to(torch.float8_e8m0fnu)
     assert any(name.endswith(".ffn.experts.3.w2.scale") for name in tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     found = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4", "quantization_config": said}
     (folder / "config.json").write_text(json.dumps(found))
-    reason = r"for model\.layers\.0\.mlp\.experts cannot be taken apart: gated in a way of their own"
-    with pytest.raises(FormatError, match=reason):
-        models.load(Checkpoint(folder))
-    with pytest.raises(FormatError, match=reason):
-        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return folder, model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
+def test_experts_whose_gates_have_a_limit(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    """DeepSeek-V4's, whose files have names of their own."""
+    folder, expected = v4(tmp_path / "v4", grouped=False)
+    ours, _ = models.load(Checkpoint(folder))
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for model in (ours, theirs):
+        experts = model.get_submodule("model.layers.0.mlp.experts")
+        assert isinstance(experts, GatedExperts) and isinstance(experts.down, PackedFp4Experts)
+        x, index, shares = torch.randn(20, 128) * 20, torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+        with torch.no_grad():
+            plain = expected.model.layers[0].mlp.experts(x, index, shares)
+            assert typical_error(experts(x, index, shares), plain) < 1e-4
+        torch.testing.assert_close(logits(model), logits(expected), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has no DeepSeek-V4")
+def test_grouped_projections_are_refused(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    """A subclass of nn.Linear that multiplies by a block of its weight each."""
+    folder, _ = v4(tmp_path / "v4", grouped=True)
+    for way in (lambda: models.load(Checkpoint(folder)), lambda: transformers.AutoModel.from_pretrained(folder)):
+        with pytest.raises(FormatError, match=r"o_a.*: expected a plain linear layer, but DeepseekV4GroupedLinear is"):
+            way()

@@ -20,6 +20,7 @@ from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, un
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
 from epiloq.models.mixtures import settle_, together_, why_stacked
+from epiloq.models.subclasses import is_plain
 from epiloq.vocabulary import forget_ties
 
 
@@ -193,6 +194,8 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         is_what = "nothing of that name" if found is None else type(found).__name__
         why = why_stacked(model, name)
         raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}{why}")
+    if not is_plain(linear):
+        raise FormatError(f"{origin}: expected a plain linear layer, but {type(linear).__name__} is not")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
