@@ -58,7 +58,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
     int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
     if constexpr (C::kMulticast) place.select_empty(warp_uniform(tile.is_alone));
-    out.expect(tile);
+    out.load_operands(tile);
     auto const store_part = [&] { out.store_pending(); };
     auto const look_ahead = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
