@@ -45,7 +45,7 @@ class PackedWeight:
     - ``q``: uint8 ``[blocks, K / depth, 32, bytes]``, blocks of 16 rows, in the order of the kernels (4 and 8 bits;
       with K padded to a multiple of 128), or in planes of bits (2 and 3);
     - ``scale``: ``[blocks, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) in the same shape, both
-    None if symmetric;
+      None if symmetric;
     - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
     """
 
