@@ -126,3 +126,16 @@ def test_of_embeddings_and_heads_alike(end: str, seed: int) -> None:
     with pytest.raises(ValueError, match=f"quantize_: layer '{name}': .*weight: expected finite numbers"):
         epiloq.quantize_(model, "w8a16", **{end: "w8a16"})
     assert type(model["body"]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["w8a8-int8", "fp8-token", "fp8-block", "w8a16-fp8", "w4a8-int8", "w4a16-g32", "w4a16-nvfp4", "w4a8-block"],
+)
+def test_empty_batches_of_any_strides(scheme: str, seed: int) -> None:
+    """torch calls every empty tensor contiguous, whatever its strides."""
+    model = epiloq.quantize_(nn.Sequential(nn.Linear(64, 48)), scheme)
+    for x in (torch.zeros(0, 128)[:, ::2], torch.zeros(64, 0).t(), torch.zeros(3, 0, 128)[..., ::2]):
+        assert model(x).shape == (*x.shape[:-1], 48)
+    rows = torch.randn(5, 128)[:, ::2]
+    assert torch.equal(model(rows), model(rows.contiguous()))

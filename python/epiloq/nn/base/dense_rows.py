@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -11,4 +12,7 @@ def dense_rows(x: Tensor) -> Tensor:
     strides, sizes = x.stride(), x.shape
     evenly = all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(x.dim() - 2))
     apart = x.dim() < 2 or strides[-2] >= sizes[-1]
-    return x if strides[-1] == 1 and apart and evenly else x.contiguous()
+    if strides[-1] == 1 and apart and evenly:
+        return x
+    # Not `contiguous`, which returns empty tensors with the strides that they have.
+    return x.clone(memory_format=torch.contiguous_format)

@@ -25,4 +25,6 @@ def takes_directly(x: Tensor, in_features: int, parts: Sequence[Any]) -> bool:
     weight, bias = parts[0], parts[1]
     if weight.is_meta or (bias is not None and bias.dtype != x.dtype):
         return False
-    return 1 < x.dim() <= _MOST_DIMENSIONS and x.shape[-1] == in_features and x.is_contiguous()
+    # Empty tensors are contiguous whatever their strides.
+    rows = x.dim() > 0 and x.shape[-1] == in_features and x.is_contiguous() and x.stride(-1) == 1
+    return rows and 1 < x.dim() <= _MOST_DIMENSIONS
