@@ -35,7 +35,7 @@ def problem(rows: int = 20, channels: int = 50) -> tuple[Any, dict[str, Tensor]]
 
 def error(run: Any, weights: dict[str, Tensor], found: dict[str, Any]) -> float:
     rounded = {name: value.dequantize() for name, value in found.items()}
-    pairs = [(run(rounded, i), run(weights, i)) for i in range(5)]
+    pairs = [(run(rounded, i), run(weights, i)) for i in range(3)]
     return float(sum(((f - y).square().sum(-1) / y.square().sum(-1)).mean() for f, y in pairs))
 
 
@@ -45,11 +45,11 @@ def test_error_falls(seed: int, bits: int, group: int, part: float, symmetric: b
     run, weights = problem()
     grid = Grid(bits, group, symmetric)
     nearest = {name: rtn(weight, grid) for name, weight in weights.items()}
-    untrained = autoround(run, weights, 5, grid, steps=0)
+    untrained = autoround(run, weights, 3, grid, steps=0)
     for name, value in untrained.items():
         assert torch.equal(value.dequantize(), nearest[name].dequantize())
-    found = autoround(run, weights, 5, grid, steps=40, seed=seed)
-    again = autoround(run, weights, 5, grid, steps=40, seed=seed)
+    found = autoround(run, weights, 3, grid, steps=40, seed=seed)
+    again = autoround(run, weights, 3, grid, steps=40, seed=seed)
     assert error(run, weights, found) <= part * error(run, weights, nearest)
     for name, value in found.items():
         assert torch.equal(value.q, again[name].q) and torch.equal(value.scale, again[name].scale)
@@ -70,7 +70,7 @@ def test_it_goes_on_from_gptq(seed: int, bits: int, group: int, part: float, sym
     }
     nearest = [grid.round(w, spread(start[name].parameters, grid, w.shape)) for name, w in weights.items()]
     assert any(not torch.equal(q, value.q) for q, value in zip(nearest, start.values(), strict=True))
-    targets = [run(weights, i) + torch.randn(40, 12) / 20 for i in range(5)]
+    targets = [run(weights, i) + torch.randn(40, 12) / 20 for i in range(3)]
 
     def lost(found: dict[str, Any]) -> float:
         rounded = {name: value.dequantize() for name, value in found.items()}
@@ -78,12 +78,28 @@ def test_it_goes_on_from_gptq(seed: int, bits: int, group: int, part: float, sym
         return float(sum(((f - y).square().sum(-1) / y.square().sum(-1)).mean() for f, y in pairs))
 
     # Other grids than that of the start are not looked at.
-    untrained = autoround(run, weights, 5, Grid(8), targets=targets, start=start, steps=0)
+    untrained = autoround(run, weights, 3, Grid(8), targets=targets, start=start, steps=0)
     for name, value in untrained.items():
         assert torch.equal(value.q, start[name].q) and torch.equal(value.scale, start[name].scale)
         assert value.grid == grid and (symmetric or torch.equal(value.zero, start[name].zero))
-    found = autoround(run, weights, 5, grid, targets=targets, start=start, steps=40, seed=seed)
+    found = autoround(run, weights, 3, grid, targets=targets, start=start, steps=40, seed=seed)
     assert lost(found) <= part * lost(start)
+
+
+def test_windows_that_training_does_not_see_decide(seed: int) -> None:
+    """Outputs that no weights explain are learnt on four windows only, at the cost of the fifth."""
+    run, weights = problem()
+    targets = [run(weights, i) + (3 * torch.randn(40, 12) if i < 4 else 0) for i in range(5)]
+    start = autoround(run, weights, 5, Grid(4, 16), targets=targets, steps=0)
+    found = autoround(run, weights, 5, Grid(4, 16), targets=targets, steps=40, seed=seed)
+
+    def lost(made: dict[str, Any]) -> float:
+        rounded = {name: value.dequantize() for name, value in made.items()}
+        return float((run(rounded, 4) - targets[4]).square().sum(-1).div(targets[4].square().sum(-1)).mean())
+
+    assert lost(found) <= lost(start) * (1 + 1e-5)
+    everything = autoround(run, weights, 3, Grid(4, 16), targets=targets[:3], steps=40, seed=seed)
+    assert lost(everything) > lost(start)
 
 
 def test_tokens_count_alike_whatever_their_size(seed: int) -> None:

@@ -15,6 +15,7 @@ for needed in ("safetensors", "transformers"):
     pytest.importorskip(needed, reason="the rows need the extra hf")
 
 import algorithm_rows
+import budget_rows
 from command_line import ROUND
 from tiny_teacher import save, tiny_model
 
@@ -67,24 +68,22 @@ def test_writing_keeps_the_rest(tmp_path: Path) -> None:
     scheme_table.keep(rows, FOUND)
     assert json.loads(rows.read_text()) == FOUND == scheme_table.read(rows)
     doc = tmp_path / "doc.md"
-    doc.write_text(f"before\n{scheme_table.BEGIN}\nold\n{scheme_table.END}\nafter\n")
+    begin = scheme_table.BEGIN.format("")
+    doc.write_text(f"before\n{begin}\nold\n{scheme_table.END}\nafter\n")
     for _ in range(2):
         scheme_table.write(doc, rows)
         text = doc.read_text()
-        assert text.startswith(f"before\n{scheme_table.BEGIN}\n| scheme") and text.endswith(
-            f"{scheme_table.END}\nafter\n"
-        )
-        assert "old" not in text and text.count(scheme_table.BEGIN) == 1
+        assert text.startswith(f"before\n{begin}\n| scheme") and text.endswith(f"{scheme_table.END}\nafter\n")
+        assert "old" not in text and text.count(begin) == 1
 
 
 def test_the_document_has_the_table_of_the_kept_figures() -> None:
     text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
-    assert text.index(scheme_table.BEGIN) < text.index(scheme_table.END)
-    inside = text.partition(scheme_table.BEGIN)[2].partition(scheme_table.END)[0]
-    found = scheme_table.read(scheme_table.RESULTS)
-    assert inside.strip() == scheme_table.table(found)
-    inside = text.partition(scheme_table.SECOND)[2].partition(scheme_table.END)[0]
-    assert inside.strip() == algorithm_rows.table(found[scheme_table.ALGORITHMS])
+    made = scheme_table.tables(*map(scheme_table.read, (scheme_table.RESULTS, scheme_table.TEACHER_RESULTS)))
+    for part, table in made.items():
+        _, mark, rest = text.partition(scheme_table.BEGIN.format(part))
+        assert mark, f"no table of{part}"
+        assert rest.partition(scheme_table.END)[0].strip() == table
 
 
 def test_a_row_for_each_algorithm() -> None:
@@ -97,6 +96,41 @@ def test_a_row_for_each_algorithm() -> None:
     assert rows["whole model, gptq"] == ["0.0771 (17.61)", "", "", "", "66"]
     assert rows["first 3 blocks, gptq"] == ["0.0700", "", "", "0.9000", "60 to 90"]
     assert len(rows) == 4
+
+
+def test_a_budget_beside_one_scheme() -> None:
+    found = {
+        "embedding and head in float, uniform": {"perplexity": 17.5, "kl": 0.08, "bytes": 174_008_000},
+        "embedding and head in float, chosen": {"perplexity": 16.6, "kl": 0.02, "bytes": 174_000_000},
+        "embedding and head in 8 bits, uniform": {"perplexity": 17.5, "kl": 0.08, "bytes": 89_000_000},
+    }
+    rows = cells(budget_rows.table(found))
+    assert rows["embedding and head in float"] == ["174.01 and 174.00", "0.0800", "0.0200", "75 %", "17.50", "16.60"]
+    assert len(rows) == 3
+
+
+def test_a_budget_has_the_bytes_of_the_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def quantised(model: Path, row: Any, *_: object) -> dict[str, Any]:
+        asked.append(row)
+        return {"bytes_after": 1000 * len(asked)}
+
+    monkeypatch.setattr(scheme_table, "quantise", quantised)
+    monkeypatch.setattr(scheme_table, "evaluate", lambda *_: {"perplexity": 9.0, "kl": 0.1})
+    for _ in range(2):  # What is there is not measured again.
+        scheme_table.budget(tmp_path, tmp_path, tmp_path / "work", tmp_path / "rows.json")
+    assert [row.scheme for row in asked] == ["w4a16-g64", "", "w4a16-g64", ""]
+    assert [row.options[:2] for row in asked[1::2]] == [("--bytes", "1000B"), ("--bytes", "3000B")]
+    assert all(row.options[2:] == budget_rows.AUTO for row in asked[1::2])
+    assert len(scheme_table.read(tmp_path / "rows.json")[scheme_table.BUDGET]) == 4
+
+
+def test_a_rotated_row_has_its_line() -> None:
+    rotated = algorithm_rows.Row("w4a16 per channel", "gptq", rotated=True)
+    assert rotated.name == "w4a16 per channel gptq --rotate"
+    rows = cells(algorithm_rows.table({rotated.name: {"perplexity": 20.0, "kl": 0.05, "seconds": 9}}, [rotated]))
+    assert rows["whole model, gptq --rotate"] == ["", "0.0500 (20.00)", "", "", "9"]
 
 
 def test_a_row_is_measured(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Algorithms side by side on one model at reduced cost: the same few windows for all, weights rounded in memory.
 
-`scheme_table.py algorithms` measures the rows that are missing. Rows of llm-compressor and GPTQModel run their own
-GPTQ, with scales by their defaults, on the Hessians that epiloq's rows see; they are left out where these packages are
-not installed (`pip install --no-deps llmcompressor gptqmodel`, and what the quantisation of GPTQModel imports: logbar,
-device-smi, pypcre, threadpoolctl).
+`scheme_table.py algorithms` measures the rows that are missing, `scheme_table.py teacher` those of a trained model.
+Rows of llm-compressor and GPTQModel run their own GPTQ, with scales by their defaults, on the Hessians that epiloq's
+rows see; they are left out where these packages are not installed (`pip install --no-deps llmcompressor gptqmodel`,
+and what the quantisation of GPTQModel imports: logbar, device-smi, pypcre, threadpoolctl).
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, sam
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
 from epiloq.quantize.algorithms.gptq import gptq
-from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
+from epiloq.quantize.algorithms.rotate import rotate_
+from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration import work
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Parameters
+from scheme_rows import nats
 
 COUNT, LENGTH, EVALUATED, EVALUATED_LENGTH = 8, 256, 3 * 512, 512
 GRIDS = {
@@ -44,9 +46,9 @@ GRIDS = {
 Rounding = Callable[..., QuantizedWeight]
 FIRST, FEW_EVALUATED, FEW_LENGTH = 3, 2 * 256, 256
 """Rows of the first blocks alone, and the text that they are measured on."""
-STEPS = 100
-SHORT = f"autoround ({STEPS} steps)"
-
+TEACHER_COUNT = 32
+"""Windows for the small teacher, whose rows take little."""
+AUTOROUND = "autoround"
 
 PEERS: dict[str, Callable[[], Rounding | None]] = {
     "llm-compressor": lambda: llm_compressor(),
@@ -55,38 +57,53 @@ PEERS: dict[str, Callable[[], Rounding | None]] = {
 
 
 class Row(NamedTuple):
-    """A grid by an algorithm, of the whole model or of its first blocks."""
+    """A grid by an algorithm, of the whole model or of its first blocks; rotations are folded in first or not."""
 
     grid: str
     algorithm: str
     first: bool = False
+    rotated: bool = False
+
+    @property
+    def method(self) -> str:
+        return f"{self.algorithm}{' --rotate' if self.rotated else ''}"
 
     @property
     def name(self) -> str:
-        return f"{self.grid} {self.algorithm}{', first blocks' if self.first else ''}"
+        return f"{self.grid} {self.method}{', first blocks' if self.first else ''}"
 
 
 ROWS = [
     *(Row("w4a16-g64", algorithm) for algorithm in ("gptq", "gptq-guided", "llm-compressor")),
-    *(Row(grid, algorithm, True) for algorithm in ("gptq", "gptq+refine", SHORT) for grid in reversed(GRIDS)),
+    *(Row(grid, algorithm, True) for algorithm in ("gptq", "gptq+refine", AUTOROUND) for grid in reversed(GRIDS)),
     *(Row("w4a16-g64", peer, True) for peer in PEERS),
     *(Row(grid, "gptq-guided", True) for grid in reversed(GRIDS)),
 ]
+TEACHER_ROWS = [
+    *(Row(grid, algorithm) for algorithm in ("rtn", "gptq", "gptq-guided", "awq+gptq") for grid in GRIDS),
+    *(Row("w4a16 per channel", algorithm, rotated=True) for algorithm in ("rtn", "gptq")),
+    *(Row("w4a16-g64", peer) for peer in PEERS),
+    *(Row(grid, AUTOROUND) for grid in GRIDS if grid != "w4a16-g64"),
+]
 
 
-def measure(model: Path, texts: Path, row: Row) -> dict[str, Any] | None:
-    """Perplexity, KL divergence, and seconds of CPU time; None where its package is not installed."""
+def measure(model: Path, texts: Path, row: Row, count: int = COUNT) -> dict[str, Any] | None:
+    """Perplexity, KL divergence, and seconds of CPU time; None where its package is not installed.
+
+    `count` windows of 256 tokens are calibrated with.
+    """
     rounding = PEERS[row.algorithm]() if row.algorithm in PEERS else gptq
     if rounding is None:
         return None
     tokenizer = load_tokenizer(model)
-    cut = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), 512), COUNT, 0)
+    cut = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), 512), count, 0)
     length, count = (FEW_LENGTH, FEW_EVALUATED) if row.first else (EVALUATED_LENGTH, EVALUATED)
     evaluated = first_tokens(windows(tokenizer, read_texts(texts / "evaluation.txt"), length), count)
     teacher, student = (load_float(Checkpoint(model)).float() for _ in range(2))
-    known = {SHORT: Algorithm("autoround", "", learn=STEPS), **dict.fromkeys(PEERS, ALGORITHMS["gptq"])}
-    algorithm = known.get(row.algorithm) or ALGORITHMS[row.algorithm]
+    algorithm = ALGORITHMS["gptq" if row.algorithm in PEERS else row.algorithm]
     start = time.process_time()
+    if row.rotated:
+        rotate_(student)
     with patch.object(work, "gptq", rounding):
         blocks = calibrate(student, [window[:, :LENGTH] for window in cut], GRIDS[row.grid], algorithm)
         for _ in islice(blocks, FIRST if row.first else None):
@@ -94,7 +111,7 @@ def measure(model: Path, texts: Path, row: Row) -> dict[str, Any] | None:
     seconds = time.process_time() - start
     return {
         "perplexity": round(perplexity(student, evaluated), 3),
-        "kl": round(divergence(teacher, student, evaluated), 5),
+        "kl": round(divergence(teacher, student, evaluated), 7),
         "seconds": round(seconds),
     }
 
@@ -176,21 +193,22 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Quantize
     return found
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
     """KL divergence, and perplexity of whole models, by grid, an algorithm a row."""
     lines = [f"| | {' | '.join(GRIDS)} | seconds of CPU |", f"|---|{'--:|' * (len(GRIDS) + 1)}"]
-    for first, algorithm in dict.fromkeys((row.first, row.algorithm) for row in ROWS):
-        rows = [found.get(Row(grid, algorithm, first).name) for grid in GRIDS]
-        there = [row for row in rows if row is not None]
+    for first, algorithm, rotated in dict.fromkeys((row.first, row.algorithm, row.rotated) for row in rows):
+        of_grid = [Row(grid, algorithm, first, rotated) for grid in GRIDS]
+        seen = [found.get(row.name) for row in of_grid]
+        there = [row for row in seen if row is not None]
         if there:
             where = f"first {FIRST} blocks" if first else "whole model"
-            cells = ["" if row is None else _cell(row, first) for row in rows]
-            lines.append(f"| {where}, {algorithm} | {' | '.join(cells)} | {_spent(there)} |")
+            cells = ["" if row is None else _cell(row, first) for row in seen]
+            lines.append(f"| {where}, {of_grid[0].method} | {' | '.join(cells)} | {_spent(there)} |")
     return "\n".join(lines)
 
 
 def _cell(row: dict[str, Any], first: bool) -> str:
-    return f"{row['kl']:.4f}" if first else f"{row['kl']:.4f} ({row['perplexity']:.2f})"
+    return nats(row["kl"]) if first else f"{nats(row['kl'])} ({row['perplexity']:.2f})"
 
 
 def _spent(rows: Sequence[dict[str, Any]]) -> str:

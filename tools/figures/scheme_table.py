@@ -7,12 +7,18 @@ cuts the text, measures every row that is missing, and writes the document's tab
     python tools/figures/scheme_table.py text TEXTS
     python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,…] [--device cuda]
     python tools/figures/scheme_table.py algorithms MODEL --texts TEXTS
+    python tools/figures/scheme_table.py budget MODEL --texts TEXTS --work DIR
     python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
     python tools/figures/scheme_table.py write docs/guide/choosing_a_scheme.md
 
 Rows are kept in benchmarks/results/accuracy (`--results`) as they are measured: run it again to go on. `speed` times,
-for each scheme that was measured, one output directory beside the floating-point model; `algorithms` is the second
-table, see algorithm_rows.py.
+for each scheme that was measured, one output directory beside the floating-point model; `algorithms` and `budget` are
+tables of their own, see algorithm_rows.py and budget_rows.py. Of a model whose weights were never quantised,
+
+    python tools/figures/small_teacher.py MODEL
+    python tools/figures/scheme_table.py teacher MODEL --work DIR
+
+measures what these tables say of it.
 """
 
 from __future__ import annotations
@@ -21,72 +27,24 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
+from scheme_rows import ALGORITHMS, BUDGET, FLOAT, ROWS, TEACHER_ROWS, Row, table
+
 app = typer.Typer(add_completion=False, help=__doc__)
 WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
-FLOAT = "floating point"
-# SmolLM2's 576 channels are no multiple of 128, which only this format can say.
-SHORT_GROUPS = ("--format", "gptq")
-TUNED = ("--tune", "64")
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
-ALGORITHMS = "algorithms"
-NO_ROWS = ("speed", "about", ALGORITHMS)
-"""What the figures' file holds beside rows."""
-BEGIN, END = "<!-- made by tools/figures/scheme_table.py -->", "<!-- end -->"
-SECOND = "<!-- made by tools/figures/scheme_table.py algorithms -->"
+TEACHER_RESULTS = ROOT / "benchmarks/results/accuracy/small_teacher.json"
+BEGIN, END = "<!-- made by tools/figures/scheme_table.py{} -->", "<!-- end -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
 Work = Annotated[Path, typer.Option(help="Where the outputs are kept.")]
 Results = Annotated[Path, typer.Option(help="Where the figures are kept.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-
-
-class Row(NamedTuple):
-    """A scheme by an algorithm; the cheap ones first."""
-
-    scheme: str
-    algorithm: str
-    options: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return " ".join((self.scheme, self.algorithm, *self.options))
-
-
-ROWS = (
-    *(Row(scheme, "rtn") for scheme in ("w8a16", "w8a8-int8", "w8a8-int8-azp")),
-    *(Row(scheme, "rtn") for scheme in ("w4a16-g64", "w4a16-g32")),
-    Row("w4a16-g128", "rtn", SHORT_GROUPS),
-    Row("w8a8-int8", "smoothquant"),
-    Row("w8a8-int8-static", "smoothquant", ("--keep-dynamic", "auto")),
-    Row("w4a16-g64", "gptq"),
-    Row("w4a16-g64", "awq+gptq"),
-    Row("w4a16-g64", "awq"),
-    Row("w4a16-g64", "gptq", TUNED),
-    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq+refine", "gptq-guided", "awq+gptq-guided")),
-    Row("w8a8-int8-static", "smoothquant-search"),
-    Row("w8a8-int8-static", "smoothquant-search", TUNED),
-    Row("w8a8-int8", "smoothquant", TUNED),
-    Row("w4a16-g32", "gptq"),
-    Row("w4a16-g32", "awq+gptq"),
-    Row("w4a16-g32", "awq"),
-    Row("w8a8-int8-static", "smoothquant"),
-    Row("w8a8-int8-static", "smoothquant-search", ("--keep-dynamic", "auto")),
-    Row("w8a8-int8", "smoothquant-search"),
-    Row("w8a8-int8", "smoothquant+gptq"),
-    Row("w8a8-int8-azp", "smoothquant"),
-    Row("w4a16-g128", "gptq", SHORT_GROUPS),
-    Row("w4a16-g128", "awq+gptq", SHORT_GROUPS),
-    *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
-    *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
-    *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
-    # The epiloq format alone has these short groups.
-    *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
-)
 
 
 def epiloq(*arguments: object) -> None:
@@ -110,6 +68,14 @@ def keep(results: Path, found: dict[str, Any]) -> None:
     aside.replace(results)
 
 
+def add(results: Path, name: str, row: dict[str, Any], part: str = "") -> None:
+    """Keep a row of a part of the file, which is read anew: another process may have added to it."""
+    found = read(results)
+    (found.setdefault(part, {}) if part else found)[name] = row
+    keep(results, found)
+    print(name, row, flush=True)
+
+
 @app.command()
 def text(texts: Path) -> None:
     """Cut Python's language reference in two: the first quarter to evaluate on, the second half to calibrate with."""
@@ -128,14 +94,44 @@ def evaluate(folder: Path, teacher: Path, texts: Path, work: Path, device: str) 
     return json.loads(file.read_text())  # type: ignore[no-any-return]
 
 
-def quantise(model: Path, row: Row, texts: Path, work: Path, output: Path, device: str) -> dict[str, Any]:
+def quantise(
+    model: Path, row: Row, texts: Path, work: Path, output: Path, device: str, windows: int = WINDOWS
+) -> dict[str, Any]:
     file = work / "quantize.json"
-    options: list[object] = ["--scheme", row.scheme, "--algorithm", row.algorithm, *row.options]
-    options += ["--device", device]
+    options: list[object] = ["--scheme", row.scheme] if row.scheme else []
+    options += ["--algorithm", row.algorithm, *row.options, "--device", device]
     if row.algorithm != "rtn" or "static" in row.scheme:
-        options += ["--calibration", texts / "calibration.txt", "--windows", WINDOWS, "--length", LENGTH]
+        options += ["--calibration", texts / "calibration.txt", "--windows", windows, "--length", LENGTH]
     epiloq("quantize", model, *options, "--output", output, "--json", file)
     return json.loads(file.read_text())  # type: ignore[no-any-return]
+
+
+def schemes(model: Path, texts: Path, work: Path, rows: Sequence[Row], results: Path, device: str = "cpu") -> None:
+    """Measure those of some rows that are missing, one after the other."""
+    work.mkdir(parents=True, exist_ok=True)
+    if FLOAT not in read(results):
+        seen = evaluate(model, model, texts, work, device)
+        add(results, FLOAT, {"perplexity": seen["perplexity"], "kl": 0.0, "bytes": seen["file_bytes"]})
+    for row in rows:
+        if row.name in read(results):
+            continue
+        output = work / row.name.replace(" ", "_")
+        shutil.rmtree(output, ignore_errors=True)
+        made = quantise(model, row, texts, work, output, device)
+        seen = evaluate(output, model, texts, work, device)
+        figures = {
+            "scheme": row.scheme,
+            "perplexity": seen["perplexity"],
+            "kl": seen["kl"],
+            "bytes": made["bytes_after"],
+            "seconds": made["stages"]["quantise"],
+            "memory": made["peak_memory_bytes"],
+            "layers": len(made["layer_errors"]),
+            "dynamic": sum(errors["kept_dynamic"] for errors in made["input_errors"].values()),
+        }
+        add(results, row.name, figures)
+        if any(other.scheme == row.scheme for other in rows[: rows.index(row)]):
+            shutil.rmtree(output)  # `speed` needs one for each scheme.
 
 
 @app.command()
@@ -148,49 +144,61 @@ def measure(
     device: Device = "cpu",
 ) -> None:
     """Measure the rows that are missing, one after the other."""
-    work.mkdir(parents=True, exist_ok=True)
-    found = read(results)
-    if FLOAT not in found:
-        seen = evaluate(model, model, texts, work, device)
-        found[FLOAT] = {"perplexity": seen["perplexity"], "kl": 0.0, "bytes": seen["file_bytes"]}
-        keep(results, found)
-    for row in ROWS:
-        if row.name in found or (rows and row.scheme not in rows.split(",")):
-            continue
-        output = work / row.name.replace(" ", "_")
-        shutil.rmtree(output, ignore_errors=True)
-        made = quantise(model, row, texts, work, output, device)
-        seen = evaluate(output, model, texts, work, device)
-        dynamic = sum(errors["kept_dynamic"] for errors in made["input_errors"].values())
-        found[row.name] = {
-            "scheme": row.scheme,
-            "perplexity": seen["perplexity"],
-            "kl": seen["kl"],
-            "bytes": made["bytes_after"],
-            "seconds": made["stages"]["quantise"],
-            "memory": made["peak_memory_bytes"],
-            "layers": len(made["layer_errors"]),
-            "dynamic": dynamic,
-        }
-        keep(results, found)
-        if any(other.scheme == row.scheme for other in ROWS[: ROWS.index(row)]):
-            shutil.rmtree(output)  # `speed` needs one for each scheme.
-        print(row.name, found[row.name], flush=True)
+    asked = [row for row in ROWS if not rows or row.scheme in rows.split(",")]
+    schemes(model, texts, work, asked, results, device)
 
 
 @app.command()
 def algorithms(model: Path, texts: Texts, results: Results = RESULTS) -> None:
-    """Measure what is missing of the second table."""
+    """Measure what is missing of the table of algorithms."""
     import algorithm_rows
 
-    found = read(results)
-    rows = found.setdefault(ALGORITHMS, {})
-    for row in algorithm_rows.ROWS:
-        seen = None if row.name in rows else algorithm_rows.measure(model, texts, row)
+    _algorithms(model, texts, algorithm_rows.ROWS, algorithm_rows.COUNT, results)
+
+
+def _algorithms(model: Path, texts: Path, rows: Sequence[Any], count: int, results: Path) -> None:
+    import algorithm_rows
+
+    for row in rows:
+        known = read(results).get(ALGORITHMS, {})
+        seen = None if row.name in known else algorithm_rows.measure(model, texts, row, count)
         if seen is not None:
-            rows[row.name] = seen
-            keep(results, found)
-            print(row.name, seen, flush=True)
+            add(results, row.name, seen, ALGORITHMS)
+
+
+@app.command()
+def budget(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
+    """Measure what is missing of the table of budgets."""
+    import budget_rows
+
+    work.mkdir(parents=True, exist_ok=True)
+    for pair in budget_rows.PAIRS:
+        limit: tuple[str, ...] = ()
+        for which, scheme, options in (("uniform", pair.scheme, pair.options), ("chosen", "", budget_rows.AUTO)):
+            name = f"{pair.name}, {which}"
+            known = read(results).get(BUDGET, {}).get(name)
+            if known is None:
+                output = work / "budget"
+                shutil.rmtree(output, ignore_errors=True)
+                row = Row(scheme, "gptq", (*limit, *options))
+                made = quantise(model, row, texts, work, output, "cpu", budget_rows.WINDOWS)
+                seen = evaluate(output, model, texts, work, "cpu")
+                known = {"perplexity": seen["perplexity"], "kl": seen["kl"], "bytes": made["bytes_after"]}
+                add(results, name, known, BUDGET)
+            limit = ("--bytes", f"{known['bytes']}B")
+
+
+@app.command()
+def teacher(model: Path, work: Work, results: Results = TEACHER_RESULTS) -> None:
+    """Cut the text, measure what is missing of the tables of small_teacher.py's model, and write them."""
+    import algorithm_rows
+
+    texts = work / "texts"
+    text(texts)
+    schemes(model, texts, work, TEACHER_ROWS, results)
+    budget(model, texts, work, results)
+    _algorithms(model, texts, algorithm_rows.TEACHER_ROWS, algorithm_rows.TEACHER_COUNT, results)
+    write(DOCUMENT)
 
 
 @app.command()
@@ -215,43 +223,29 @@ def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> 
             keep(results, found)
 
 
-def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """A row's cells."""
-    exact = found[FLOAT]["perplexity"]
-    cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
-    cells.append(f"{row['kl']:.4f}" if "kl" in row and name != FLOAT else "")
-    nearest = next((r for n, r in found.items() if n.startswith(f"{row.get('scheme')} rtn")), None)
-    closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")
-    gap = nearest["perplexity"] - exact if nearest else 0.0
-    cells.append(f"{100 * (1 - (row['perplexity'] - exact) / gap):.0f} %" if closed else "")
-    cells.append(f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else "")
-    took = found.get("speed", {}).get(row.get("scheme"))
-    cells += ["", ""] if took is None else [f"{took[0]:.2f}x", f"{took[1]:.2f}x"]
-    kept = f" ({row['dynamic']} of {row['layers']} layers)" if row.get("dynamic") else ""
-    return [f"`{name}`{kept}" if name != FLOAT else name, *cells]
+def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
+    """All tables by what follows the tool's name in their marks, of the model and of the one trained here."""
+    import algorithm_rows
+    import budget_rows
 
-
-def table(found: dict[str, Any]) -> str:
-    """The table in Markdown, and what was not measured."""
-    heads = ("scheme, algorithm", "perplexity", "change", "KL", "gap closed", "MB", "prefill", "decode")
-    lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
-    known = {row.name for row in ROWS} | {name for name in found if name not in (FLOAT, *NO_ROWS)}
-    names = [FLOAT, *sorted(known, key=lambda name: (name.split()[0], len(name), name))]
-    lines += [f"| {' | '.join(line(name, found[name], found))} |" for name in names if name in found]
-    absent = [f"`{name}`" for name in names if name not in found]
-    return "\n".join(lines) + (f"\n\nNot measured: {', '.join(absent)}." if absent else "")
+    return {
+        "": table(found),
+        " algorithms": algorithm_rows.table(found.get(ALGORITHMS, {})),
+        " budget": budget_rows.table(found.get(BUDGET, {})),
+        " teacher": table(trained, TEACHER_ROWS) if trained else "",
+        " teacher algorithms": algorithm_rows.table(trained.get(ALGORITHMS, {}), algorithm_rows.TEACHER_ROWS),
+        " teacher budget": budget_rows.table(trained.get(BUDGET, {})),
+    }
 
 
 @app.command()
 def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
     """Put the tables into a document, between their marks."""
-    import algorithm_rows
-
-    found, whole = read(results), doc.read_text(encoding="utf-8")
-    for begin, made in ((BEGIN, table(found)), (SECOND, algorithm_rows.table(found.get(ALGORITHMS, {})))):
-        before, mark, rest = whole.partition(begin)
+    whole = doc.read_text(encoding="utf-8")
+    for part, made in tables(read(results), read(TEACHER_RESULTS)).items():
+        before, mark, rest = whole.partition(BEGIN.format(part))
         if mark:
-            whole = f"{before}{begin}\n{made}\n{END}{rest.partition(END)[2]}"
+            whole = f"{before}{mark}\n{made}\n{END}{rest.partition(END)[2]}"
     doc.write_text(whole, encoding="utf-8")
 
 
@@ -268,6 +262,7 @@ def everything(
     text(texts)
     measure(model, texts, work, results=results, device=device)
     algorithms(model, texts, results)
+    budget(model, texts, work, results)
     write(document, results)
 
 

@@ -1,0 +1,97 @@
+"""The rows of scheme_table.py, and how they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+FLOAT = "floating point"
+# SmolLM2's 576 channels are no multiple of 128, which only this format can say.
+SHORT_GROUPS = ("--format", "gptq")
+TUNED = ("--tune", "64")
+ALGORITHMS, BUDGET = "algorithms", "budget"
+NO_ROWS = ("speed", "about", ALGORITHMS, BUDGET)
+"""What the figures' file holds beside rows."""
+
+
+class Row(NamedTuple):
+    """A scheme by an algorithm; the cheap ones first."""
+
+    scheme: str
+    algorithm: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.scheme, self.algorithm, *self.options))
+
+
+ROWS = (
+    *(Row(scheme, "rtn") for scheme in ("w8a16", "w8a8-int8", "w8a8-int8-azp")),
+    *(Row(scheme, "rtn") for scheme in ("w4a16-g64", "w4a16-g32")),
+    Row("w4a16-g128", "rtn", SHORT_GROUPS),
+    Row("w8a8-int8", "smoothquant"),
+    Row("w8a8-int8-static", "smoothquant", ("--keep-dynamic", "auto")),
+    Row("w4a16-g64", "gptq"),
+    Row("w4a16-g64", "awq+gptq"),
+    Row("w4a16-g64", "awq"),
+    Row("w4a16-g64", "gptq", TUNED),
+    *(Row("w4a16-g64", algorithm) for algorithm in ("gptq+refine", "gptq-guided", "awq+gptq-guided")),
+    Row("w8a8-int8-static", "smoothquant-search"),
+    Row("w8a8-int8-static", "smoothquant-search", TUNED),
+    Row("w8a8-int8", "smoothquant", TUNED),
+    Row("w4a16-g32", "gptq"),
+    Row("w4a16-g32", "awq+gptq"),
+    Row("w4a16-g32", "awq"),
+    Row("w8a8-int8-static", "smoothquant"),
+    Row("w8a8-int8-static", "smoothquant-search", ("--keep-dynamic", "auto")),
+    Row("w8a8-int8", "smoothquant-search"),
+    Row("w8a8-int8", "smoothquant+gptq"),
+    Row("w8a8-int8-azp", "smoothquant"),
+    Row("w4a16-g128", "gptq", SHORT_GROUPS),
+    Row("w4a16-g128", "awq+gptq", SHORT_GROUPS),
+    *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
+    *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
+    *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
+    # The epiloq format alone has these short groups.
+    *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
+)
+TEACHER_ROWS = (
+    *(Row(scheme, "rtn") for scheme in ("w4a16-g32", "w4a8-block-g32", "w8a8-int8", "fp8-token")),
+    Row("w4a8-block-g32", "gptq"),
+    Row("w8a8-int8", "smoothquant-search"),
+    Row("w8a8-int8-static", "smoothquant-search"),
+    Row("w8a8-int8-static", "smoothquant-search", TUNED),
+)
+
+
+def nats(kl: float) -> str:
+    """A divergence, with as many digits as small ones need."""
+    return f"{kl:.4f}" if kl >= 0.002 else f"{kl:.6f}"
+
+
+def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """A row's cells."""
+    exact = found[FLOAT]["perplexity"]
+    cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
+    cells.append(nats(row["kl"]) if "kl" in row and name != FLOAT else "")
+    nearest = next((r for n, r in found.items() if n.startswith(f"{row.get('scheme')} rtn")), None)
+    closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")
+    gap = nearest["perplexity"] - exact if nearest else 0.0
+    cells.append(f"{100 * (1 - (row['perplexity'] - exact) / gap):.0f} %" if closed else "")
+    cells.append(f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else "")
+    took = found.get("speed", {}).get(row.get("scheme"))
+    cells += ["", ""] if took is None else [f"{took[0]:.2f}x", f"{took[1]:.2f}x"]
+    kept = f" ({row['dynamic']} of {row['layers']} layers)" if row.get("dynamic") else ""
+    return [f"`{name}`{kept}" if name != FLOAT else name, *cells]
+
+
+def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
+    """The table in Markdown, and what was not measured."""
+    heads = ("scheme, algorithm", "perplexity", "change", "KL", "gap closed", "MB", "prefill", "decode")
+    lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
+    known = {row.name for row in rows} | {name for name in found if name not in (FLOAT, *NO_ROWS)}
+    names = [FLOAT, *sorted(known, key=lambda name: (name.split()[0], len(name), name))]
+    lines += [f"| {' | '.join(line(name, found[name], found))} |" for name in names if name in found]
+    absent = [f"`{name}`" for name in names if name not in found]
+    return "\n".join(lines) + (f"\n\nNot measured: {', '.join(absent)}." if absent else "")
