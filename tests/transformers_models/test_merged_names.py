@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
 import epiloq
 import epiloq.integrations.transformers as integration
 from epiloq.formats import epiloq_modules
+from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import from_directory
-from model_families import SIZES
+from epiloq.formats.layouts.base import FormatError
+from epiloq.integrations.hf_quantizer.names import check
+from model_families import FAMILIES, SIZES
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -124,3 +127,19 @@ def test_what_transformers_saves_opens(
         for found in (again, from_directory(folder)):
             assert epiloq_modules.layers_of(found) == epiloq_modules.layers_of(made)
             assert float((answer(found, given) - expected).norm() / expected.norm()) <= bound
+
+
+def test_a_tensor_tied_to_one_that_is_tied(seed: int, tmp_path: Path) -> None:
+    """Grounding DINO's decoder predicts boxes by the model's layers, which are all the first of them."""
+    model = FAMILIES["neox"]()
+    first, second, third = (
+        f"gpt_neox.{name}.bias"
+        for name in ("layers.0.mlp.dense_4h_to_h", "layers.1.mlp.dense_4h_to_h", "final_layer_norm")
+    )
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in (first, second)}
+    model.config.save_pretrained(tmp_path)
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="expected a tensor, found none"):
+        check(model, Checkpoint(tmp_path))
+    model.all_tied_weights_keys = {first: second, second: third}
+    check(model, Checkpoint(tmp_path))

@@ -27,9 +27,12 @@ def check(model: Any, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.where(name)}: expected {target.dtype} {list(target.shape)}, "
                 f"got {entry.dtype} {list(entry.shape)}"
             )
-    for one, other in model.all_tied_weights_keys.items():
-        if one in given or other in given:
-            given |= {one, other}
+    # A tensor may be tied to one that is tied to another.
+    for _ in model.all_tied_weights_keys:
+        more = {name for tie in model.all_tied_weights_keys.items() if not given.isdisjoint(tie) for name in tie}
+        if more <= given:
+            break
+        given |= more
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     for name in sorted(names.state.keys() - given):
         if not any(pattern.search(name) for pattern in optional):

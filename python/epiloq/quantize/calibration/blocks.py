@@ -54,7 +54,8 @@ def find_blocks(model: nn.Module, takes: Filter, names: str | Sequence[str] | No
         parameters = Counter(id(p) for block in children.values() for p in block.parameters())
         if len(children) < len(lists[name]) or any(count > 1 for count in parameters.values()):
             raise ValueError(
-                f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them"
+                f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them; "
+                "name a list of others (epiloq quantize --blocks), whose layers alone are then quantised"
             )
         blocks |= children
     return blocks
