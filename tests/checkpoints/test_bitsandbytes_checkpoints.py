@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from bitsandbytes_layers import KINDS
 from command_line import logits, run
+from epiloq.formats.configs.bitsandbytes import METHOD
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import SINGLE
 from epiloq.formats.layouts import bitsandbytes as layout
@@ -153,3 +154,42 @@ def test_what_transformers_and_bitsandbytes_write(seed: int, tmp_path: Path, opt
     expected = logits(float_model)
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     assert (logits(ours) - logits(classes.from_pretrained(tmp_path / "float"))).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_pretrained_opens_by_epiloq(seed: int, tmp_path: Path, kind: str) -> None:
+    """Though transformers keeps the method's name for the package, which need not be there."""
+    from epiloq.integrations import transformers as integration
+
+    write(tmp_path / "model", MODELS["llama"](), KINDS[kind], shards=1)
+    classes: Any = transformers.AutoModelForCausalLM
+    integration.register()
+    try:
+        ours = classes.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        expected = logits(models.from_directory(tmp_path / "model"))
+        assert torch.equal(logits(ours), expected)
+        assert ours.dtype == torch.float32 and ours.config.to_dict()["quantization_config"]["quant_method"] == METHOD
+        with pytest.raises(FormatError, match=r"_proj: .*is read only; epiloq convert writes"):
+            ours.save_pretrained(tmp_path / "saved")
+    finally:
+        integration.unregister()
+
+
+def test_bitsandbytes_own_quantisation_stays_its_own(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    from epiloq.integrations import transformers as integration
+
+    MODELS["llama"]().save_pretrained(tmp_path / "float")
+    classes: Any = transformers.AutoModelForCausalLM
+    integration.register()
+    try:
+        stated = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        theirs = classes.from_pretrained(tmp_path / "float", quantization_config=stated, device_map="cpu")
+        theirs.save_pretrained(tmp_path / "theirs")
+        again = classes.from_pretrained(tmp_path / "theirs", quantization_config=stated, device_map="cpu")
+        ours = classes.from_pretrained(tmp_path / "theirs")
+    finally:
+        integration.unregister()
+    kinds = [type(model.get_submodule(UP)).__name__ for model in (theirs, again, ours)]
+    assert kinds == ["Linear4bit", "Linear4bit", "TableLinear"]

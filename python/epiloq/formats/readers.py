@@ -215,7 +215,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     if not isinstance(method, str) or method not in CONFIGS:
         expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
         likely = ", as in directories of MLX" if method is None and found.keys() >= {"bits", "group_size"} else ""
-        raise FormatError(f"quantization_config: quant_method: expected one of {expected}, got {method!r}{likely}")
+        raise FormatError(
+            f"quantization_config: quant_method: expected one of {expected}, got {method!r}{likely}; "
+            "quantise the float model instead"
+        )
     return CONFIGS[method](found)
 
 

@@ -5,8 +5,9 @@ with epiloq's modules, on CPUs and GPUs, without the packages that wrote them.
 
 This replaces transformers' own quantizers for these methods in the current process; `unregister` restores them, and
 `register` replaces them again. ``from_pretrained(FLOAT_DIRECTORY, quantization_config=EpiloqConfig("w8a8-int8"))``
-quantises a floating-point model after loading it. ``save_pretrained`` writes the format in which a directory was
-opened, and epiloq's own for a model that was quantised after loading.
+quantises a floating-point model after loading it, and ``BitsAndBytesConfig`` still means bitsandbytes.
+``save_pretrained`` writes the format in which a directory was opened, and epiloq's own for a model that was quantised
+after loading.
 
 Raises ValueError, before any model is returned, if a directory does not match its configuration: the message names
 the file and the tensor.
@@ -26,11 +27,12 @@ from transformers.quantizers.auto import (
     AutoQuantizationConfig,
 )
 
+from epiloq.formats.configs import bitsandbytes
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint, described_beside
 from epiloq.formats.readers import CONFIGS
 from epiloq.integrations.hf_quantizer import mxfp4
-from epiloq.integrations.hf_quantizer.config import EpiloqConfig
+from epiloq.integrations.hf_quantizer.config import HELD_AS, EpiloqConfig
 from epiloq.integrations.hf_quantizer.quantizer import EpiloqQuantizer
 
 METHODS = (METHOD, *CONFIGS, mxfp4.METHOD)
@@ -41,7 +43,8 @@ _OURS: tuple[tuple[dict[str, Any], type], ...] = (
     (AUTO_QUANTIZATION_CONFIG_MAPPING, EpiloqConfig),
     (AUTO_QUANTIZER_MAPPING, EpiloqQuantizer),
 )
-_THEIRS = [{method: table[method] for method in METHODS if method in table} for table, _ in _OURS]
+_KEYS = (*METHODS, *HELD_AS.values())
+_THEIRS = [{method: table[method] for method in _KEYS if method in table} for table, _ in _OURS]
 
 
 def _is_ours(said: Any) -> bool:
@@ -56,9 +59,16 @@ def _from_dict(said: Any) -> Any:
     return EpiloqConfig(**said) if _is_ours(said) else _THEIR_READERS[1].__func__(AutoQuantizationConfig, said)
 
 
+def _merge_quantization_configs(cls: Any, said: Any, given: Any, *more: Any, **options: Any) -> Any:
+    """The configuration of a directory, which is bitsandbytes' own only if one of that package is `given`."""
+    if isinstance(said, dict) and said.get("quant_method") == bitsandbytes.METHOD and given is None:
+        return EpiloqConfig(**said)
+    return _THEIR_READERS[2].__func__(cls, said, given, *more, **options)
+
+
 def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Content of config.json; for local directories also the separate file that older AutoGPTQ and AutoAWQ wrote."""
-    found: tuple[dict[str, Any], dict[str, Any]] = _THEIR_READERS[2].__func__(cls, *given, **options)
+    found: tuple[dict[str, Any], dict[str, Any]] = _THEIR_READERS[3].__func__(cls, *given, **options)
     source = given[0] if given else options.get("pretrained_model_name_or_path")
     folder = Path(source) if isinstance(source, (str, PathLike)) else None
     if folder is not None and "quantization_config" not in found[0] and described_beside(folder):
@@ -72,6 +82,7 @@ def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, A
 _READERS: tuple[tuple[type, str, Any], ...] = (
     (AutoHfQuantizer, "supports_quant_method", staticmethod(_supports)),
     (AutoQuantizationConfig, "from_dict", staticmethod(_from_dict)),
+    (AutoHfQuantizer, "merge_quantization_configs", classmethod(_merge_quantization_configs)),
     (PreTrainedConfig, "get_config_dict", classmethod(_get_config_dict)),
 )
 _THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
@@ -80,7 +91,7 @@ _THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
 def register() -> None:
     """Open directories of every method in `METHODS` with epiloq. Called when this module is imported."""
     for table, ours in _OURS:
-        table.update(dict.fromkeys(METHODS, ours))
+        table.update(dict.fromkeys(_KEYS, ours))
     for owner, name, reader in _READERS:
         setattr(owner, name, reader)
 
@@ -88,7 +99,7 @@ def register() -> None:
 def unregister() -> None:
     """Restore transformers' own quantizers; models that are already open are not affected."""
     for (table, _), theirs in zip(_OURS, _THEIRS, strict=True):
-        for method in METHODS:
+        for method in _KEYS:
             table.pop(method, None)
         table.update(theirs)
     for (owner, name, _), reader in zip(_READERS, _THEIR_READERS, strict=True):

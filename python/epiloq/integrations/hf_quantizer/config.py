@@ -10,6 +10,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from epiloq.formats.epiloq_modules import METHOD
 
+# transformers itself gives "bitsandbytes" to that package's quantizers alone; config.json has the first name.
+HELD_AS = {"bitsandbytes": "bitsandbytes by epiloq"}
+_IN_FILES = {held: method for method, held in HELD_AS.items()}
+
 
 class EpiloqConfig(QuantizationConfigMixin):
     """How to quantise a floating-point model, or the description of a quantised directory.
@@ -37,7 +41,7 @@ class EpiloqConfig(QuantizationConfigMixin):
         embedding: str | None = None,
         **said: Any,
     ) -> None:
-        self.quant_method: Any = quant_method
+        self.quant_method: Any = HELD_AS.get(quant_method, quant_method)
         self.scheme, self.head, self.embedding = scheme, head, embedding
         self.modules_to_not_convert = modules_to_not_convert
         self.said = said
@@ -47,5 +51,9 @@ class EpiloqConfig(QuantizationConfigMixin):
         own: dict[str, Any] = {"scheme": self.scheme, "head": self.head, "embedding": self.embedding}
         own |= {"modules_to_not_convert": self.modules_to_not_convert}
         given = {name: value for name, value in own.items() if value is not None}
-        method = {} if self.said.get("format") == METHOD else {"quant_method": self.quant_method}
+        method = (
+            {}
+            if self.said.get("format") == METHOD
+            else {"quant_method": _IN_FILES.get(self.quant_method, self.quant_method)}
+        )
         return copy.deepcopy({**method, **given, **self.said})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class StoredLinear(nn.Module):
         # No child, so that transformers does not load it.
         self.__dict__["outline"] = linear
         self.read: Callable[[], dict[str, Tensor]] | None = None
+        self.beside: Callable[[], dict[str, Tensor]] | None = None
         self.layer, self.parts = layer, tuple(parts)
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
@@ -95,6 +97,8 @@ class StoredLinear(nn.Module):
         tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
         tensors = tensors if self.read is None else self.read()
         device = next(iter(tensors.values())).device
+        if self.beside is not None and self.read is None:
+            tensors |= {name: tensor.to(device) for name, tensor in self.beside().items()}
         if any(tensor.is_meta for tensor in tensors.values()):
             raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
         linear = self.outline
@@ -131,14 +135,19 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     unused = set(unused_scales(checkpoint, known.get))
+    beside: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
-        if name not in unused:
+        whose, dotted, rest = name.partition(".weight.")
+        if dotted and whose in known:  # of bitsandbytes, and no name that a module can have
+            beside[whose][f"weight.{rest}"] = name
+        elif name not in unused:
             layers[layer][part] = entry
     own_names = {layer: names.of(f"{layer}.weight").removesuffix(".weight") for layer in layers}
     # epiloq's own format names the model's layers, the others those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
     _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
+    _ignore_unexpected(model, (name for parts in beside.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
         if reader is None or has_no_use_for(model, own):
@@ -147,7 +156,10 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
             raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
         parent, _, leaf = own.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, StoredLinear(linear, parts, reader, checkpoint.where(layer), layer))
+        stored = StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
+        if layer in beside:
+            stored.beside = partial(_read, checkpoint, beside[layer])
+        setattr(model.get_submodule(parent), leaf, stored)
         found[own] = reader
     for name, source in sharing.items():
         if source not in found:
@@ -177,9 +189,18 @@ def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader
     names = Names(model)
     found = unused_scales(checkpoint, lambda layer: known.get(names.of(f"{layer}.weight").removesuffix(".weight")))
     kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    model._keys_to_ignore_on_load_unexpected = {*ignored, *(re.escape(name) for name in kept)}
+    _ignore_unexpected(model, kept)
     return kept
+
+
+def _ignore_unexpected(model: Any, names: Iterable[str]) -> None:
+    """Have transformers not warn of tensors that it does not load."""
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*ignored, *(re.escape(name) for name in names)}
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Tensor]:
+    return {part: checkpoint.tensor(name).clone() for part, name in names.items()}
 
 
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
