@@ -262,7 +262,7 @@ def quantize_(
 
     Layers are replaced one at a time, and each float weight is released before the next is quantised, if nothing
     else refers to it. A layer that appears under several names is quantised once. Hooks on a replaced layer are
-    dropped.
+    called by the quantised one.
 
     Raises ValueError, with the model unchanged: an unknown scheme; a static one without `calibrate`; no layer
     selected; `model` is itself a linear layer (it cannot be replaced in place; the classes of ``epiloq.nn`` have

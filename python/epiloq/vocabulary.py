@@ -15,6 +15,7 @@ from epiloq.layer_filter import weight_identity
 from epiloq.models.subclasses import is_plain
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
+from epiloq.weights.computed import carry_hooks_over
 from epiloq.weights.tensor_checks import identity
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def _by_module(model: nn.Module, names: tuple[str, ...]) -> Iterator[list[str]]:
 
 
 def _put(model: nn.Module, names: list[str], layer: nn.Module) -> None:
+    carry_hooks_over(model.get_submodule(names[0]), layer)
     for name in names:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)

@@ -139,3 +139,61 @@ def test_empty_batches_of_any_strides(scheme: str, seed: int) -> None:
         assert model(x).shape == (*x.shape[:-1], 48)
     rows = torch.randn(5, 128)[:, ::2]
     assert torch.equal(model(rows), model(rows.contiguous()))
+
+
+class Limited(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-50, 50)
+
+
+class OfSmallInputs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-3, 3))
+
+
+class DroppedOut(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Tripled(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 3  # type: ignore[no-any-return]
+
+
+class TripledConv2d(nn.Conv2d):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 3  # type: ignore[no-any-return]
+
+
+def test_what_shows_only_for_some_inputs_or_modes(seed: int) -> None:
+    """Large values, training, and a call that does more than ``forward``."""
+    kinds = (Limited, OfSmallInputs, DroppedOut, Tripled)
+    model = nn.Sequential(*(kind(32, 32) for kind in kinds), nn.Linear(32, 32)).eval()
+    said = said_of(model, "w8a16")
+    assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is no plain" in said for kind in kinds)
+    images = nn.Sequential(TripledConv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    assert "0 (TripledConv2d is no plain" in said_of(images, "conv-w8a16") and kept(images) == ["0"]
+
+
+@pytest.mark.parametrize("name", ["w8a16", "w8a8-int8", "w4a16-mxfp4"])
+def test_hooks_are_called_as_before(name: str, seed: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.utils.weight_norm(nn.Linear(32, 32)))
+    x, calls = torch.randn(4, 32), list[str]()
+    plain = epiloq.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), name)
+    handles = [
+        model[0].register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+        model[1].register_forward_hook(lambda module, given, made: calls.append(type(module).__name__) or made * 3),
+        model[0].register_forward_pre_hook(
+            lambda module, given, named: calls.append("before") or None, with_kwargs=True
+        ),
+    ]
+    epiloq.quantize_(model, name)
+    for part, layer in zip(plain, model, strict=True):
+        part.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(x), 3 * plain[1](plain[0](2 * x)))
+        assert calls == ["before", type(plain[1]).__name__]
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(model(x), plain(x))

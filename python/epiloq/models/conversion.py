@@ -14,6 +14,7 @@ from epiloq.models.conv1d import transposed
 from epiloq.models.mixtures import apart, left_stacked, settle_
 from epiloq.models.multiplied_as_one import together
 from epiloq.observers import Observer, evaluating, input_quantizers
+from epiloq.weights.computed import carry_hooks_over
 from epiloq.weights.fp4 import divisor_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def _convert(
         inputs = _shared_divisors(model, groups)
     for names, seen in zip(groups, inputs, strict=True):
         quantised = chosen.convert(model.get_submodule(names[0]), **seen)
+        carry_hooks_over(model.get_submodule(names[0]), quantised)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from epiloq.models.conv1d import TransposedConv1D
 
 _IN, _OUT, _ROWS = 3, 5, 2
+_SIZES = torch.tensor([1.0, 1e-3, 30.0, 1e6])
 # What hooks of torch.nn.utils compute a weight from.
 _OF_HOOKS = ("weight_g", "weight_v", "weight_orig", "weight_mask", "weight_u", "bias_orig", "bias_mask")
 
@@ -22,7 +23,7 @@ def is_plain(module: nn.Module) -> bool:
     weight or bias torch.nn.utils.parametrize computes is what it was before. One whose ``forward`` was replaced (by
     accelerate's hooks, say) computes what that does.
     """
-    if "forward" in vars(module):
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
         return False
     if parametrize.is_parametrized(module):
         computed = set(module.parametrizations)  # type: ignore[arg-type]
@@ -47,13 +48,18 @@ def _computes_linear(module: nn.Linear) -> bool:
     values = {"weight": weight, "bias": bias}
     # Dictionaries of its own, for the copy shares those of the layer.
     small._parameters = {n: None if v is None else nn.Parameter(v, requires_grad=False) for n, v in values.items()}
-    x = torch.linspace(-1, 1, _ROWS * _IN).view(1, _ROWS, _IN)
-    try:
-        y = type(module).forward(small, x)
-    except Exception:  # Whatever a subclass raises on a plain input, it is no plain layer.
-        return False
+    # Small and large values of both signs: what limits its input or output is no plain layer either.
+    x = (torch.linspace(-1, 1, _ROWS * _IN) * _SIZES[:, None]).view(len(_SIZES), _ROWS, _IN)
     expected = nn.functional.linear(x, weight, bias)
-    return isinstance(y, torch.Tensor) and y.shape == expected.shape and torch.allclose(y, expected)
+    for training in (False, True):
+        small.training = training
+        try:
+            y = type(module).forward(small, x)
+        except Exception:  # Whatever a subclass raises on a plain input, it is no plain layer.
+            return False
+        if not isinstance(y, torch.Tensor) or y.shape != expected.shape or not torch.allclose(y, expected):
+            return False
+    return True
 
 
 def is_plain_conv2d(module: nn.Module) -> bool:
@@ -61,7 +67,7 @@ def is_plain_conv2d(module: nn.Module) -> bool:
 
     Weight and bias may be computed by torch.nn.utils.parametrize.
     """
-    if "forward" in vars(module):
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
         return False
     kind, computed = type(module), set[str]()
     if parametrize.is_parametrized(module):

@@ -3,6 +3,7 @@ torch.nn.utils.parametrize when they are read. What is written into one is lost 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,28 @@ def bake_(name: str, module: nn.Module) -> None:
         hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kind)]
         for hook in hooks:
             remove(module, getattr(hook, "name", None) or hook._tensor_name)
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def carry_hooks_over(before: nn.Module, after: nn.Module) -> None:
+    """Have a module call another's hooks, which their handles still remove, but for those that compute a weight."""
+    for name in _HOOKS:
+        setattr(after, name, getattr(before, name))
+    computing = {key for key, hook in before._forward_pre_hooks.items() if isinstance(hook, tuple(_KINDS))}
+    if computing:
+        others = {key: hook for key, hook in before._forward_pre_hooks.items() if key not in computing}
+        after._forward_pre_hooks = OrderedDict(others)
 
 
 def refresh(name: str, module: nn.Module) -> None:
