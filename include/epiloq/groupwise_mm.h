@@ -40,10 +40,10 @@ struct GroupwiseMm {
 // What the choice of a kernel depends on.
 struct GroupwiseMmProblem {
   std::int64_t m = 0, n = 0, k = 0;
-  bool column_scales = false;  // of B, one a column
-  bool aligned = true;         // 16-byte rows in A and B: what TMA needs
-  int experts = 1;             // whose rows are shared out evenly, as far as the host knows
-  bool whole_rows = false;     // scales of all of K
+  bool column_scales = false;   // of B, one a column
+  bool aligned = true;          // 16-byte rows in A and B: what TMA needs
+  int experts = 1;              // whose rows are shared out evenly, as far as the host knows
+  bool per_row_scales = false;  // of all of K
   DType a = DType::kFloat8E4M3;
   bool has_experts = false;      // offs or masked_m, if for one expert
   bool batch_invariant = false;  // batch_invariant.h

@@ -171,9 +171,9 @@ def test_what_shows_only_for_some_inputs_or_modes(seed: int) -> None:
     kinds = (Limited, OfSmallInputs, DroppedOut, Tripled)
     model = nn.Sequential(*(kind(32, 32) for kind in kinds), nn.Linear(32, 32)).eval()
     said = said_of(model, "w8a16")
-    assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is no plain" in said for kind in kinds)
+    assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is not a plain" in said for kind in kinds)
     images = nn.Sequential(TripledConv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
-    assert "0 (TripledConv2d is no plain" in said_of(images, "conv-w8a16") and kept(images) == ["0"]
+    assert "0 (TripledConv2d is not a plain" in said_of(images, "conv-w8a16") and kept(images) == ["0"]
 
 
 @pytest.mark.parametrize("name", ["w8a16", "w8a8-int8", "w4a16-mxfp4"])
