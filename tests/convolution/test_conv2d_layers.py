@@ -155,7 +155,7 @@ def test_folds_norms(seed: int) -> None:
     assert isinstance(model.norm, nn.Identity) and isinstance(model.after, nn.BatchNorm2d)
     assert error(model(x), expected) < 1e-6
     assert fold_batch_norm_(model) == []
-    with pytest.raises(ValueError, match="eval mode"):
+    with pytest.raises(ValueError, match="evaluation mode"):
         fold_batch_norm_(model.train())
 
 

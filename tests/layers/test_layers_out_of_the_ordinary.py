@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import epiloq
+from epiloq.models.subclasses import is_plain
 from epiloq.schemes import SCHEMES
 
 
@@ -174,6 +175,23 @@ def test_what_shows_only_for_some_inputs_or_modes(seed: int) -> None:
     assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is not a plain" in said for kind in kinds)
     images = nn.Sequential(TripledConv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
     assert "0 (TripledConv2d is not a plain" in said_of(images, "conv-w8a16") and kept(images) == ["0"]
+
+
+class ByMatmul(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+def test_subclasses_are_judged_alike_under_any_defaults(seed: int) -> None:
+    """As models are opened: on the meta device, by another type."""
+    layers = ByMatmul(64, 32), Limited(64, 32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert [is_plain(layer) for layer in layers] == [True, False]
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("name", ["w8a16", "w8a8-int8", "w4a16-mxfp4"])

@@ -45,7 +45,7 @@ FORMATS_OF = {
     "fp8-token": ["compressed-tensors", "modelopt", "epiloq"],
     "fp8-block": ["deepseek-fp8", "compressed-tensors", "epiloq"],
     "w8a16-fp8": ["compressed-tensors", "epiloq"],
-    "w8a16-fp8-block": ["compressed-tensors", "epiloq"],
+    "w8a16-fp8-block": ["compressed-tensors", "modelopt", "epiloq"],
     "w4a8-fp8": ["compressed-tensors", "epiloq"],
     "w4a8-int8": ["compressed-tensors", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrize
 from epiloq.models.conv1d import TransposedConv1D
 
 _IN, _OUT, _ROWS = 3, 5, 2
-_SIZES = torch.tensor([1.0, 1e-3, 30.0, 1e6])
+_SIZES = (1.0, 1e-3, 30.0, 1e6)
 # What hooks of torch.nn.utils compute a weight from.
 _OF_HOOKS = ("weight_g", "weight_v", "weight_orig", "weight_mask", "weight_u", "bias_orig", "bias_mask")
 
@@ -40,16 +41,21 @@ def is_plain(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_linear(module: nn.Linear) -> bool:
-    """Whether a copy of the layer of other sizes, with other values, gives ``x W^T + b``."""
+    """Whether a copy of the layer of other sizes, with other values, gives ``x W^T + b``.
+
+    In float32 on the CPU, whatever defaults hold: transformers opens models with the meta device's and their own type.
+    """
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     small = copy.copy(module)
     small.in_features, small.out_features = _IN, _OUT
-    weight = torch.arange(1.0, _IN * _OUT + 1).view(_OUT, _IN).sqrt()
-    bias = None if module.bias is None else torch.arange(1.0, _OUT + 1).sqrt()
+    weight = torch.arange(1.0, _IN * _OUT + 1, **plain).view(_OUT, _IN).sqrt()
+    bias = None if module.bias is None else torch.arange(1.0, _OUT + 1, **plain).sqrt()
     values = {"weight": weight, "bias": bias}
     # Dictionaries of its own, for the copy shares those of the layer.
     small._parameters = {n: None if v is None else nn.Parameter(v, requires_grad=False) for n, v in values.items()}
     # Small and large values of both signs: what limits its input or output is no plain layer either.
-    x = (torch.linspace(-1, 1, _ROWS * _IN) * _SIZES[:, None]).view(len(_SIZES), _ROWS, _IN)
+    sizes = torch.tensor(_SIZES, **plain)
+    x = (torch.linspace(-1, 1, _ROWS * _IN, **plain) * sizes[:, None]).view(len(_SIZES), _ROWS, _IN)
     expected = nn.functional.linear(x, weight, bias)
     for training in (False, True):
         small.training = training
