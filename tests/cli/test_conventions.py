@@ -153,7 +153,11 @@ def test_interrupted_anywhere_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPat
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 WITHOUT_TYPER = (
