@@ -49,7 +49,7 @@ Kernel kernel_of() {
   using Gemm = gemm::GroupwiseGemm<
       gemm::Groupwise<kTile.m_groups, kTile.k_groups, kTile.n, kTile.rounds, kScales, Element, Out, Epilogue>>;
   DType const element = std::is_same_v<Element, std::int8_t> ? DType::kInt8 : DType::kFloat8E4M3;
-  return {kTile, kScales, element, kOutOf<Out>, kHasZeroPoint, Gemm::launch, Gemm::shared};
+  return {kTile, kScales, element, kOutOf<Out>, kHasZeroPoint, Gemm::launch, Gemm::split_tile_count};
 }
 template <auto const& kTable, Scales kScales, class Element>
 void add_all(std::vector<Kernel>& kernels) {
