@@ -16,10 +16,10 @@ using Lone = Groupwise<2, 1, 128, 1, Scales::kBlocks, cutlass::float_e4m3_t, __n
 
 // The tiles of each block, in their order.
 template <class C>
-std::vector<std::vector<GroupwiseTile>> tiles_of(GroupwiseProblem const& p, int blocks, bool in_pairs) {
-  auto const tiles = GroupwiseScheduler<C>::tiles_of(p, 0, in_pairs);
+std::vector<std::vector<GroupwiseTile>> tiles_of(GroupwiseProblem const& p, int blocks, bool multicast) {
+  auto const tiles = GroupwiseScheduler<C>::tiles_of(p, 0, multicast);
   std::vector<std::vector<GroupwiseTile>> taken(blocks);
-  emulated::run({static_cast<unsigned>(blocks), 32, in_pairs ? 2u : 1u, 16}, [&] {
+  emulated::run({static_cast<unsigned>(blocks), 32, multicast ? 2u : 1u, 16}, [&] {
     if (threadIdx.x != 0) return;
     GroupwiseScheduler<C> scheduler(p, tiles);
     for (GroupwiseTile tile; scheduler.next(tile);) taken[blockIdx.x].push_back(tile);
@@ -28,10 +28,10 @@ std::vector<std::vector<GroupwiseTile>> tiles_of(GroupwiseProblem const& p, int 
 }
 
 template <class C>
-void check(int rows, int columns, int depth, int blocks, bool in_pairs) {
+void check(int rows, int columns, int depth, int blocks, bool multicast) {
   GroupwiseProblem p;
   p.m = rows * C::kM - 1, p.n = columns * C::kN - 1, p.k = depth, p.experts = 1;
-  auto const taken = tiles_of<C>(p, blocks, in_pairs);
+  auto const taken = tiles_of<C>(p, blocks, multicast);
   std::map<std::pair<int, int>, int> times;
   for (int block = 0; block < blocks; ++block) {
     for (std::size_t i = 0; i < taken[block].size(); ++i) {
@@ -40,12 +40,12 @@ void check(int rows, int columns, int depth, int blocks, bool in_pairs) {
       CHECK_EQUAL(tile.first_row % C::kM, 0);
       CHECK_EQUAL(tile.first_column % C::kN, 0);
       CHECK_EQUAL(tile.is_reversed, i % 2 == 1);  // of all blocks at the same time
-      if (!in_pairs) continue;
+      if (!multicast) continue;
       auto const& partners = taken[block ^ 1];
       bool const has_partner = i < partners.size();
       CHECK_EQUAL(tile.is_alone, !has_partner);
-      if (!tile.is_paired) continue;
-      CHECK(has_partner && partners[i].is_paired);
+      if (!tile.is_multicast) continue;
+      CHECK(has_partner && partners[i].is_multicast);
       CHECK_EQUAL(partners[i].first_row, tile.first_row);
       CHECK_EQUAL(partners[i].first_column, tile.first_column + (block % 2 == 0 ? C::kN : -C::kN));
     }
