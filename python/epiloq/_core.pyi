@@ -384,7 +384,7 @@ def explain_groupwise_mm_problem(
     column_scales: bool = False,
     aligned: bool = True,
     experts: int = 1,
-    whole_rows: bool = False,
+    per_row_scales: bool = False,
     dtype: str = "float8_e4m3fn",
     arch: str = "sm90",
     sm_count: int = 0,

@@ -34,7 +34,7 @@ struct Sizes {
 
 bool has_experts(GroupwiseMm const& call) { return call.offs || call.masked_m; }
 
-bool has_whole_rows(GroupwiseMm const& call) { return call.depth_per_scale == kWholeRow; }
+bool has_per_row_scales(GroupwiseMm const& call) { return call.depth_per_scale == kWholeRow; }
 
 char const* name_of(GroupwiseMm const& call) { return has_experts(call) ? "grouped_mm" : "groupwise_mm"; }
 
@@ -110,7 +110,7 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
                      (call.rows_per_scale == 128 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 1 && call.columns_per_scale == 1);
   bool const known_depth =
-      call.depth_per_scale == kBlock || (has_whole_rows(call) && has_experts(call) && call.columns_per_scale == 1);
+      call.depth_per_scale == kBlock || (has_per_row_scales(call) && has_experts(call) && call.columns_per_scale == 1);
   if (!known || !known_depth) {
     check.fail("recipe", "expected (1, 128, 128), (128, 128, 128) or (1, 1, 128), or with experts (1, 1, -1), got (",
                call.rows_per_scale, ", ", call.columns_per_scale, ", ", call.depth_per_scale, ")");
@@ -119,7 +119,7 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
     check.fail("recipe", "expected one scale a row with experts, whose rows begin anywhere, got ", call.rows_per_scale,
                " rows a scale");
   }
-  std::int64_t const blocks = has_whole_rows(call) ? 1 : blocks_of(sizes.k, kBlock);
+  std::int64_t const blocks = has_per_row_scales(call) ? 1 : blocks_of(sizes.k, kBlock);
   TensorView const scale_a = scale_rows(call, check);
   sizes.scale_a = check_scale(check, "scale_a", "rows", scale_a, 0, 1, blocks_of(sizes.a.rows, call.rows_per_scale),
                               blocks, call.rows_per_scale, call.depth_per_scale);
@@ -167,7 +167,7 @@ void check_experts(GroupwiseMm const& call, Checker const& check, Sizes const& s
 Sizes checked(GroupwiseMm const& call) {
   Checker const check(name_of(call), call.a.device);
   Sizes sizes;
-  if (has_whole_rows(call)) {
+  if (has_per_row_scales(call)) {
     check.tensor("a", call.a, {DType::kInt8, DType::kFloat8E4M3});
   } else {
     check.tensor("a", call.a, {DType::kFloat8E4M3});
@@ -201,7 +201,7 @@ GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
           call.columns_per_scale == 1,
           aligned,
           static_cast<int>(sizes.experts),
-          has_whole_rows(call),
+          has_per_row_scales(call),
           call.a.dtype,
           has_experts(call),
           batch_invariant()};
@@ -232,7 +232,7 @@ gemm::GroupwiseProblem arguments_of(GroupwiseMm const& call, Sizes const& sizes)
   p.n = static_cast<int>(sizes.n);
   p.k = static_cast<int>(sizes.k);
   p.experts = static_cast<int>(sizes.experts);
-  p.depth = has_whole_rows(call) ? std::max(p.k, 1) : kBlock;
+  p.depth = has_per_row_scales(call) ? std::max(p.k, 1) : kBlock;
   p.stride_a = sizes.a.stride, p.stride_b = sizes.stride_b, p.stride_d = sizes.out.stride;
   p.a = call.a.data, p.b = call.b.data, p.d = call.out.data;
   p.scale_a = sizes.scale_a, p.scale_b = sizes.scale_b, p.scale_b_expert = sizes.scale_b_expert;
@@ -276,7 +276,7 @@ void groupwise_mm(GroupwiseMm const& call) {
   gemm::GroupwiseProblem const problem = arguments_of(call, sizes);
   check_rows_of_experts(call, problem);
   if (is_empty(sizes)) return;
-  ops::groupwise_mm::run_on_host(problem, {call.a.dtype, call.b.dtype, call.out.dtype}, has_whole_rows(call),
+  ops::groupwise_mm::run_on_host(problem, {call.a.dtype, call.b.dtype, call.out.dtype}, has_per_row_scales(call),
                                  call.threads);
 }
 
@@ -287,7 +287,7 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& asked, Arch arch, int
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
   }
   if (problem.a != DType::kFloat8E4M3 && !(problem.a == DType::kInt8 && problem.per_row_scales)) {
-    throw InvalidArgument("epiloq.explain: dtype: expected float8_e4m3fn, or int8 with whole_rows, got " +
+    throw InvalidArgument("epiloq.explain: dtype: expected float8_e4m3fn, or int8 with per_row_scales, got " +
                           std::string(name(problem.a)));
   }
   constexpr int kH100 = 132;

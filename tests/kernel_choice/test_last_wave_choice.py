@@ -20,8 +20,8 @@ from sweeps import measured
 # What to ask `explain`, and how far behind the fastest its choices are: geometric mean and maximum.
 SCHEMES = {
     "groups": ({"dtype": "float8_e4m3fn"}, 1.003, 1.05),
-    "float8": ({"dtype": "float8_e4m3fn", "whole_rows": True}, 1.003, 1.03),
-    "int8": ({"dtype": "int8", "whole_rows": True}, 1.018, 1.1),
+    "float8": ({"dtype": "float8_e4m3fn", "per_row_scales": True}, 1.003, 1.03),
+    "int8": ({"dtype": "int8", "per_row_scales": True}, 1.018, 1.1),
 }
 TILE = re.compile(
     r"sm90 (?:whole-row|group-wise) wgmma, (\d+) tokens x (\d+) weights(?:, 3 warpgroups)?"

@@ -13,8 +13,8 @@ from sweeps import measured
 
 # What to ask `explain`.
 SCHEMES = {
-    "int8": {"dtype": "int8", "whole_rows": True},
-    "float8": {"dtype": "float8_e4m3fn", "whole_rows": True},
+    "int8": {"dtype": "int8", "per_row_scales": True},
+    "float8": {"dtype": "float8_e4m3fn", "per_row_scales": True},
     "groups": {"dtype": "float8_e4m3fn"},
 }
 TILE = re.compile(

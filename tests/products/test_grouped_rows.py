@@ -189,7 +189,7 @@ def test_explain() -> None:
     explain = epiloq.explain
     sizes = list(itertools.product((1, 64, 128, 256, 1024, 4096), (64, 512, 2112, 4096, 7168, 8456, 28672), (1, 4, 8)))
     for dtype, tiles in TILES.items():
-        whole_rows = {"k": 4096, "whole_rows": True, "dtype": dtype}
+        whole_rows = {"k": 4096, "per_row_scales": True, "dtype": dtype}
         kernels = {explain("grouped_mm", m=m, n=n, experts=e, **whole_rows) for m, n, e in sizes}
         assert len(kernels) == tiles and all("whole-row wgmma" in kernel for kernel in kernels), kernels
     p = make(12, 16, 32, 2, INT8)
@@ -198,11 +198,11 @@ def test_explain() -> None:
     with epiloq.config(arch="sm80"):
         assert "mma.sync" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)
     for arch, dtype in (("sm80", INT8), ("sm89", E4M3)):
-        rows = {"k": 4096, "experts": 8, "whole_rows": True, "arch": arch, "dtype": dtype}
+        rows = {"k": 4096, "experts": 8, "per_row_scales": True, "arch": arch, "dtype": dtype}
         kernels = {explain("grouped_mm", m=m, n=n, **rows) for m in (1, 512, 513) for n in (64, 65)}
         assert len(kernels) == 2 and all("mma.sync" in kernel for kernel in kernels)
     assert "slow" in explain("grouped_mm", m=8, n=64, k=128, arch="sm80")
-    with pytest.raises(ValueError, match="dtype: expected float8_e4m3fn, or int8 with whole_rows"):
+    with pytest.raises(ValueError, match="dtype: expected float8_e4m3fn, or int8 with per_row_scales"):
         explain("grouped_mm", m=8, n=64, k=128, dtype=INT8)
 
 
@@ -234,7 +234,7 @@ CASES: list[Case] = [
     ],
 )
 def test_cases_reach_every_tile(kind: torch.dtype, arch: str, cases: list[Case], tiles: int) -> None:
-    how = {"dtype": kind, "whole_rows": True, "arch": arch, "sm_count": 132}
+    how = {"dtype": kind, "per_row_scales": True, "arch": arch, "sm_count": 132}
     answers = {
         epiloq.explain("grouped_mm", m=sum(counts), n=n, k=k, experts=len(counts), **how) for counts, (n, k) in cases
     }

@@ -161,7 +161,7 @@ def test_a_bias_of_other_channels_is_not_prepared() -> None:
         ("online_quant_mm", {"bits": 7}, "bits: expected 4 or 8, got 7"),
         ("scaled_mm", {"k": 131072}, "k: expected at most 131071 of int8, got 131072"),
         ("scaled_mm_azp", {"k": 65794}, "k: expected at most 65793 of int8, got 65794"),
-        ("grouped_mm", {"k": 131072, "dtype": torch.int8, "experts": 2, "whole_rows": True}, "k: expected at most"),
+        ("grouped_mm", {"k": 131072, "dtype": torch.int8, "experts": 2, "per_row_scales": True}, "k: expected at most"),
     ],
 )
 def test_sizes_that_no_call_takes_are_not_explained(operation: str, said: dict[str, Any], message: str) -> None:

@@ -37,7 +37,7 @@ void register_groupwise_mm(py::module_& module) {
         return explain_groupwise_mm(problem, parse_arch(arch), sm_count);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,
-      py::arg("experts") = 1, py::arg("whole_rows") = false, py::arg("dtype") = "float8_e4m3fn",
+      py::arg("experts") = 1, py::arg("per_row_scales") = false, py::arg("dtype") = "float8_e4m3fn",
       py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false);
 }
 

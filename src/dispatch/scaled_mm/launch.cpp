@@ -116,8 +116,8 @@ gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
 }
 
 // The groupwise GEMM with per-row scales.
-void launch_whole_rows(groupwise_mm::Choice const& choice, gemm::Types types, gemm::Problem const& p, bool constant_b,
-                       int device, Stream stream) {
+void launch_per_row_scales(groupwise_mm::Choice const& choice, gemm::Types types, gemm::Problem const& p,
+                           bool constant_b, int device, Stream stream) {
   epilogue::Operands const& with = p.operands;
   gemm::GroupwiseProblem const product{
       .m = p.m,
@@ -146,7 +146,7 @@ void launch_whole_rows(groupwise_mm::Choice const& choice, gemm::Types types, ge
 void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
             Stream stream, bool constant_b) {
   if (auto const rows = groupwise_choice(choice)) {
-    return launch_whole_rows(*rows, types, problem, constant_b, device, stream);
+    return launch_per_row_scales(*rows, types, problem, constant_b, device, stream);
   }
   DeviceGuard const guard(device);
   problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
