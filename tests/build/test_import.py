@@ -24,6 +24,20 @@ print(seconds)
 """
 
 
+REGISTERED_BY_TORCH = """
+import torch
+del torch._library.simple_registry.singleton
+assert not hasattr(torch._library.simple_registry, "singleton")
+calls = []
+torch.library.register_fake = lambda name, fake, lib: calls.append((name, fake))
+import epiloq
+name, fake = next(pair for pair in calls if pair[0] == "epiloq::scaled_mm")
+a, b = torch.empty(3, 8, dtype=torch.int8, device="meta"), torch.empty(8, 5, dtype=torch.int8, device="meta")
+one = torch.empty(1, device="meta")
+print(fake(a, b, one, one, out_dtype=torch.bfloat16).shape)
+"""
+
+
 def test_modules_are_attributes() -> None:
     assert epiloq.compat.vllm.cutlass_scaled_mm and epiloq.compat.sglang.int8_scaled_mm
     assert epiloq.compat.deep_gemm.fp8_gemm_nt
@@ -53,3 +67,8 @@ def test_import_is_light() -> None:
         if best < 0.05:
             break
     assert best < 0.05, f"import epiloq adds {1e3 * best:.0f} ms"
+
+
+def test_shapes_are_registered_by_torch_where_its_registry_is_not_as_expected() -> None:
+    run = subprocess.run([sys.executable, "-c", REGISTERED_BY_TORCH], capture_output=True, text=True)
+    assert run.stdout.strip() == "torch.Size([3, 5])", run.stderr
