@@ -42,8 +42,8 @@ def register(operation: str, schema: str, implementation: Callable[..., Any], fa
 
     def on_one_device(*args: Any, **kwargs: Any) -> Any:
         # Where one tensor is on meta and another is not, the dispatcher comes here, and nothing would be computed.
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        for place, value in given.items():
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
             if isinstance(value, Tensor) and value.device != args[0].device:
                 arguments = getattr(torch.ops.epiloq, name).default._schema.arguments
                 argument = arguments[place].name if isinstance(place, int) else place
