@@ -26,6 +26,7 @@ from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp4Linear, Fp8Linear, Fp8WeightOnlyLinear, WeightOnlyLinear
+from modelopt_layers import fp8, fp8_blocks, fp8_rows, int4, int4_fp8, mxfp4, nvfp4, unpacked
 from opened_models import logits, opened
 from rounded_models import same, weights
 
@@ -33,66 +34,6 @@ from rounded_models import same, weights
 integration.unregister()
 
 UP = "model.layers.0.mlp.up_proj"
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def unpacked(codes: Tensor) -> Tensor:
-    """As ``NVFP4QTensor.dequantize`` and ``MXFP4QTensor.dequantize`` have it: even columns in the low halves."""
-    found = torch.empty(codes.shape[0], 2 * codes.shape[1])
-    found[:, 0::2], found[:, 1::2] = E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]
-    return found
-
-
-def nvfp4(linear: nn.Linear, inputs: bool = True) -> foreign.Layer:
-    n, k = linear.weight.shape
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-    scale = (torch.rand(n, k // 16) * 3 + 0.05).to(torch.float8_e4m3fn)
-    whole = torch.rand(()) / 300 + 0.001
-    exact = unpacked(codes).view(n, -1, 16) * (scale.float() * whole).unsqueeze(2)
-    more = {"input_scale": torch.tensor(0.003)} if inputs else {}
-    return {"weight": codes, "weight_scale": scale, "weight_scale_2": whole, **more}, exact.view(n, k)
-
-
-def mxfp4(linear: nn.Linear) -> foreign.Layer:
-    n, k = linear.weight.shape
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-    scale = torch.randint(116, 123, (n, k // 32), dtype=torch.uint8)
-    exact = unpacked(codes).view(n, -1, 32) * torch.exp2(scale.float() - 127).unsqueeze(2)
-    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.003)}, exact.view(n, k)
-
-
-def fp8(linear: nn.Linear) -> foreign.Layer:
-    scale = linear.weight.abs().max().detach() / 448
-    q = (linear.weight.detach() / scale).to(torch.float8_e4m3fn)
-    return {"weight": q, "weight_scale": scale, "input_scale": torch.tensor(0.02)}, q.float() * scale
-
-
-def fp8_rows(linear: nn.Linear) -> foreign.Layer:
-    scale = linear.weight.abs().amax(1).detach() / 448
-    q = (linear.weight.detach() / scale[:, None]).to(torch.float8_e4m3fn)
-    return {"weight": q, "weight_scale": scale}, q.float() * scale[:, None]
-
-
-def fp8_blocks(linear: nn.Linear, squeezed: bool = False) -> foreign.Layer:
-    """As ``FP8QTensor.quantize`` has them: ``[rows of blocks, 1, columns of blocks, 1]`` scales."""
-    n, k = linear.weight.shape
-    scale = torch.rand(-(-n // 128), -(-k // 128)) / 100 + 0.001
-    wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-    q = (linear.weight.detach() / wide).to(torch.float8_e4m3fn)
-    return {"weight": q, "weight_scale": scale if squeezed else scale[:, None, :, None]}, q.float() * wide
-
-
-def int4(linear: nn.Linear, group_size: int = 32) -> foreign.Layer:
-    """Two rows to a byte, in two's complement, as ``pack_int4_in_uint8`` has them."""
-    n, k = linear.weight.shape
-    q = torch.randint(-8, 8, (n, k))
-    scale = torch.rand(n, k // group_size) / 50 + 0.001
-    codes = torch.empty(n // 2, k, dtype=torch.uint8)
-    for row in range(n // 2):
-        codes[row] = ((q[2 * row] % 16) + 16 * (q[2 * row + 1] % 16)).to(torch.uint8)
-    return {"weight": codes, "weight_scale": scale}, q.float() * scale.repeat_interleave(group_size, 1)
-
-
 FLAT = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.39.0"}, "ignore": ["lm_head"]}
 _FP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 GROUPS = {"group_0": {"input_activations": _FP4, "weights": _FP4, "targets": ["Linear"]}}
@@ -104,6 +45,7 @@ KINDS: dict[str, tuple[Callable[[nn.Linear], foreign.Layer], dict[str, Any], typ
     "NVFP4_AWQ": (nvfp4, {"has_zero_point": False, "pre_quant_scale": True}, Fp4Linear),
     "W4A8_NVFP4_FP8": (nvfp4, {"group_size": 16}, Fp4Linear),
     "W4A16_AWQ": (int4, {"group_size": 32, "has_zero_point": False, "pre_quant_scale": True}, WeightOnlyLinear),
+    "W4A8_AWQ": (int4_fp8, {"group_size": 32}, WeightOnlyLinear),
     "FP8_PB_WO": (fp8_blocks, {}, Fp8WeightOnlyLinear),
     "FP8": (fp8, {"kv_cache_scheme": CACHE}, Fp8Linear),
     "FP8_PER_CHANNEL_PER_TOKEN": (fp8_rows, {}, Fp8Linear),
@@ -197,7 +139,6 @@ def test_layers_of_several_algorithms(seed: int, tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two scales": ({"quant_algo": "W4A8_AWQ"}, "quant_algo: W4A8_AWQ is weights of 4 bits that become FP8"),
     "smoothed": ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "quant_algo: W8A8_SQ_PER_CHANNEL is int8 inputs by a stored"),
     "small blocks": ({"quant_algo": "mxfp8"}, "quant_algo: mxfp8 is FP8 weights in blocks of 32"),
     "thin matrices": (
@@ -232,21 +173,6 @@ def test_refused_by_name(what: str, seed: int, tmp_path: Path) -> None:
     with pytest.raises(FormatError) as refused:
         models.load(Checkpoint(tmp_path / "in"))
     assert message in str(refused.value), str(refused.value)
-
-
-@pytest.mark.usefixtures("epiloq_in_transformers")
-@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
-@pytest.mark.parametrize(("algorithm", "pack"), [("NVFP4_AWQ", nvfp4), ("W4A16_AWQ", int4)])
-def test_scaled_inputs_are_refused(algorithm: str, pack: Any, seed: int, tmp_path: Path) -> None:
-    """AWQ's scales that no layer before could take in are tensors of their own."""
-    config = FLAT | {"quant_algo": algorithm, "group_size": 32 if pack is int4 else 16}
-    foreign.write_as(tmp_path / "in", foreign.llama(), lambda _, linear: pack(linear), config, shards=1)
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    tensors[f"{UP}.pre_quant_scale"] = torch.rand(8)
-    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    for open_ in (lambda: models.load(Checkpoint(tmp_path / "in")), lambda: opened(tmp_path / "in")):
-        with pytest.raises(FormatError, match=r"up_proj.*got pre_quant_scale: its inputs are scaled by channel first"):
-            open_()
 
 
 @pytest.mark.filterwarnings("ignore:.*activations stay in floating point")

@@ -16,7 +16,7 @@ from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
-from epiloq.formats.weights import ModuleWeight, Weight
+from epiloq.formats.weights import ModuleWeight, ScaledWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
 from epiloq.models.mixtures import left_beside
 from epiloq.models.sequential_experts import splitter
@@ -96,6 +96,8 @@ def _sample(layers: Layers, name: str) -> Weight:
 def _restated(weight: Weight, layout: Format) -> Weight:
     """A weight in other numbers that a format can represent, the same weight; itself where there are no such."""
     if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or weight.module != "Fp4Linear":
+        return weight
+    if isinstance(weight, ScaledWeight):
         return weight
     return deepseek_fp8.blocks_of_mxfp4(weight) if weight.options["format"] == "mxfp4" else weight
 

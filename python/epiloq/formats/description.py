@@ -14,6 +14,7 @@ from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import Grid
 
 Kind = Literal["int", "fp8", "fp4", "table"]
+INT4_FOR_FP8 = "modelopt int4 fp8"
 INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
 OFFSETS = "gemv_fast"
 """The layout whose groups have real offsets in the place of integer zero points."""
@@ -59,6 +60,8 @@ class Description:
         Whether groups may be in activation order; the files must then contain the order.
     inputs
         How activations are quantised; None leaves them in floating point.
+    scaled
+        Whether inputs are multiplied by a vector of the files first.
     """
 
     layout: str
@@ -70,6 +73,7 @@ class Description:
     symmetric: bool = True
     ordered: bool = False
     inputs: Inputs | None = None
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         inputs = () if self.inputs is None else (self.inputs.group_size,)
@@ -162,6 +166,11 @@ class Description:
         if self.kind == "fp4" and self.inputs is not None:
             bits = 4 if self.inputs.kind == "fp4" else 8
             return f"FP4 weights are used as they are, but activations stay in floating point, not in FP{bits}"
+        if self.layout == INT4_FOR_FP8:
+            return (
+                "int4 weights are used as they are, not rounded to FP8, and activations stay in floating point, not in "
+                "FP8"
+            )
         if self.layout == INT8_OF_BITSANDBYTES:
             return "activations stay in floating point, where bitsandbytes (LLM.int8) quantises them too"
         return None

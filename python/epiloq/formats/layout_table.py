@@ -134,9 +134,17 @@ LAYOUTS: dict[str, Layout] = {
     modelopt_config.TENSORS: _float8(float8.Names(scalar=True)),
     modelopt_config.ROWS: _float8(float8.Names(flat=True)),
     modelopt_config.BLOCKS: _float8(float8.Names(apart=True)),
-    modelopt_config.INT4: Layout(
-        "weight_scale", lambda _: modelopt_int4.PARTS, modelopt_int4.from_tensors, _to_int4, modelopt_int4.check
-    ),
+    **{
+        layout: Layout(
+            "weight_scale",
+            lambda _: modelopt_int4.PARTS,
+            modelopt_int4.from_tensors,
+            _to_int4,
+            modelopt_int4.check,
+            lambda _, aside=aside: aside,  # type: ignore[misc]
+        )
+        for layout, aside in modelopt_int4.ASIDE.items()
+    },
     **{
         layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
         for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from epiloq import nn as modules
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
-from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, Weight
+from epiloq.formats.weights import BlockWeight, ModuleWeight, OffsetWeight, ScaledWeight, Weight
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 
 Options: TypeAlias = Mapping[str, Any]
@@ -132,15 +134,34 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 
 
 def _weight_only(module: modules.WeightOnlyLinear | modules.QuantizedEmbedding, options: Options) -> Weight:
-    described, packed = _weight_only_described(options), module.stored_packed
+    inner = {name: value for name, value in options.items() if name != _SCALED}
+    described, packed = _weight_only_described(inner), module.stored_packed
     if described is None:
         return OffsetWeight.of(packed)
     q, scale, zero = packed.unpack()
-    return QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, packed.perm)
+    found = QuantizedWeight(q, scale.float(), None if zero is None else zero.int(), described.grid, packed.perm)
+    return _scaled(found, module, options)
+
+
+_SCALED = "scaled_input"
+
+
+def _scaled(inner: QuantizedWeight | ModuleWeight, module: Any, options: Options) -> Weight:
+    if not options.get(_SCALED):
+        return inner
+    state, name, scale = _state(module), type(module).__name__, getattr(module, SCALE).detach()
+    return ScaledWeight(name, options, state, module.dequantized_weight, inner, scale, columns=module.in_features)
+
+
+def _fp4(module: modules.Fp4Linear, options: Options) -> Weight:
+    state = {name: tensor for name, tensor in _state(module).items() if name != SCALE}
+    rest = {name: value for name, value in options.items() if name != _SCALED}
+    values = partial(modules.Fp4Linear.dequantized_weight, module)
+    return _scaled(ModuleWeight("Fp4Linear", rest, state, values, columns=module.in_features), module, options)
 
 
 def _weight_only_described(options: Options) -> Quantization | None:
-    if options["zeros"] == "offset":
+    if options["zeros"] == "offset" or options.get(_SCALED):
         return None
     return Quantization(Grid(options["bits"], options["group_size"], options["zeros"] == "none"))
 
@@ -167,9 +188,9 @@ _TABLE = (
     Kind(modules.Fp8WeightOnlyLinear, _attributes("block"), _as_it_is(modules.Fp8WeightOnlyLinear.dequantized_weight)),
     Kind(
         modules.Fp4Linear,
-        _attributes("format", "reciprocal"),
-        _as_it_is(modules.Fp4Linear.dequantized_weight),
-        usual={"reciprocal": True},
+        _attributes("format", "reciprocal", _SCALED),
+        _fp4,
+        usual={"reciprocal": True, _SCALED: False},
     ),
     Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
     Kind(
@@ -179,9 +200,10 @@ _TABLE = (
     ),
     Kind(
         modules.WeightOnlyLinear,
-        {"bits": attrgetter("stored_bits")} | _attributes("group_size", "zeros"),
+        {"bits": attrgetter("stored_bits")} | _attributes("group_size", "zeros", _SCALED),
         _weight_only,
         _weight_only_described,
+        usual={_SCALED: False},
     ),
     Kind(modules.W4A8Linear, _attributes("activation", "group_size", "zeros"), _w4a8, _w4a8_described),
     TableKind(

@@ -23,15 +23,16 @@ from epiloq.formats.description import OFFSETS, TABLE_OF_BITSANDBYTES, Descripti
 from epiloq.formats.embeddings import TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
-from epiloq.formats.layouts import bitsandbytes
+from epiloq.formats.layouts import bitsandbytes, scaled
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import Weight
+from epiloq.nn.base.scaled_input import SCALE
 
 BIAS = "bias"
 # Of compressed-tensors.
 _OF_CACHES = ("k_scale", "k_zero_point", "k_bias", "v_scale", "v_zero_point", "v_bias")
 # Why layers that have a tensor are not read.
-_WHY = {modelopt_config.PRE_SCALE: "its inputs are scaled by channel first, which no layer does"}
+_WHY = {SCALE: "no layer of that kind scales its inputs by channel first"}
 
 CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     ct_config.METHOD: ct_config.parse,
@@ -113,6 +114,8 @@ def reader(described: Description) -> Reader:
     else:
         quantization = described.quantization
         module = ("", {}) if quantization is not None else described.module
+    if described.scaled:
+        return _scaled(described)
     return Reader(
         described,
         quantization,
@@ -121,6 +124,31 @@ def reader(described: Description) -> Reader:
         lambda tensors, shape: layout.check(tensors, described, shape),
         module=module,
         aside=layout.aside(described),
+    )
+
+
+def _scaled(described: Description) -> Reader:
+    """The reader of layers that multiply their input by a vector first, and are like others otherwise."""
+    inner = reader(replace(described, scaled=False))
+    assert inner.parts is not None
+    module = inner.module
+    if inner.quantization is not None:
+        grid = inner.quantization.grid
+        options = {"bits": grid.bits, "group_size": grid.group_size, "zeros": "none" if grid.symmetric else "zero"}
+        module = ("WeightOnlyLinear", options)
+
+    def from_tensors(tensors: Tensors, shape: Shape) -> Weight:
+        rest, scale = scaled.without_scale(tensors, shape)
+        return scaled.of(inner.from_tensors(rest, shape), inner.quantization, scale)
+
+    return Reader(
+        described,
+        None,
+        from_tensors,
+        inner.parts | {SCALE},
+        lambda tensors, shape: inner.check(scaled.without_scale(tensors, shape)[0], shape),
+        module=(module[0], {**module[1], scaled.OPTION: True}),
+        aside=inner.aside,
     )
 
 
@@ -243,6 +271,8 @@ def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, De
             described = replace(described, layout=fp8.BY_SCALE[described.layout])
         if described.layout == TABLE_OF_BITSANDBYTES:
             described = _sized(checkpoint, layer, described)
+        if described.layout in modelopt_config.SCALED and f"{layer}.{SCALE}" in checkpoint.files:
+            described = replace(described, scaled=True)
         layers[layer] = described
     return layers
 

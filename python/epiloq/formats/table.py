@@ -21,7 +21,7 @@ from epiloq.formats.description import Description, Inputs, of_grid
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, exact, on_grid
+from epiloq.formats.weights import BlockWeight, ModuleWeight, ScaledWeight, Weight, exact, on_grid
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import QuantizedWeight
@@ -148,6 +148,8 @@ def _describe_compressed(weight: Weight, quantization: Quantization | None) -> D
 
 def _describe_float8(weight: BlockWeight | ModuleWeight, name: str = "compressed-tensors") -> Description:
     """FP8 and FP4 weights of a module that `Description.module` names, for the format `name`."""
+    if isinstance(weight, ScaledWeight):
+        raise FormatError(f"{name}: cannot represent inputs that are scaled first (pre_quant_scale)")
     layout, group = compressed_config.FLOAT, Inputs("fp8", "group", group_size=FP8_BLOCK)
     if isinstance(weight, BlockWeight):
         return Description(layout, "fp8", strategy="block", block=(weight.rows, FP8_BLOCK), inputs=group)

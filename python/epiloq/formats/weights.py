@@ -69,6 +69,17 @@ class ModuleWeight:
 
 
 @dataclass(frozen=True)
+class ScaledWeight(ModuleWeight):
+    """A weight whose inputs are multiplied by `scale` ``[K]`` first; `inner` is the weight after that.
+
+    `dequantize` gives the product of both.
+    """
+
+    inner: QuantizedWeight | ModuleWeight
+    scale: Tensor
+
+
+@dataclass(frozen=True)
 class OffsetWeight(ModuleWeight):
     """Integers with a real offset for each group, ``W = scale * q + offset``, which `nn.WeightOnlyLinear` runs."""
 

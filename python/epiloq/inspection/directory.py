@@ -134,9 +134,9 @@ def _spans(block: Sequence[int]) -> str:
 
 
 def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of integers with real offsets."""
+    """Of integers with real offsets, and of those whose inputs are scaled first."""
     bits, group = options["bits"], options["group_size"]
-    return f"int{bits}", bits, "channel" if group == -1 else group, False, None
+    return f"int{bits}", bits, "channel" if group == -1 else group, options["zeros"] == "none", None
 
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.

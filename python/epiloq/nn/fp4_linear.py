@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import PreparedLinear, check_choice, check_linear
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
+from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
 from epiloq.weights.fp4 import FORMATS, divisor_of
 from epiloq.weights.packed_fp4_weight import (
     PackedFp4Weight,
@@ -52,11 +53,14 @@ class Fp4Linear(PreparedLinear):
     reciprocal
         Whether the scale for the whole weight is stored as the *reciprocal* of the global scale, by which
         numbers are multiplied, as compressed-tensors does, or as it is, as ModelOpt does.
+    scaled_input
+        Whether `x` is first multiplied by `pre_quant_scale`, in float32 and rounded to the dtype of `x`.
 
     Parameters without gradients, which form the state dict:
         weight_q, weight_scale  uint8, as in ``epiloq.PackedFp4Weight``
         weight_global_scale     float32 [1], for "nvfp4": the global scale or, by default, its reciprocal
         bias                    [N], of the layer's float dtype; the only parameter that ``.to(dtype)`` converts
+        pre_quant_scale         [K], floating point, with `scaled_input`: ones at first
     Files store, and loading also accepts, the rows in order (N = out_features, K = in_features): "weight", uint8
     ``[N, ceil(K / 2)]`` with an even column in the low half of a byte, and "weight_scale", uint8 or float8_e4m3fn
     ``[N, ceil(K / block)]``.
@@ -78,6 +82,7 @@ class Fp4Linear(PreparedLinear):
         *,
         format: str = "nvfp4",
         reciprocal: bool = True,
+        scaled_input: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,6 +94,8 @@ class Fp4Linear(PreparedLinear):
         chosen = FORMATS[format]
         self._hold("weight_global_scale", (1,), (1,), torch.float32, device, wanted=chosen.has_global_scale)
         self._hold("bias", (out_features,), (1,), dtype, device, wanted=bias)
+        if scaled_input:
+            begin(self, in_features, device)
 
     @classmethod
     def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
@@ -123,6 +130,14 @@ class Fp4Linear(PreparedLinear):
         return layer.train(linear.training)
 
     @property
+    def scaled_input(self) -> bool:
+        """Whether inputs are multiplied by `pre_quant_scale`."""
+        return self._parameters.get(SCALE) is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self._parameters.get(SCALE) is None else scaled_input(self, x))
+
+    @property
     def padded_in_features(self) -> int:
         return self.in_features
 
@@ -154,6 +169,9 @@ class Fp4Linear(PreparedLinear):
         return state
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
+        if name == SCALE and given.shape == held.shape and given.dtype in FLOAT_DTYPES:
+            self._store(name, torch.empty_like(held, dtype=given.dtype))
+            return given
         found = packed_part(name, given, self.format, self.out_features, self.in_features)
         return super()._fitting(name, given, held) if found is None else found
 
@@ -170,4 +188,5 @@ class Fp4Linear(PreparedLinear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"format={self.format}{'' if self.reciprocal else ', reciprocal=False'}"
+            f"{', scaled_input=True' if self.scaled_input else ''}"
         )

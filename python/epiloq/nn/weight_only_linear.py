@@ -16,6 +16,7 @@ from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
 from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
 from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight
 
@@ -35,13 +36,17 @@ class WeightOnlyLinear(PackedLinear):
         "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
     act_order
         Whether input features are permuted.
+    scaled_input
+        Whether `x` is first multiplied by `pre_quant_scale`, in float32 and rounded to the dtype of `x`. Not with
+        `act_order`.
 
     Parameters without gradients, which form the state dict: `weight_q`, `weight_scale` and, if present,
     `weight_zero`, `weight_offset` and `weight_perm`, as described for ``epiloq.PackedWeight``; `bias`
     ``[out_features]`` of the layer's float dtype, the only parameter that ``.to(dtype)`` converts. Loading keeps the
-    dtype of scales and offsets. `packed` is these as a value, `weight` the dequantised weight, computed on access.
+    dtype of scales and offsets. `packed` is these as a value, `weight` the dequantised weight, computed on access. With
+    `scaled_input` also `pre_quant_scale` ``[in_features]``, ones at first, which `weight` includes.
 
-    Raises ValueError for sizes below 1, other bits, group sizes or zeros.
+    Raises ValueError for sizes below 1, other bits, group sizes or zeros, and for `scaled_input` with `act_order`.
     """
 
     def __init__(
@@ -54,10 +59,15 @@ class WeightOnlyLinear(PackedLinear):
         group_size: int = 128,
         zeros: str = "none",
         act_order: bool = False,
+        scaled_input: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, bits, group_size, zeros, act_order, device, dtype)
+        if scaled_input and act_order:
+            raise ValueError("WeightOnlyLinear: scaled_input: expected False with act_order, got True")
+        if scaled_input:
+            begin(self, in_features, device)
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
@@ -92,8 +102,15 @@ class WeightOnlyLinear(PackedLinear):
             layer = cls.from_packed(packed_nearest(weight, bits, group_size, symmetric), linear.bias)
         return layer.train(linear.training)
 
+    @property
+    def scaled_input(self) -> bool:
+        """Whether inputs are multiplied by `pre_quant_scale`."""
+        return self._parameters.get(SCALE) is not None
+
     def forward(self, x: Tensor) -> Tensor:
         x, parts = convert_input(self, x), self._all_stored(STORED)
+        if self._parameters.get(SCALE) is not None:
+            x = scaled_input(self, x)
         if takes_directly(x, self.in_features, parts):
             return run_weight_only(self, x, parts)
         self._check_width(x)
@@ -109,7 +126,7 @@ class WeightOnlyLinear(PackedLinear):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"bits={self.bits}{widened}, group_size={self.group_size}, zeros={self.zeros}, "
-            f"act_order={self.weight_perm is not None}"
+            f"act_order={self.weight_perm is not None}{', scaled_input=True' if self.scaled_input else ''}"
         )
 
 

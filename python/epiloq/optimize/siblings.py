@@ -49,7 +49,7 @@ ROWS: dict[type[nn.Module], int] = {
 }
 # Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.
 ROW_DIMENSION = {"weight_parameters": -1}
-SHARED = ("input_scale", "input_zero_point", "weight_perm", "weight_global_scale")
+SHARED = ("input_scale", "input_zero_point", "weight_perm", "weight_global_scale", "pre_quant_scale")
 # Whose tensors are read with as many rows as they have.
 _NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear)
 

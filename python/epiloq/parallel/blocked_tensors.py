@@ -23,6 +23,7 @@ from epiloq.nn import (
     WeightOnlyLinear,
 )
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.block_quant_weight import prepare
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.fp4 import packed as packed_codes
@@ -84,7 +85,20 @@ def _packed_take(layer: Any) -> dict[str, BlockedTensor]:
     q, scale, zero = layer.packed.unpack()
     length = max(layer.group_size, 0)
     blocked = {"q": BlockedTensor(q, 1, 1), "scale": BlockedTensor(scale, 1, length)}
-    return blocked if zero is None else blocked | {layer.zeros: BlockedTensor(zero, 1, length)}
+    blocked |= {} if zero is None else {layer.zeros: BlockedTensor(zero, 1, length)}
+    return blocked | _scaled_take(layer)
+
+
+def _scaled_take(layer: Any) -> dict[str, BlockedTensor]:
+    """The vector of inputs that are scaled, which belongs to the weight's columns."""
+    scale = layer._parameters.get(SCALE)
+    return {} if scale is None else {SCALE: BlockedTensor(scale.detach()[None], 0, 1)}
+
+
+def _scaled_make(made: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if SCALE in tensors:
+        made._store(SCALE, tensors[SCALE].flatten())
+    return made
 
 
 def _packed_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
@@ -94,7 +108,7 @@ def _packed_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, opti
     more = {"activation": options["activation"]} if "activation" in options else {}
     made = type(layer).from_packed(packed, **more)
     made._dtype = layer.dtype
-    return made
+    return _scaled_make(made, tensors)
 
 
 def _online_take(layer: Any) -> dict[str, BlockedTensor]:
@@ -139,6 +153,7 @@ def _fp4_take(layer: Any) -> dict[str, BlockedTensor]:
     packed, scale = state["weight"], state["weight_scale"].view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, : layer.in_features]
     blocked = {"q": BlockedTensor(codes, 1, 1), "weight_scale": BlockedTensor(scale, 1, unit)}
+    blocked |= _scaled_take(layer)
     whole = state.get("weight_global_scale")
     return blocked if whole is None else blocked | {"weight_global_scale": BlockedTensor(whole, 0, 0)}
 
@@ -148,6 +163,7 @@ def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options
     made = Fp4Linear(k, n, False, **options, device=codes.device, dtype=layer.dtype)
     scale = tensors["weight_scale"].contiguous().view(FP4_FORMATS[layer.format].scale_dtype)
     whole = {name: tensor for name, tensor in tensors.items() if name == "weight_global_scale"}
+    whole |= {SCALE: tensors[SCALE].flatten()} if SCALE in tensors else {}
     made.load_state_dict({"weight": codes, "weight_scale": scale, **whole})
     return made
 

@@ -66,6 +66,18 @@ def _filled(layer: Any) -> nn.Module:
     return found
 
 
+def _scaled(kind: Any, **options: Any) -> Make:
+    """A layer that multiplies its input by a drawn vector first."""
+
+    def make(k: int, n: int) -> nn.Module:
+        state = kind.from_linear(_linear(k, n), **options).state_dict()
+        layer: nn.Module = kind(k, n, **options, scaled_input=True)
+        layer.load_state_dict(state | {"pre_quant_scale": torch.rand(k) + 0.5})
+        return layer
+
+    return make
+
+
 LAYERS: dict[str, Make] = {
     "int8": _of_linear(quantised.Int8Linear),
     "int8-azp": _of_linear(quantised.Int8Linear, symmetric=False),
@@ -87,6 +99,8 @@ LAYERS: dict[str, Make] = {
     "w4a8-int8": _of_linear(quantised.W4A8Linear, activation="int8", group_size=-1),
     "nvfp4": _of_linear(quantised.Fp4Linear),
     "mxfp4": _of_linear(quantised.Fp4Linear, format="mxfp4"),
+    "w4a16-scaled": _scaled(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),
+    "nvfp4-scaled": _scaled(quantised.Fp4Linear),
     "table-4": _places,
     "conv-int8": _of_conv(quantised.Int8Conv2d, **_CONV),
     "conv-w4a16": _of_conv(quantised.WeightOnlyConv2d, bits=4, group_size=8, zeros="zero"),

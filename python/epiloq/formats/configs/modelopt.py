@@ -14,15 +14,17 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, mapping, names
-from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.description import INT4_FOR_FP8, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
+from epiloq.nn.base.scaled_input import SCALE
 
 METHOD = "modelopt"
 METHODS = (METHOD, "modelopt_fp4", "modelopt_mixed")
 NVFP4, MXFP4 = "modelopt nvfp4", "modelopt mxfp4"
 TENSORS, ROWS, BLOCKS = "modelopt fp8", "modelopt fp8 rows", "modelopt fp8 blocks"
-INT4 = "modelopt int4"
-PRE_SCALE = "pre_quant_scale"
+INT4, INT4_FP8 = "modelopt int4", INT4_FOR_FP8
+SCALED = frozenset({NVFP4, INT4, INT4_FP8})
+"""Layouts of layers that may have a vector by which inputs are multiplied first."""
 
 # What a layer is called in configurations, and its description. Activations of FP4 layers stay in floating point.
 _ALGORITHMS = {
@@ -30,6 +32,7 @@ _ALGORITHMS = {
     "NVFP4_AWQ": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
     "W4A8_NVFP4_FP8": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp8", "tensor", dynamic=False)),
     "W4A16_AWQ": Description(INT4, "int", 4, "group", 128),
+    "W4A8_AWQ": Description(INT4_FP8, "int", 4, "group", 128),
     "W4A16_NVFP4": Description(NVFP4, "fp4", 4, "group", 16),
     "MXFP4": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp4", "group", group_size=32)),
     "W4A8_MXFP4_FP8": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp8", "tensor", dynamic=False)),
@@ -39,13 +42,12 @@ _ALGORITHMS = {
 }
 # And those of which no layer computes the same.
 _OTHERS = {
-    "W4A8_AWQ": "weights of 4 bits that become FP8 by a second scale, for activations in FP8 by a stored one",
     "W8A8_SQ_PER_CHANNEL": "int8 inputs by a stored scale that are scaled by channel before",
     "W8A16": "int8 weights in the layout of TensorRT-LLM",
     "MXFP8": "FP8 weights in blocks of 32 with scales of powers of two",
     "NVFP4_SVD": "FP4 weights beside the product of two thin matrices",
 }
-_OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ")
+_OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ")
 _MIXED = "MIXED_PRECISION"
 _BESIDE = {"quant_method", "quantization", "producer"}
 _INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
@@ -105,7 +107,7 @@ def _of_layers(said: Mapping[str, Any]) -> dict[str, Description]:
 
 def _before(algorithm: object) -> set[str]:
     """Entries that AWQ's algorithms have besides: layers whose inputs are scaled first have a tensor for it, too."""
-    return {PRE_SCALE} if isinstance(algorithm, str) and algorithm.upper() in _OF_AWQ else set()
+    return {SCALE} if isinstance(algorithm, str) and algorithm.upper() in _OF_AWQ else set()
 
 
 def _described(said: Mapping[str, Any], where: str) -> Description:

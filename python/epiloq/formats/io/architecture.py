@@ -21,6 +21,7 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
 from epiloq.models.mixtures import file_state, stacked, take_apart_
+from epiloq.models.scaled_activation import SCALES, scale_activations_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.nn.base.quantized_layer import QuantizedLayer
 from epiloq.weights.tensor_checks import Identity, identity
@@ -160,8 +161,15 @@ def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
 
 
 def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
-    """What tensors of files are called in a model of transformers, its experts apart where a checkpoint has them so."""
+    """What tensors of files are called in a model of transformers.
+
+    Where a checkpoint has them so, its experts are apart, and its activation functions scaled, from now on.
+    """
     names = Names(model)
+    if checkpoint.quantization is not None:
+        scales = {name: entry.shape for name, entry in checkpoint.entries.items() if name.endswith(SCALES)}
+        if scales and scale_activations_(model, {names.of(name): shape for name, shape in scales.items()}):
+            names = Names(model)
     if not stacked(model):
         return names
     # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.

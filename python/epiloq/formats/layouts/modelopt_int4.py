@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from epiloq.formats.description import Description
+from epiloq.formats.description import INT4_FOR_FP8, Description
 from epiloq.formats.layouts.base import Codes, FormatError, divides, require
 from epiloq.weights.grid import QuantizedWeight
 
 PARTS = frozenset({"weight", "weight_scale"})
+ASIDE = {"modelopt int4": frozenset[str](), INT4_FOR_FP8: frozenset({"weight_scale_2", "input_scale"})}
+"""By layout, tensors of a layer that nothing uses: what integers and activations would be rounded to FP8 by."""
 _MIDDLE = 8
 
 

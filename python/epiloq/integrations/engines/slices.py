@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
 
 Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"
@@ -67,7 +68,8 @@ def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Ru
         weight: tuple[Axis, ...] = (_ROW, ("columns", 8 // options["bits"]))
         return {"weight": weight, "weight_scale": parameters, "weight_offset": parameters}
     if module in ("WeightOnlyLinear", "W4A8Linear"):
-        return _packed(options)
+        scaled = {SCALE: (("columns", 1),)} if options.get("scaled_input") else {}
+        return {**_packed(options), **scaled}  # type: ignore[dict-item]
     raise FormatError(f"{module}: expected a class of layer that serving engines run")
 
 

@@ -11,8 +11,9 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import Reader
-from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
+from epiloq.formats.weights import BlockWeight, ModuleWeight, ScaledWeight, Weight
 from epiloq.nn.base.quantized_layer import QuantizedLayer
+from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.grid import QuantizedWeight
 
 
@@ -25,7 +26,8 @@ def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[st
         raise FormatError("expected a layer that the configuration describes")
     kind = epiloq_modules.KINDS[type(module).__name__]
     weight = kind.weight(module, kind.said(module))
-    tensors = LAYOUTS[reader.described.layout].to_tensors(weight, reader.described, dtype)
+    inner, scale = (weight.inner, {SCALE: weight.scale}) if isinstance(weight, ScaledWeight) else (weight, {})
+    tensors = LAYOUTS[reader.described.layout].to_tensors(inner, reader.described, dtype) | scale
     rows, columns = cast(QuantizedLayer, module).weight_shape
     again = reader.from_tensors(tensors, (rows, columns))
     if not _same(again, weight):
@@ -34,6 +36,8 @@ def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[st
 
 
 def _same(one: Weight, other: Weight) -> bool:
+    if isinstance(one, ScaledWeight) and isinstance(other, ScaledWeight):
+        return _same(one.inner, other.inner) and _equal(one.scale, other.scale)
     if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight):
         pairs = [(one.q, other.q), (one.scale, other.scale), (one.zero, other.zero), (one.perm, other.perm)]
         if one.inputs is not None and other.inputs is not None:
@@ -41,7 +45,7 @@ def _same(one: Weight, other: Weight) -> bool:
         return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
     if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
         return one.rows == other.rows and _equal(one.q, other.q) and torch.equal(one.scale, other.scale)
-    if isinstance(one, ModuleWeight) and isinstance(other, ModuleWeight):
+    if isinstance(one, ModuleWeight) and isinstance(other, ModuleWeight) and type(one) is type(other):
         alike = (one.module, dict(one.options), one.state.keys()) == (
             other.module,
             dict(other.options),

@@ -186,7 +186,9 @@ class FrozenLinear(Frozen):
     def dequantized_weight(self) -> Tensor:
         parts = self._parts()
         rows = [self._rows(*chunk, *parts) for chunk in self._chunks()]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        weight = rows[0] if len(rows) == 1 else torch.cat(rows)
+        scale = self._parameters.get("pre_quant_scale")
+        return weight if scale is None else weight * scale
 
     def _spread(self, bias: Tensor) -> Tensor:
         return bias

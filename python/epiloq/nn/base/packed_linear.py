@@ -13,6 +13,7 @@ from epiloq._torch.library import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.nn.base.quantized_layer import expected
+from epiloq.nn.base.scaled_input import SCALE
 from epiloq.ops.checks.problems import explain_problem
 from epiloq.weights.packed.checks import check_sizes, checked_perm
 from epiloq.weights.packed_layout import recoded, shapes_of
@@ -76,6 +77,7 @@ class PackedLinear(FrozenLinear):
         for name in _PARTS:
             self._store(f"weight_{name}", getattr(packed, name))
         self._store("bias", bias)
+        self._store(SCALE, None)
 
     @classmethod
     def _of_packed(cls: type[_Layer], weight: PackedWeight, bias: Tensor | None) -> _Layer:

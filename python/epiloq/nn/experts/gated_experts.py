@@ -43,7 +43,7 @@ class Kind:
     @classmethod
     def of(cls, layer: nn.Module) -> Kind | None:
         """The kind of a layer; None if no class computes such layers together."""
-        if getattr(layer, "bias", None) is not None:
+        if getattr(layer, "bias", None) is not None or getattr(layer, "scaled_input", False):
             return None
         if isinstance(layer, Fp8BlockLinear):
             return cls(Fp8BlockLinear, Fp8BlockExperts)

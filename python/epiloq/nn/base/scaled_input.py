@@ -1,0 +1,33 @@
+"""Layers that multiply their input by a vector first, as ModelOpt's AWQ leaves them where no layer before could."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.weights.computed import FLOAT_DTYPES
+
+SCALE = "pre_quant_scale"
+"""The name of the vector, ``[in_features]``, in layers and in files."""
+
+
+def scaled_input(layer: Any, x: Tensor) -> Tensor:
+    """``x * pre_quant_scale``, in float32 and rounded once to the dtype of `x`, cast before under autocast.
+
+    What the layer will refuse is returned as it is.
+    """
+    scale, x = layer._stored(SCALE), convert_input(layer, x)
+    if x.dim() == 0 or x.shape[-1] != layer.in_features or x.dtype not in FLOAT_DTYPES:
+        return x
+    if torch.is_grad_enabled():
+        layer._refuse_gradients()
+    scaled: Tensor = (x.float() * scale).to(x.dtype)
+    return scaled
+
+
+def begin(layer: Any, in_features: int, device: torch.device | str | None) -> None:
+    """Store a vector of ones."""
+    layer._store(SCALE, torch.ones(in_features, dtype=torch.float32, device=device))
