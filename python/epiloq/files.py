@@ -22,12 +22,12 @@ def write_text(path: Path, content: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(content, encoding="utf-8")
         return
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(content, encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -103,16 +103,16 @@ class Heartbeat:
         now = time.monotonic()
         if now - self._looked > self.patience / 2:
             # This process was stopped meanwhile, and so may all have been: their silence counts from now on.
-            self._heard = {other: (said, now) for other, (said, _) in self._heard.items()}
+            self._heard = {other: (value, now) for other, (value, _) in self._heard.items()}
         self._looked = now
         for other, (before, since) in self._heard.items():
             if not self.store.check([f"rank/{other}"]):
                 continue  # Still starting; meeting has a time limit of its own.
-            said = self.store.get(f"rank/{other}").decode()
-            if said.startswith(_FAILED):
-                return f"rank {other} failed: {said.removeprefix(_FAILED).strip()}"
-            if said != before or said == _DONE:
-                self._heard[other] = said, now
+            value = self.store.get(f"rank/{other}").decode()
+            if value.startswith(_FAILED):
+                return f"rank {other} failed: {value.removeprefix(_FAILED).strip()}"
+            if value != before or value == _DONE:
+                self._heard[other] = value, now
             elif now - since > self.patience:
                 return f"rank {other} has died or hangs: nothing was heard of it for {now - since:.0f} s"
         return None

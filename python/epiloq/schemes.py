@@ -25,7 +25,7 @@ from epiloq.nn import (
     WeightOnlyLinear,
 )
 from epiloq.observers import OBSERVERS
-from epiloq.vocabulary import planned, quantize_ends_
+from epiloq.vocabulary import planned, quantize_vocabulary_
 
 # Each has from_linear and check_convertible, called with a linear layer and a scheme's options.
 QuantisedLinear: TypeAlias = (
@@ -79,15 +79,15 @@ class Scheme:
 def _weight_only(name: str, bits: int, group_size: int) -> Scheme:
     # 4 bits cost nearly twice as much without zero points (SmolLM2-135M in groups of 32: 38 and 21 % more perplexity);
     # 8 bits lose little either way.
-    zeros, said = ("none", "") if bits == 8 else ("zero", ", with zero points")
+    zeros, suffix = ("none", "") if bits == 8 else ("zero", ", with zero points")
     grid = "output channel" if group_size == -1 else f"group of {group_size} input features"
-    description = f"int{bits} weights per {grid}{said}, rounded to nearest; floating-point activations"
+    description = f"int{bits} weights per {grid}{suffix}, rounded to nearest; floating-point activations"
     return Scheme(name, description, WeightOnlyLinear, {"bits": bits, "group_size": group_size, "zeros": zeros})
 
 
-def _w4a8(name: str, activation: str, said: str) -> Scheme:
+def _w4a8(name: str, activation: str, kind: str) -> Scheme:
     description = (
-        f"int4 weights per group of 128 input features, symmetric; {said} activations per token, scaled at run time"
+        f"int4 weights per group of 128 input features, symmetric; {kind} activations per token, scaled at run time"
     )
     options = {"activation": activation, "group_size": 128, "zeros": "none"}
     return Scheme(name, description, W4A8Linear, options)
@@ -283,14 +283,16 @@ def quantize_(
     if observer not in OBSERVERS:
         raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
     check_not_opened_quantised(model)
-    ends = planned(model, head, embedding, SCHEMES)
+    vocabulary = planned(model, head, embedding, SCHEMES)
     left: dict[str, str] = {}
     if scheme is not None:
-        left = quantize_layers(model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], ends.names)
-    if ends.names:
-        quantize_ends_(model, ends)
+        left = quantize_layers(
+            model, SCHEMES[scheme], filter_fn, ignore, calibrate, OBSERVERS[observer], vocabulary.names
+        )
+    if vocabulary.names:
+        quantize_vocabulary_(model, vocabulary)
     describe_on_saving(model)
     if left:
-        said = "; ".join(f"{name} ({reason})" for name, reason in left.items())
-        warnings.warn(f"quantize_: left in floating point: {said}", stacklevel=2)
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+        warnings.warn(f"quantize_: left in floating point: {reasons}", stacklevel=2)
     return model

@@ -40,7 +40,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Ends:
+class VocabularySchemes:
     """Schemes for a model's embedding and head; None leaves them in floating point."""
 
     found: Vocabulary
@@ -96,7 +96,7 @@ def find(model: nn.Module) -> Vocabulary:
 
 def planned(
     model: nn.Module, head: str | None, embedding: str | None, schemes: Mapping[str, Scheme], where: str = "quantize_"
-) -> Ends:
+) -> VocabularySchemes:
     """Plan the quantisation of a model's embedding and head, given the names of their schemes.
 
     Raises ValueError, which names the argument: a scheme that is unknown, static or for convolutions, or for an
@@ -123,17 +123,17 @@ def planned(
                 f"share one weight: expected {head!r} as for the head, got {embedding!r}"
             )
         chosen = dict.fromkeys(chosen, chosen["head"] or chosen["embedding"])
-    ends = Ends(found, chosen["head"], chosen["embedding"])
-    _check(model, ends, where)
-    return ends
+    vocabulary = VocabularySchemes(found, chosen["head"], chosen["embedding"])
+    _check(model, vocabulary, where)
+    return vocabulary
 
 
-def quantize_ends_(model: nn.Module, ends: Ends) -> None:
+def quantize_vocabulary_(model: nn.Module, vocabulary: VocabularySchemes) -> None:
     """Replace a model's embedding and head by quantised layers. Tied ones share their parameters."""
-    found = ends.found
+    found = vocabulary.found
     shared: QuantizedEmbedding | None = None
-    if ends.embedding is not None:
-        options = ends.embedding.options
+    if vocabulary.embedding is not None:
+        options = vocabulary.embedding.options
         for names in _by_module(model, found.embeddings):
             table = cast(nn.Embedding, model.get_submodule(names[0]))
             if shared is None:
@@ -141,12 +141,12 @@ def quantize_ends_(model: nn.Module, ends: Ends) -> None:
             else:
                 layer = like(shared, table)
             _put(model, names, layer)
-    if ends.head is not None:
+    if vocabulary.head is not None:
         for names in _by_module(model, found.heads):
             linear = cast(nn.Linear, model.get_submodule(names[0]))
             tied = shared is not None and found.tied
-            _put(model, names, tied_head(shared, linear) if tied and shared else ends.head.convert(linear))
-    forget_ties(model, ends.names)
+            _put(model, names, tied_head(shared, linear) if tied and shared else vocabulary.head.convert(linear))
+    forget_ties(model, vocabulary.names)
 
 
 def like(shared: QuantizedEmbedding, table: nn.Embedding) -> QuantizedEmbedding:
@@ -165,34 +165,34 @@ def tied_head(shared: QuantizedEmbedding, linear: nn.Linear) -> WeightOnlyLinear
 
 def forget_ties(model: nn.Module, names: tuple[str, ...]) -> None:
     """Make a transformers model stop tying the float weights of these layers, which no longer exist."""
-    gone = {f"{name}.weight" for name in names}
+    removed = {f"{name}.weight" for name in names}
     for prefix, module in model.named_modules():
         at = f"{prefix}." if prefix else ""
         for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
             known = getattr(module, attribute, None)
-            if isinstance(known, dict) and any(f"{at}{key}" in gone for key in known):
-                setattr(module, attribute, {key: value for key, value in known.items() if f"{at}{key}" not in gone})
+            if isinstance(known, dict) and any(f"{at}{key}" in removed for key in known):
+                setattr(module, attribute, {key: value for key, value in known.items() if f"{at}{key}" not in removed})
 
 
-def _check(model: nn.Module, ends: Ends, where: str) -> None:
-    for name in ends.names:
+def _check(model: nn.Module, vocabulary: VocabularySchemes, where: str) -> None:
+    for name in vocabulary.names:
         layer = model.get_submodule(name)
         try:
             if isinstance(layer, nn.Embedding):
                 QuantizedEmbedding.check_convertible(layer)
             else:
-                assert ends.head is not None
-                ends.head.check_convertible(layer)
+                assert vocabulary.head is not None
+                vocabulary.head.check_convertible(layer)
                 if not is_plain(layer):
                     raise ValueError(f"{type(layer).__name__} is not a plain linear layer")
         except ValueError as error:
             raise ValueError(f"{where}: layer {name!r}: {error}") from error
-    weights = {weight_identity(model.get_submodule(name)) for name in ends.names}
+    weights = {weight_identity(model.get_submodule(name)) for name in vocabulary.names}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer_name = name.removesuffix(".weight")
-        if identity(parameter) in weights and layer_name not in ends.names:
+        if identity(parameter) in weights and layer_name not in vocabulary.names:
             raise ValueError(
-                f"{where}: {ends.names[0]}: expected a weight of embeddings and heads alone, but {name} shares it"
+                f"{where}: {vocabulary.names[0]}: expected a weight of embeddings and heads alone, but {name} shares it"
             )
 
 

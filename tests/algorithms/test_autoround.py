@@ -19,7 +19,7 @@ from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.job import prepare
 from epiloq.quantize.settings import Settings
-from epiloq.weights.rounding import spread
+from epiloq.weights.rounding import expand_parameters
 from model_families import VOCABULARY, llama
 from tiny_teacher import save, tiny_model
 
@@ -68,7 +68,7 @@ def test_it_goes_on_from_gptq(seed: int, bits: int, group: int, part: float, sym
         name: gptq(weight, inputs.t() @ inputs, grid, moments=inputs.square().mean(0))
         for (name, weight), inputs in zip(weights.items(), x, strict=True)
     }
-    nearest = [grid.round(w, spread(start[name].parameters, grid, w.shape)) for name, w in weights.items()]
+    nearest = [grid.round(w, expand_parameters(start[name].parameters, grid, w.shape)) for name, w in weights.items()]
     assert any(not torch.equal(q, value.q) for q, value in zip(nearest, start.values(), strict=True))
     targets = [run(weights, i) + torch.randn(40, 12) / 20 for i in range(3)]
 

@@ -115,7 +115,7 @@ def test_a_model_of_16_bits_is_measured_in_float32(teacher: Path, dtype: torch.d
 
 def test_all_experts_of_a_mixture_have_one_scheme() -> None:
     names = [["b.q", "b.k"], ["b.experts.0.up"], ["b.experts.0.down"], ["b.experts.1.up"], ["b.o"]]
-    found = sensitivity._together([InputGroup(group, 0, None) for group in names])
+    found = sensitivity._groups([InputGroup(group, 0, None) for group in names])
     assert [[group.names for group in together] for together in found] == [names[:1], names[1:4], names[4:]]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from epiloq.quantize import fold_, smooth_scale, smoothquant_
 from epiloq.quantize.algorithms.smoothquant import foldings
-from epiloq.quantize.calibration.channels import alike, channel_map
+from epiloq.quantize.calibration.channels import channel_map, reduce_by_channel
 from epiloq.quantize.calibration.inputs import observe
 
 
@@ -110,9 +110,9 @@ def test_a_channel_that_is_never_seen(seed: int) -> None:
 
 def test_one_value_for_channels_of_one_number(seed: int) -> None:
     values, channels = torch.tensor([1.0, 5.0, 3.0, 2.0]), torch.tensor([1, 0, 1, 0])
-    assert alike(values, channels, "amax").tolist() == [3, 5, 3, 5]
-    assert alike(values, channels, "mean").tolist() == [2, 3.5, 2, 3.5]
-    assert alike(values, None, "amax") is values
+    assert reduce_by_channel(values, channels, "amax").tolist() == [3, 5, 3, 5]
+    assert reduce_by_channel(values, channels, "mean").tolist() == [2, 3.5, 2, 3.5]
+    assert reduce_by_channel(values, None, "amax") is values
     weights = [torch.randn(7, 4)]
     scale = smooth_scale(values, weights, 0.5, channels)
     assert scale[0] == scale[2] and scale[1] == scale[3]

@@ -83,14 +83,16 @@ def test_to_nearest_it_is_the_modules_weight(
         linear.weight[-1] = 0
         linear.weight[0] = 0.75
     module = SCHEMES[scheme].convert(linear)
-    said = TARGETS[scheme].said(rtn(linear.weight, GRIDS[scheme]))
-    name, options = epiloq_modules.described(said, None)
-    built = epiloq_modules.KINDS[name].build(linear, options, epiloq_modules.state_of(said, None), linear.weight.device)
+    stored = TARGETS[scheme].stored_form(rtn(linear.weight, GRIDS[scheme]))
+    name, options = epiloq_modules.described(stored, None)
+    built = epiloq_modules.KINDS[name].build(
+        linear, options, epiloq_modules.state_of(stored, None), linear.weight.device
+    )
     found, expected = built.state_dict(), module.state_dict()
     assert type(built) is type(module) and options == dict(SCHEMES[scheme].options) and found.keys() == expected.keys()
     for part, tensor in expected.items():
         assert found[part].dtype == tensor.dtype and torch.equal(found[part].float(), tensor.float()), part
-    assert torch.equal(said.dequantize(), rtn(linear.weight, GRIDS[scheme]).dequantize())
+    assert torch.equal(stored.dequantize(), rtn(linear.weight, GRIDS[scheme]).dequantize())
 
 
 def reference(value: CodedWeight) -> np.ndarray:
@@ -197,7 +199,7 @@ def test_errors() -> None:
     for grid in (Float8Grid(group_size=32), OffsetGrid(4, 32)):
         value = rtn(torch.randn(6, 64), grid)
         with pytest.raises(ValueError, match="layer's order"):
-            grid.kept(value.q, value.parameters, torch.arange(64).flip(0))
+            grid.make_weight(value.q, value.parameters, torch.arange(64).flip(0))
     for grid in GRIDS.values():
         with pytest.raises(ValueError, match="finite"):
             rtn(torch.tensor([[1.0, torch.inf]]), grid)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epiloq.quantize import Grid, InputStatistics, QuantizedWeight, gptq, rtn
 from epiloq.quantize.algorithms.gptq import inverse_factor
-from epiloq.weights.rounding import spread
+from epiloq.weights.rounding import expand_parameters
 
 
 def inputs(channels: int, tokens: int = 1500) -> Tensor:
@@ -54,7 +54,7 @@ def check(value: QuantizedWeight, weight: Tensor, h: Tensor, act_order: bool) ->
     order = h.diagonal().argsort(descending=True, stable=True) if act_order else channels
     assert value.perm is None or torch.equal(value.perm, order)
     place = channels if value.perm is None else order.argsort()
-    q, step = value.q[:, place], spread(value.parameters, value.grid, weight.shape).scale[:, place]
+    q, step = value.q[:, place], expand_parameters(value.parameters, value.grid, weight.shape).scale[:, place]
     restored = value.dequantize()
     off = compensated(weight, h, restored, order) - restored
     clamped = ((q == value.grid.lowest) & (off < 0)) | ((q == value.grid.highest) & (off > 0))

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def quantised(scheme: str, n: int) -> tuple[Any, Group]:
     layer = SCHEMES[scheme].convert(nn.Linear(K, n, bias=False))
     name = type(layer).__name__
-    return layer, Group(name, epiloq_modules.KINDS[name].said(layer), ["layer"])
+    return layer, Group(name, epiloq_modules.KINDS[name].options_of(layer), ["layer"])
 
 
 def part_of(layer: Any, group: Group, rows: tuple[int, int], columns: tuple[int, int] = (0, K)) -> Part:

@@ -51,7 +51,9 @@ def quantised(scheme: str, n: int, k: int = K) -> Any:
 
 
 def configured(layers: dict[str, Any]) -> EpiloqConfig:
-    described = {name: (type(m).__name__, epiloq_modules.KINDS[type(m).__name__].said(m)) for name, m in layers.items()}
+    described = {
+        name: (type(m).__name__, epiloq_modules.KINDS[type(m).__name__].options_of(m)) for name, m in layers.items()
+    }
     said = epiloq_modules.config(epiloq_modules.groups_of(described))
     method = get_quantization_config("epiloq")
     assert method.override_quantization_method(said, None) == "epiloq"

@@ -52,7 +52,7 @@ def quantised(scheme: str, n: int, k: int = K) -> Any:
 def configured(**layers: Any) -> EpiloqConfig:
     """The configuration of a checkpoint with these layers, whose dots are double underscores."""
     described = {
-        name.replace("__", "."): (type(layer).__name__, epiloq_modules.KINDS[type(layer).__name__].said(layer))
+        name.replace("__", "."): (type(layer).__name__, epiloq_modules.KINDS[type(layer).__name__].options_of(layer))
         for name, layer in layers.items()
         if not isinstance(layer, nn.Linear)
     }

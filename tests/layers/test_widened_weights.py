@@ -102,8 +102,8 @@ def test_a_head_that_shares_an_embedding_stays(seed: int) -> None:
 def test_inspection_says_how_few_bits_run() -> None:
     assert "on CUDA each call dequantises the weight" in how("Q3_K", True)
     assert "CUDA" not in how("Q4_K", True)
-    said = packed_linear.said_of_few_bits(3, 4096, 128)
-    assert said is not None and "held in 4 bits, exactly" in said
+    note = packed_linear.few_bits_note(3, 4096, 128)
+    assert note is not None and "held in 4 bits, exactly" in note
 
 
 @pytest.mark.gpu

@@ -143,13 +143,13 @@ def test_embedding_and_head_in_the_budget(tmp_path: Path, tied: bool) -> None:
         loaded, _ = models.load(Checkpoint(tmp_path / name))
         kinds = {role: type(loaded.get_submodule(layer)) for role, layer in ENDS.items()}
         quantised = {role: kind not in (nn.Linear, nn.Embedding) for role, kind in kinds.items()}
-        assert quantised == {role: scheme != "float" for role, scheme in budget["ends"].items()}
+        assert quantised == {role: scheme != "float" for role, scheme in budget["vocabulary"].items()}
         if tied:
-            assert budget["ends"]["head"] == budget["ends"]["embedding"]
+            assert budget["vocabulary"]["head"] == budget["vocabulary"]["embedding"]
         if name == "large":
-            assert set(budget["ends"].values()) == {"float"}
+            assert set(budget["vocabulary"].values()) == {"float"}
         else:
-            assert set(budget["ends"].values()) - {"float"}
+            assert set(budget["vocabulary"].values()) - {"float"}
 
 
 ENDS = {"head": "lm_head", "embedding": "model.embed_tokens"}

@@ -188,7 +188,7 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Quantize
     """Rounded weights as the integers that they stand for."""
     rows, columns = values.shape
     codes = (values.view(rows, scale.shape[1], -1) / scale[..., None]).round() + zero[..., None]
-    found = grid.kept(codes.view(rows, columns).to(torch.uint8), Parameters(scale, zero))
+    found = grid.make_weight(codes.view(rows, columns).to(torch.uint8), Parameters(scale, zero))
     torch.testing.assert_close(found.dequantize(), values, rtol=0, atol=1e-4)
     return found
 

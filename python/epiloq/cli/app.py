@@ -61,8 +61,8 @@ def create_app() -> typer.Typer:
     from typer.core import TyperGroup
     from typer.main import get_command
 
-    def set_quiet(asked: bool) -> None:
-        display.quiet = display.quiet or asked
+    def set_quiet(given: bool) -> None:
+        display.quiet = display.quiet or given
 
     options = typer.Typer(add_completion=False)
 
@@ -99,8 +99,8 @@ def create_app() -> typer.Typer:
         cls=LazyGroup, no_args_is_help=True, epilog=EPILOG, context_settings=HELP, pretty_exceptions_enable=False
     )
 
-    def print_version(asked: bool) -> None:
-        if asked:
+    def print_version(given: bool) -> None:
+        if given:
             print(version())
             raise typer.Exit
 

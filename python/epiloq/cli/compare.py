@@ -121,12 +121,12 @@ def show(found: dict[str, Any], console: Console) -> None:
     differing = found["other_tensors_that_differ"]
     say(f"Other tensors that differ: {shortened(differing) or 'none'}")
     if "answers" in found:
-        said = found["answers"]
+        both = found["answers"]
         say(
-            f"Perplexity {said['perplexity_a']:.3f} and {said['perplexity_b']:.3f} "
-            f"({100 * (said['perplexity_b'] / said['perplexity_a'] - 1):+.2f} %) over {said['tokens']} tokens; "
-            f"KL(A || B) {said['kl_mean']:.5f} nats per token, at most {said['kl_largest']:.3f}; "
-            f"same top-1 token {100 * said['top1_agreement']:.2f} %"
+            f"Perplexity {both['perplexity_a']:.3f} and {both['perplexity_b']:.3f} "
+            f"({100 * (both['perplexity_b'] / both['perplexity_a'] - 1):+.2f} %) over {both['tokens']} tokens; "
+            f"KL(A || B) {both['kl_mean']:.5f} nats per token, at most {both['kl_largest']:.3f}; "
+            f"same top-1 token {100 * both['top1_agreement']:.2f} %"
         )
 
 

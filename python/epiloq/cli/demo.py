@@ -26,14 +26,14 @@ REQUIRED_TO_CONVERT = ("gguf", "accelerate")
 FEWEST_TOKENS, MOST_TOKENS = 64, 65536
 
 
-def choose_schemes(asked: str | None) -> tuple[str, ...]:
+def choose_schemes(requested: str | None) -> tuple[str, ...]:
     """The schemes named in a comma-separated list; all of them when none is given."""
     from epiloq import schemes
 
     known = tuple(schemes.available())
-    if asked is None:
+    if requested is None:
         return known
-    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",")))
+    names = tuple(dict.fromkeys(name.strip() for name in requested.split(",")))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(
@@ -42,14 +42,14 @@ def choose_schemes(asked: str | None) -> tuple[str, ...]:
     return names
 
 
-def choose_devices(asked: str) -> tuple[str, ...]:
+def choose_devices(requested: str) -> tuple[str, ...]:
     """The devices to measure on: ``auto`` is the CPU and, if there is one, the GPU."""
     import torch
 
-    if asked == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device", param_hint="--device")
-    if asked != "auto":
-        return (asked,)
+    if requested != "auto":
+        return (requested,)
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 

@@ -25,7 +25,7 @@ ALL = 0
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What to measure of a model.
 
     text, tokens, length
@@ -44,7 +44,7 @@ class Wish:
     force: bool = False
 
 
-def measure(folder: Path, wish: Wish, stage: Stage) -> dict[str, Any]:
+def measure(folder: Path, request: Request, stage: Stage) -> dict[str, Any]:
     """The figures as a JSON-ready dictionary. Raises ValueError for too little text, unless forced."""
     from epiloq.demo.layers import weight_bytes
     from epiloq.evaluation.tasks import scores, task_files
@@ -53,21 +53,21 @@ def measure(folder: Path, wish: Wish, stage: Stage) -> dict[str, Any]:
     from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates
 
-    if wish.tasks is not None:
-        task_files(wish.tasks)
+    if request.tasks is not None:
+        task_files(request.tasks)
     checkpoint = Checkpoint(folder)
-    parts = _windows(folder, checkpoint, wish)
-    teacher = None if wish.teacher is None else _teacher(folder, wish.teacher, parts)
+    parts = _windows(folder, checkpoint, request)
+    teacher = None if request.teacher is None else _teacher(folder, request.teacher, parts)
     model, quantization = load(checkpoint)
     check_generates(model, folder)
-    model.to(wish.device)
+    model.to(request.device)
     start = time.perf_counter()
-    found: dict[str, Any] = {"model": str(folder), "device": wish.device}
+    found: dict[str, Any] = {"model": str(folder), "device": request.device}
     if parts:
-        found |= _on_text(model, teacher, parts, wish, stage)
-    if wish.tasks is not None:
+        found |= _on_text(model, teacher, parts, request, stage)
+    if request.tasks is not None:
         with stage("tasks", 1) as advance:
-            found["tasks"] = scores(model, load_tokenizer(folder), wish.tasks, limit=wish.limit or None)
+            found["tasks"] = scores(model, load_tokenizer(folder), request.tasks, limit=request.limit or None)
             advance()
     return found | {
         "quantization": (checkpoint.quantization or {}).get("quant_method"),
@@ -78,18 +78,18 @@ def measure(folder: Path, wish: Wish, stage: Stage) -> dict[str, Any]:
     }
 
 
-def _windows(folder: Path, checkpoint: Checkpoint, wish: Wish) -> list[Tensor]:
+def _windows(folder: Path, checkpoint: Checkpoint, request: Request) -> list[Tensor]:
     """The windows of the text, if there is one. Raises ValueError for too little, unless forced."""
     from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
     from epiloq.quantize.texts import check_positions, too_little_to_evaluate
 
-    if wish.text is None:
+    if request.text is None:
         return []
-    parts = windows(load_tokenizer(folder), read_texts(wish.text), wish.length)
-    if wish.tokens != ALL:
-        parts = first_tokens(parts, max(wish.tokens, 2))
+    parts = windows(load_tokenizer(folder), read_texts(request.text), request.length)
+    if request.tokens != ALL:
+        parts = first_tokens(parts, max(request.tokens, 2))
     check_positions(checkpoint, parts)
-    for warning in too_little_to_evaluate(parts, wish.force):
+    for warning in too_little_to_evaluate(parts, request.force):
         warn(warning)
     return parts
 
@@ -116,7 +116,7 @@ def _teacher(folder: Path, teacher: Path, parts: list[Tensor]) -> nn.Module:
 
 
 def _on_text(
-    model: nn.Module, teacher: nn.Module | None, parts: list[Tensor], wish: Wish, stage: Stage
+    model: nn.Module, teacher: nn.Module | None, parts: list[Tensor], request: Request, stage: Stage
 ) -> dict[str, Any]:
     from epiloq.evaluation.divergence import divergence
     from epiloq.evaluation.perplexity import perplexity
@@ -124,16 +124,16 @@ def _on_text(
 
     with stage("windows", len(parts)) as advance:
         found: dict[str, Any] = {
-            "text": str(wish.text),
+            "text": str(request.text),
             "perplexity": perplexity(model, parts, advance),
             "tokens": tokens_in(parts),
-            "warnings": too_little_to_evaluate(parts, wish.force),
-            "window": wish.length,
+            "warnings": too_little_to_evaluate(parts, request.force),
+            "window": request.length,
         }
     if teacher is not None:
-        teacher.to(wish.device)
+        teacher.to(request.device)
         with stage("divergence", len(parts)) as advance:
-            found |= {"teacher": str(wish.teacher), "kl": divergence(teacher, model, parts, advance)}
+            found |= {"teacher": str(request.teacher), "kl": divergence(teacher, model, parts, advance)}
     return found
 
 
@@ -182,13 +182,13 @@ def evaluate(
         if tasks is not None:
             check_installed("eval --tasks", [name for name in PACKAGES if find_spec(name) is None], "tasks")
         with progress_stages() as stage:
-            found = measure(folder, Wish(text, tokens, length, kl, tasks, limit, device, force), stage)
-        for line in said(found):
+            found = measure(folder, Request(text, tokens, length, kl, tasks, limit, device, force), stage)
+        for line in lines_of(found):
             console.print(line, highlight=False)
         write_json(json_file, found)
 
 
-def said(found: dict[str, Any]) -> list[str]:
+def lines_of(found: dict[str, Any]) -> list[str]:
     """The figures, a line each."""
     size = f"{found['file_bytes'] / 1e6:.1f} MB of weights"
     lines = [size]

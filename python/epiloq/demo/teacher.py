@@ -51,17 +51,17 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's model and tokenizer to ``folder``, whole or not at all: aside first, then one rename."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-    aside.mkdir(parents=True)
+    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir(parents=True)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
         )
-        model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(aside)
-        aside.rename(folder)
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(temporary)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prepare(folder: Path) -> bool:

@@ -1,8 +1,8 @@
-"""One layer's tensors in the layouts of the compressed-tensors package, as weights that products take, and back.
+"""Conversion between one layer's tensors in the layouts of the compressed-tensors package and packed weights.
 
 Defined by its compressors (``compressed_tensors/compressors/{pack_quantized,naive_quantized}``), drawn in
-docs/guide/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become a `PackedWeight`, FP8 weights of
-``float-quantized`` a layer, for floating-point numbers of 8 bits are no integers times a scale.
+docs/guide/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become a `PackedWeight`; FP8 weights of
+``float-quantized`` become a layer, because a `PackedWeight` holds integers only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from epiloq.formats.layouts.base import (
     Codes,
     Expected,
     FormatError,
-    divides,
-    full,
+    check_multiple,
+    group_length,
     groups_of,
     order_of,
     require,
@@ -48,10 +48,10 @@ def to_packed(
     """The weight ``[N, K]`` of a layer's tensors, on their device; symmetric without zero points.
 
     Args:
-        weight_packed: int32 ``[N, ceil(K bits / 32)]``, of ``pack-quantized``: values plus 2^(bits-1) along K.
+        weight_packed: int32 ``[N, ceil(K bits / 32)]``, of ``pack-quantized``: values plus 2^(bits-1), packed along K.
         weight: int8 ``[N, K]``, of ``int-quantized`` instead; 8 bits.
         weight_scale: ``[N, G]`` of 16 or 32 bits, whose dtype stays, G = K / group_size.
-        weight_shape: int64 ``[2]``, of ``pack-quantized``: N and K; None where its words are full.
+        weight_shape: int64 ``[2]``, of ``pack-quantized``: N and K; None if its words are full.
         weight_zero_point: of asymmetric weights: int32 ``[ceil(N bits / 32), G]``, packed along N as the weight is;
             beside ``weight`` int8 ``[N, G]``.
         weight_g_idx: int32 ``[K]``, the group of each channel, of weights in activation order.
@@ -70,7 +70,7 @@ def to_packed(
     found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     rows, columns = _shape(found, weight_shape, bits)
     groups = groups_of(columns, group_size, _NAME)
-    divides("in_features", columns, full(group_size, columns), _NAME)
+    check_multiple("in_features", columns, group_length(group_size, columns), _NAME)
     zero_words = (words_of(rows, bits), groups) if weight is None else (rows, groups)
     expected: Expected = {
         "weight_packed": (torch.int32, (rows, words_of(columns, bits))),
@@ -81,16 +81,20 @@ def to_packed(
     }
     require(found, {name: wanted for name, wanted in expected.items() if name in found})
     codes = from_words(found, bits, group_size, columns) if weight is None else _from_bytes(found, group_size)
-    perm = None if weight_g_idx is None else order_of(weight_g_idx, full(group_size, columns), _NAME, "weight_g_idx")
+    perm = (
+        None
+        if weight_g_idx is None
+        else order_of(weight_g_idx, group_length(group_size, columns), _NAME, "weight_g_idx")
+    )
     if perm is not None:
         codes = replace(codes, q=codes.q[:, perm], perm=perm)
     return codes.packed(symmetric=weight_zero_point is None)
 
 
 def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict[str, Tensor]:
-    """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
+    """The inverse of `to_packed`, byte for byte; scales keep their dtype.
 
-    But for a ``weight_g_idx`` of groups that are in order anyway: it says nothing, and is left out.
+    A redundant ``weight_g_idx``, whose groups are in order, is omitted.
 
     Args:
         layout: "pack-quantized", or "int-quantized" for 8 bits.
@@ -100,7 +104,7 @@ def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict
     """
     if layout not in ("pack-quantized", "int-quantized"):
         raise FormatError(f"{_NAME}: layout: expected pack-quantized or int-quantized, got {layout!r}")
-    divides("in_features", packed.k, full(packed.group_size, packed.k), _NAME)
+    check_multiple("in_features", packed.k, group_length(packed.group_size, packed.k), _NAME)
     codes = Codes.of_packed(packed, _NAME)
     order = {} if packed.perm is None else {"weight_g_idx": codes.group_index()}
     if layout == "int-quantized":
@@ -146,8 +150,8 @@ def to_fp8(
         weight: float8_e4m3fn ``[N, K]``.
         weight_scale: of 16 or 32 bits: ``[1]`` for the tensor, ``[N, 1]`` for channels, ``[ceil(N / 128),
             ceil(K / 128)]`` for blocks.
-        input_scale: ``[1]`` where activations have a static scale; measured at run time otherwise: for tokens, or
-            groups of 128 beside blocks.
+        input_scale: ``[1]`` if activations have a static scale; otherwise scales are computed at run time, per token,
+            or per group of 128 with blocks.
         bias: ``[N]``.
 
     Raises:
@@ -157,7 +161,7 @@ def to_fp8(
         raise FormatError(f"weight: expected {FP8} with 2 dimensions, got {weight.dtype} {list(weight.shape)}")
     rows, columns = weight.shape
     blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    # Of equal shapes the last counts: one row's channel is that of a product for whole rows.
+    # Among equal shapes the last one applies: the scale of a single row is treated as a scale per row.
     kinds = {blocks: "block", (1,): "tensor", (rows, 1): "channel"}
     kind = kinds.get(tuple(weight_scale.shape))
     if kind is None or (kind == "block" and input_scale is not None):
@@ -185,7 +189,7 @@ def to_fp8(
 
 
 def from_fp8(layer: Fp8Linear | Fp8BlockLinear, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The tensors that `to_fp8` takes; those that it took, if `dtype` is that of their scales."""
+    """The inverse of `to_fp8`; exact if `dtype` is the scales' original dtype."""
     state = layer.file_state()
     if isinstance(layer, Fp8BlockLinear):
         scale = state["weight_scale_inv"]

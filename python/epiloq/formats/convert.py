@@ -10,7 +10,7 @@ from typing import Any
 
 from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder, copy_other_files
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
@@ -24,7 +24,7 @@ from epiloq.models.sequential_experts import splitter
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that was found possible as far as headers and orders tell. Nothing was written yet."""
+    """A conversion that is possible judging by headers and channel orders. Nothing has been written yet."""
 
     layers: Layers
     layout: Format
@@ -32,20 +32,20 @@ class Conversion:
 
     @property
     def steps(self) -> int:
-        """How many layers there are to convert."""
+        """Number of layers to convert."""
         return len(self.layers.readers)
 
 
 def prepare(source: Path, output: Path, name: str) -> Conversion:
-    """Open a checkpoint and see whether the format `name` (a key of FORMATS) can represent it.
+    """Open a checkpoint and check whether the format `name` (a key of FORMATS) can represent it.
 
-    Raises FormatError: `output` exists or cannot be made, the source is bad or not quantised, or the reason why it
-    cannot be said.
+    Raises FormatError: `output` exists or cannot be created, the source is invalid or not quantised, or the format
+    cannot represent it, with the reason.
     """
     check_new(output)
     checkpoint = Checkpoint(source)
     layers = Layers(checkpoint)
-    _ = checkpoint.beside  # checked and remembered before the work
+    _ = checkpoint.other_files  # checked and remembered before the work
     if layers.format is None:
         raise FormatError(f"{source}: expected a quantised model, got one in floating point; use epiloq quantize")
     if layers.format == name:
@@ -57,11 +57,12 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 
 def refusal(layers: Layers, layout: Format) -> str | None:
-    """Why a format cannot represent a checkpoint's layers, as far as sizes, kinds and orders tell; None if it can."""
+    """Why a format cannot represent a checkpoint's layers, judging by sizes, kinds and channel orders; None if it
+    can."""
     transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot represent a Conv1D, only torch.nn.Linear"
-    if layers.tables and not layout.ends:
+    if layers.tables and not layout.vocabulary:
         return f"{min(layers.tables)}: {layout.name}: cannot represent a quantised embedding"
     tried, described = set(), dict[str, Description]()
     for name, reader in layers.readers.items():
@@ -86,7 +87,7 @@ def refusal(layers: Layers, layout: Format) -> str | None:
 
 
 def _sample(layers: Layers, name: str) -> Weight:
-    """A weight like a layer's, without reading it where that can be."""
+    """A weight like a layer's, without reading it if possible."""
     reader, shape = layers.readers[name], layers.shape(name)
     if reader.quantization is None:
         return layers.weight(name)
@@ -94,7 +95,7 @@ def _sample(layers: Layers, name: str) -> Weight:
 
 
 def _restated(weight: Weight, layout: Format) -> Weight:
-    """A weight in other numbers that a format can represent, the same weight; itself where there are no such."""
+    """The same weight in a different representation that the format supports, or unchanged if there is none."""
     if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or weight.module != "Fp4Linear":
         return weight
     if isinstance(weight, ScaledWeight):
@@ -107,14 +108,14 @@ def perform(
 ) -> dict[str, Any]:
     """Write the new directory, calling `advance` after each layer, and report the result.
 
-    It appears by one rename, with every file of the source but weights and their descriptions. One layer is held at a
-    time. Raises FormatError for values that the format cannot represent, OSError when the disk fails;
-    nothing is left then.
+    The directory is written atomically, with all files of the source other than weights and their descriptions. One
+    layer is in memory at a time. Raises FormatError for values that the format cannot represent, and OSError for disk
+    errors; in both cases nothing is left behind.
     """
     layers = conversion.layers
     checkpoint = layers.checkpoint
-    with written_whole(conversion.output) as aside:
-        writer = Writer(aside, largest_shard)
+    with atomic_folder(conversion.output) as temporary:
+        writer = Writer(temporary, largest_shard)
         shared = layers.shared if conversion.layout.shares else {}
         target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared)
         target.untie = bool(layers.shared) and not shared
@@ -145,7 +146,7 @@ def perform(
                 stacklevel=2,
             )
         target.close(layers.linears.keys() | left_beside(layers.model, target.quantised) | beside)
-        carry_over(checkpoint, aside)
+        copy_other_files(checkpoint, temporary)
     return {
         "input": str(checkpoint.folder),
         "output": str(conversion.output),

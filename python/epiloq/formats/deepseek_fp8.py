@@ -1,4 +1,4 @@
-"""Checkpoints as DeepSeek-V3's: FP8 weights with a scale for each 128 x 128 block.
+"""Checkpoints in DeepSeek-V3's format: FP8 weights with a scale per 128 x 128 block.
 
 A quantised layer has ``weight`` float8_e4m3fn ``[N, K]`` and ``weight_scale_inv`` float32
 ``[ceil(N / 128), ceil(K / 128)]``, so that W = q * scale_inv; config.json has a ``quantization_config`` of method
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from epiloq.formats.configs import fp8
 from epiloq.formats.io.architecture import distinct, model_config, skeleton
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.weights import BlockWeight, ModuleWeight
 from epiloq.models.mixtures import left_beside, named_layers, release_, together_
@@ -27,7 +27,7 @@ from epiloq.nn.experts.gating import OwnGate
 
 METHOD = fp8.METHOD
 SCALE = "weight_scale_inv"
-# Powers of two of float8_e4m3fn, whose numbers have four significant bits: 2^-9 (a subnormal one) to 2^8.
+# Exponents of float8_e4m3fn, which has four significant bits: 2^-9 (subnormal) to 2^8.
 _HIGHEST, _SPAN = 8, 17
 # Below every exponent of float32.
 _FAR = -1000
@@ -36,21 +36,20 @@ _FAR = -1000
 def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:
     """Write a model of transformers with ``Fp8BlockLinear`` layers (scheme "fp8-block") into a new `folder`.
 
-    The folder appears by one rename when all is written. A tokenizer is saved beside by its own ``save_pretrained``.
+    The folder is written atomically. Save a tokenizer into it with its own ``save_pretrained``.
 
-    transformers divides a weight evenly into as many blocks as there are scales when it dequantises, which is wrong
-    for sizes above 128 that are no multiples of it; such layers are warned of.
-
-    Raises FormatError where `folder` exists, or for another quantised layer, or none of this kind.
+    When transformers dequantises, it divides a weight into as many equal blocks as there are scales, which is wrong for
+    sizes above 128 that are not multiples of it; such layers cause a warning. Raises FormatError if `folder` exists,
+    for other quantised layers, or if there is none of this kind.
     """
-    with written_whole(folder) as aside:
-        write(model, model_config(model), aside, largest_shard)
+    with atomic_folder(folder) as temporary:
+        write(model, model_config(model), temporary, largest_shard)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+            model.generation_config.save_pretrained(temporary)  # type: ignore[operator,union-attr]
 
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """As `save`, without a rename; `source` is the config.json to begin with."""
+    """As `save`, directly into `folder`; `source` is the config.json to extend."""
     layers = {name: module for name, module in named_layers(model) if isinstance(module, Fp8BlockLinear)}
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")
@@ -65,13 +64,13 @@ def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_sha
 
 
 def blocks_of_mxfp4(weight: ModuleWeight) -> BlockWeight:
-    """An MXFP4 weight as FP8 blocks of the same numbers.
+    """Convert an MXFP4 weight exactly to FP8 blocks.
 
-    E2M1 numbers are 1 or 3 times a power of two, as are their products with scales of E8M0. E4M3 represents those from
-    ``2^-9`` to ``2^8``, times any power of two for a block: so a block of 128 x 128 can be represented if and only if
-    the lowest set bit of every number in it lies at most 17 binary places below the highest bit of its largest. If the
-    scales in a block differ by no more than ``2^14`` that always holds. Raises FormatError for a block of which it does
-    not, and for NaN and infinite numbers.
+    E2M1 numbers are 1 or 3 times a power of two, and so are their products with E8M0 scales. E4M3 represents these from
+    ``2^-9`` to ``2^8``, times any power of two per block. So a 128 x 128 block is representable if and only if the
+    lowest set bit of each of its numbers is at most 17 binary places below the highest bit of its largest one. This
+    always holds if the scales in a block differ by at most ``2^14``. Raises FormatError for a block that is not
+    representable, and for NaN and infinity.
     """
     values = weight.dequantize()
     q = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
@@ -106,7 +105,7 @@ def _exponents(rows: Tensor, stripe: int) -> Tensor:
 
 
 def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Warn of layers, by name, of sizes that transformers dequantises wrongly."""
+    """Warn of layers, given by name, with sizes that transformers dequantises wrongly."""
     uneven = [name for name, shape in shapes.items() if any(size > BLOCK and size % BLOCK for size in shape)]
     if uneven:
         warnings.warn(
@@ -129,22 +128,22 @@ def _check_others(model: nn.Module) -> None:
 
 
 def load(folder: str | Path) -> nn.Module:
-    """The model of transformers in a directory, in its own type and evaluation mode, with ``Fp8BlockLinear`` layers.
+    """Load the transformers model in a directory, in its own dtype and evaluation mode, with ``Fp8BlockLinear`` layers.
 
     Activations are quantised with float32 scales, whatever "scale_fmt" says. Pickles are never opened.
 
-    Raises FormatError, which names the file and the tensor: a scale that is missing or of another shape or type, a
-    tensor that the model lacks or that the files lack, a configuration of another kind.
+    Raises FormatError, which names the file and the tensor, for a scale that is missing or has a wrong shape or dtype,
+    missing or unexpected tensors, and other kinds of configuration.
     """
     checkpoint = Checkpoint(folder)
     return read(skeleton(checkpoint), checkpoint)
 
 
 def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    """Fill any `model` whose tensors a checkpoint names, in place, and return it.
+    """Load a checkpoint into a `model` with the same tensor names, in place, and return it.
 
-    Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``, experts ``GatedExperts``. All is checked
-    before anything changes. Raises FormatError as `load` does.
+    Its linear layers that are FP8 in the checkpoint become ``Fp8BlockLinear``, experts ``GatedExperts``. Everything is
+    checked before anything changes. Raises FormatError as `load` does.
     """
     from epiloq.formats.io import model as models
     from epiloq.formats.layers import Layers

@@ -17,9 +17,9 @@ Kind = Literal["int", "fp8", "fp4", "table"]
 INT4_FOR_FP8 = "modelopt int4 fp8"
 INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
 OFFSETS = "gemv_fast"
-"""The layout whose groups have real offsets in the place of integer zero points."""
+"""The layout whose groups have real offsets instead of integer zero points."""
 FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
-"""FP4 formats by the weights that share a scale."""
+"""FP4 formats by block size (the number of weights that share a scale)."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ class Description:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of integers with integer zero points or none; None for other weights."""
+        """The grid of integer weights with integer zero points or none; None for other weights."""
         if self.kind != "int" or self.layout == OFFSETS:
             return None
         return Grid(self.bits, self.group_size, self.symmetric)
 
     @property
     def quantization(self) -> Quantization | None:
-        """The same as the formats of integers have it; None for other weights. Raises FormatError as `runs_on` does."""
+        """The `Quantization` of integer weights, for formats of integers; None for other weights. Raises FormatError if
+        no layer runs it."""
         grid = self.grid
         return None if grid is None else Quantization(grid, self._activations())
 
@@ -120,16 +121,17 @@ class Description:
 
     @property
     def rows(self) -> int | None:
-        """Of blocks that a kernel multiplies, how many rows share a scale in it: 128, or 1; None where none does."""
+        """Number of rows that share a scale in a kernel that multiplies these blocks: 128 or 1; None if no kernel
+        does."""
         if self.block is None or self.block[1] != FP8_BLOCK:
             return None
         return 1 if self.block[0] % FP8_BLOCK else FP8_BLOCK
 
     @property
     def module(self) -> tuple[str, Mapping[str, Any]]:
-        """The class of the module that runs a layer whose weights are no integers, and its options.
+        """The class, and its options, of the module that runs a layer with non-integer weights.
 
-        Raises FormatError where there is none.
+        Raises FormatError if there is none.
         """
         if self.kind == "table":
             return "TableLinear", {"block_size": self.group_size}
@@ -150,12 +152,12 @@ class Description:
 
     @property
     def spans(self) -> tuple[int, int]:
-        """Rows and columns of a weight that share a scale, -1 for all."""
+        """Numbers of rows and columns of a weight that share a scale, -1 for all."""
         return self.block or {"tensor": (-1, -1), "channel": (1, -1)}.get(self.strategy, (1, self.group_size))
 
     @property
     def loss(self) -> str | None:
-        """Description of what of the computation is not carried out; None where all is."""
+        """The part of the described computation that epiloq does not carry out; None if it carries out everything."""
         if self.kind == "fp8" and self.strategy == "block" and self.inputs is not None and self.rows is None:
             assert self.block is not None
             rows, columns = self.block
@@ -177,11 +179,12 @@ class Description:
 
 
 Rules: TypeAlias = Callable[[Sequence[str], "type[nn.Module]"], "Description | None"]
-"""What a configuration says of a layer, given its names (in the model, in the files) and its class; None: nothing."""
+"""A layer's description in a configuration, given its names (in the model and in the files) and its class; None if it
+is not quantised."""
 
 
 def activations(described: Activations) -> Inputs | None:
-    """The inverse of `Description.quantization`, of activations."""
+    """The inverse of `Description.quantization`, for activations."""
     if described is None:
         return None
     strategy = "tensor" if described == "int8-static" else "token"
@@ -190,7 +193,7 @@ def activations(described: Activations) -> Inputs | None:
 
 
 def of_grid(quantization: Quantization, layout: str, ordered: bool = False) -> Description:
-    """The description of integers on a grid in a layout."""
+    """The description of integer weights on a grid in a layout."""
     grid = quantization.grid
     return Description(
         layout,

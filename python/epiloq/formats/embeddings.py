@@ -26,23 +26,23 @@ class TableOutline(nn.Linear):
 
     @classmethod
     def of(cls, table: nn.Embedding) -> TableOutline:
-        """The outline of an embedding. Raises FormatError for one that `QuantizedEmbedding` cannot stand for."""
+        """The outline of an embedding. Raises FormatError if `QuantizedEmbedding` does not support it."""
         try:
             scale = dict(zip(_SCALES, factor_of(table), strict=True))
         except ValueError as error:
             raise FormatError(str(error)) from None
         dtype = table.weight.dtype
         made = cls(table.embedding_dim, table.num_embeddings, bias=False, device="meta", dtype=dtype)
-        # One number in memory, for nobody reads its values.
+        # one number in memory, because its values are never read
         blank = torch.zeros((), device=table.weight.device, dtype=dtype).expand(table.weight.shape)
         made.weight = nn.Parameter(blank, requires_grad=False)
         made.padding_idx, made.scale = table.padding_idx, scale
         return made.train(table.training)
 
     def described(self, module: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Class and options of the embedding whose weight a linear layer of this class and these options holds.
+        """Class and options of the embedding that corresponds to a linear layer with this class and these options.
 
-        Raises FormatError where there is none.
+        Raises FormatError if there is none.
         """
         if module != WeightOnlyLinear.__name__:
             raise FormatError(f"expected an embedding of integers of 2, 3, 4 or 8 bits, got the weight of {module}")
@@ -51,12 +51,12 @@ class TableOutline(nn.Linear):
 
 
 def as_table(module: nn.Module) -> nn.Embedding | None:
-    """The embedding that a module is, if it is one."""
+    """The module as an embedding, or None if it is none."""
     return module if isinstance(module, nn.Embedding) else None
 
 
 def shared_layers(model: nn.Module) -> dict[str, str]:
-    """Layers of a model, by name, that have no weight of their own, and the quantised embedding whose weight it is."""
+    """Names of a model's layers without their own weight, mapped to the quantised embedding whose weight they share."""
     names: dict[Identity, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedEmbedding):
@@ -71,15 +71,15 @@ def shared_layers(model: nn.Module) -> dict[str, str]:
 
 
 def without(state: Mapping[str, Tensor], shared: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state without the weights of these layers; a bias stays."""
-    gone = tuple(f"{name}.weight" for name in shared)
-    return {name: tensor for name, tensor in state.items() if not name.startswith(gone)}
+    """A state dict without the weights of these layers; biases stay."""
+    removed = tuple(f"{name}.weight" for name in shared)
+    return {name: tensor for name, tensor in state.items() if not name.startswith(removed)}
 
 
 def shared_in(config: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, str]:
-    """What a configuration of epiloq's own format says of it, given the class of each layer that has tensors.
+    """The shared layers in a configuration of epiloq's own format, given the class of each layer that has tensors.
 
-    Raises FormatError for anything but names of layers without tensors, and of embeddings.
+    Raises FormatError unless they map names of layers without tensors to names of embeddings.
     """
     found = config.get(SHARED, {})
     if not isinstance(found, dict):
@@ -94,9 +94,9 @@ def shared_in(config: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, 
 
 
 def restore_(model: nn.Module, shared: Mapping[str, str]) -> None:
-    """Put quantised layers in the place of those that share the weight of an embedding, which is quantised already.
+    """Replace layers that share the weight of an already quantised embedding.
 
-    Raises FormatError for a layer that cannot.
+    Raises FormatError for an unsupported layer.
     """
     for name, source in shared.items():
         table = cast(QuantizedEmbedding, model.get_submodule(source))
@@ -108,20 +108,20 @@ def restore_(model: nn.Module, shared: Mapping[str, str]) -> None:
 
 
 def checked(model: nn.Module, name: str, shape: tuple[int, int]) -> nn.Embedding | nn.Linear:
-    """A layer that is to share a weight of this shape. Raises FormatError for one that is none, or of another shape."""
+    """A layer that is to share a weight of this shape. Raises FormatError for other kinds of module or shapes."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
         raise FormatError(f"{name}: not a layer of this model") from None
     if not isinstance(module, (nn.Embedding, nn.Linear)) or tuple(module.weight.shape) != shape:
         weight = getattr(module, "weight", None)
-        said = list(weight.shape) if isinstance(weight, Tensor) else "no weight"
-        raise FormatError(f"{name}: expected an embedding or a linear layer {list(shape)}, got {said}")
+        actual = list(weight.shape) if isinstance(weight, Tensor) else "no weight"
+        raise FormatError(f"{name}: expected an embedding or a linear layer {list(shape)}, got {actual}")
     return module
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of a model whose head has tensors of its own, beside its embedding's."""
+    """A config.json that does not tie the head to the embedding."""
     key = "tie_word_embeddings"
     inner = {name: untied(value) for name, value in config.items() if isinstance(value, dict) and key in value}
     return {**config, **inner, key: False}

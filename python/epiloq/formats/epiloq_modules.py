@@ -1,11 +1,11 @@
-"""epiloq's own format: the state of the modules that run a model, so that every scheme is saved and comes back alike.
+"""epiloq's own format: the state dicts of the modules that run a model, so that every scheme is restored exactly.
 
 A quantised layer has its module's state dict under its name; config.json has a ``quantization_config`` with
 ``format`` "epiloq", the format's version, the scheme's name (null where layers follow none) and, for each kind of
-module, its class, its options and the names of its layers. All else is as in a model that is not quantised.
-
-There is no ``quant_method``: transformers raises an error then, where a method that it does not know would make it fill
-the model with random weights after a warning. `epiloq.integrations.transformers` teaches it to open the format.
+module, its class, its options and the names of its layers. Everything else is as in a model that is not quantised.
+There is deliberately no ``quant_method``: without one transformers raises an error, whereas with an unknown one it only
+warns and fills the model with random weights. `epiloq.integrations.transformers` registers the format with
+transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from epiloq import nn as modules
 from epiloq.formats.embeddings import SHARED, TableOutline, shared_layers, without
 from epiloq.formats.io.architecture import distinct, model_config
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, written_whole
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, atomic_folder
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.module_kinds import KINDS as KINDS
 from epiloq.formats.module_kinds import Kind
@@ -35,12 +35,12 @@ from epiloq.weights.packed_weight import BITS
 
 METHOD, VERSION = "epiloq", 3
 _READ = (2, VERSION)
-# Of people who look into a config.json.
+# a hint for people who read the config.json
 _OPENED_BY = "import epiloq.integrations.transformers"
 
 
 _PACKED = "weight_"
-# Modules of epiloq that are no layers of their own.
+# Modules of epiloq that contain layers but are not layers themselves.
 _HOLD_LAYERS = (modules.ExpertLinears, OwnGate)
 
 
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def scheme(self) -> str | None:
-        """The scheme whose layers these are, whatever their zero points or offsets."""
+        """The scheme of these layers, ignoring zero points and offsets."""
         for scheme in SCHEMES.values():
             same = all(self.options.get(name) == value for name, value in scheme.options.items() if name != "zeros")
             if scheme.module is self.kind.module and same and not self.options.keys() & self.kind.usual.keys():
@@ -68,7 +68,8 @@ class Group:
 
 
 def config(groups: Sequence[Group], shared: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The ``quantization_config``; ``shared`` layers have no weight of their own, but that of an embedding."""
+    """The ``quantization_config``; `shared` maps layers without their own weight to the embedding whose weight they
+    share."""
     tables = modules.QuantizedEmbedding.__name__
     schemes = {group.scheme for group in groups if group.module != tables}
     return {
@@ -84,7 +85,7 @@ def config(groups: Sequence[Group], shared: Mapping[str, str] | None = None) -> 
 
 
 def parse(found: Mapping[str, Any]) -> list[Group]:
-    """The inverse of `config`. Raises FormatError for what this version does not read, and says what that is."""
+    """The inverse of `config`. Raises FormatError, which names the entry, for what this version does not support."""
     where = "epiloq: quantization_config"
     if found.get("format_version") not in _READ:
         raise FormatError(f"{where}: format_version: expected {VERSION}, got {found.get('format_version')!r}")
@@ -117,7 +118,7 @@ def _group(entry: Any, where: str) -> Group:
 
 
 def groups_of(layers: Mapping[str, tuple[str, Options]]) -> list[Group]:
-    """Layers by name, each with its class and options, those that are alike together."""
+    """Group layers, given by name with class and options, by equal class and options."""
     found: dict[str, Group] = {}
     for name, (module, options) in layers.items():
         known = found.setdefault(json.dumps([module, options], sort_keys=True), Group(module, options, []))
@@ -131,7 +132,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
     for name, module in named_layers(model):
         kind = KINDS.get(type(module).__name__)
         if kind is not None and type(module) is kind.module:
-            found[name] = kind.module.__name__, kind.said(module)
+            found[name] = kind.module.__name__, kind.options_of(module)
         elif type(module).__module__.startswith(modules.__name__) and not isinstance(module, _HOLD_LAYERS):
             raise FormatError(f"epiloq: {name}: expected one of {', '.join(KINDS)}, got {type(module).__name__}")
     if not found:
@@ -140,27 +141,27 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
 
 
 def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """Write a model of transformers quantised by `quantize_` into a new `folder`; it appears by one rename.
+    """Write a transformers model quantised by `quantize_` into a new `folder`, atomically.
 
-    A tokenizer is saved beside by its own ``save_pretrained``. Raises FormatError where `folder` exists, or for a
-    quantised layer that the format cannot represent, or none.
+    Save a tokenizer into it with its own ``save_pretrained``. Raises FormatError if `folder` exists, for a quantised
+    layer that the format cannot represent, or if there is none.
     """
-    with written_whole(folder) as aside:
-        write(model, model_config(model), aside, largest_shard)
+    with atomic_folder(folder) as temporary:
+        write(model, model_config(model), temporary, largest_shard)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # type: ignore[operator,union-attr]
+            model.generation_config.save_pretrained(temporary)  # type: ignore[operator,union-attr]
 
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """As `save`, without a rename; `source` is the config.json to begin with."""
-    said, shared = said_of(model)
+    """As `save`, directly into `folder`; `source` is the config.json to extend."""
+    quantization_config, shared = config_and_shared(model)
     writer = Writer(folder, largest_shard)
     for name, tensor in without(distinct(model), shared).items():
         writer.add(name, tensor)
-    writer.close({**source, "quantization_config": said})
+    writer.close({**source, "quantization_config": quantization_config})
 
 
-def said_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+def config_and_shared(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     """The ``quantization_config`` of a model, and its layers without a weight of their own. Raises as `layers_of`."""
     shared = shared_layers(model)
     layers = {name: layer for name, layer in layers_of(model).items() if name not in shared}
@@ -170,7 +171,7 @@ def said_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 def described(
     weight: Weight, quantization: Quantization | None, table: TableOutline | None = None
 ) -> tuple[str, Options]:
-    """The class and the options of the module that runs a weight; of an embedding given its outline."""
+    """The class and the options of the module that runs a weight; of an embedding if its outline is given."""
     if table is not None:
         return table.described(*described(weight, quantization))
     if isinstance(weight, ModuleWeight):
@@ -189,7 +190,7 @@ def described(
 
 
 def state_of(weight: Weight, quantization: Quantization | None) -> dict[str, Tensor]:
-    """The state of that module but for a bias."""
+    """The state dict of that module without a bias."""
     if isinstance(weight, ModuleWeight):
         return dict(weight.state)
     if isinstance(weight, BlockWeight):

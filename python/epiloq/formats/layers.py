@@ -1,4 +1,4 @@
-"""A checkpoint's quantised layers, whatever its format: compared with its model, read one at a time."""
+"""A checkpoint's linear layers in any format: checked against its model, and read one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from epiloq.formats.configs import fp8
 from epiloq.formats.embeddings import TableOutline, checked, restore_
-from epiloq.formats.io.architecture import has_no_use_for, renamed, skeleton, untie_
+from epiloq.formats.io.architecture import ignores_tensor, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import named_in
 from epiloq.formats.io.unused import buffers_of, check_unused
@@ -28,8 +28,8 @@ _Found = TypeVar("_Found")
 class Layers:
     """The linear layers of a checkpoint, in floating point or quantised in any format.
 
-    Made with every tensor's header compared with the model that config.json describes, which is built without values
-    unless one is given. Raises FormatError, naming file and tensor, where they disagree.
+    On creation every tensor's header is compared with the model that config.json describes, which is built without
+    values unless one is given. Raises FormatError, naming file and tensor, if they disagree.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module | None = None) -> None:
@@ -43,7 +43,7 @@ class Layers:
         """Layers of which the files hold no weight, and the quantised embedding whose weight is theirs."""
         untie_(self.model, checkpoint)
         found = {} if checkpoint.quantization is None else readers(checkpoint, self._site)
-        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not has_no_use_for(self.model, n)}
+        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not ignores_tensor(self.model, n)}
         named = self.readers.keys() | self.shared.keys()
         self.tables = {name: TableOutline.of(table) for name, table in self._embeddings() if name in named}
         self.unused = frozenset(unused_scales(checkpoint, self.readers.get))
@@ -68,7 +68,7 @@ class Layers:
 
     @property
     def format(self) -> str | None:
-        """The name of the format, or of the method where it is one that is only read; None in floating point."""
+        """The name of the format, or of the method if epiloq can only read it; None in floating point."""
         found = self.checkpoint.quantization
         if found is not None and found.get("quant_method") == fp8.METHOD and self._has_fp4():
             return "deepseek-fp4"
@@ -80,7 +80,7 @@ class Layers:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How all quantised layers are, where one value says that and they are integers on a grid."""
+        """The quantisation of all layers, if one value describes it and weights are integers on a grid; else None."""
         return Quantization.of_all({name: reader.quantization for name, reader in self.readers.items()})
 
     @property
@@ -90,12 +90,12 @@ class Layers:
 
     @property
     def unquantised(self) -> list[str]:
-        """Linear layers in floating point, tied ones included."""
+        """Linear layers in floating point, including tied ones."""
         return sorted(self.linears.keys() - self.readers.keys() - self.shared.keys())
 
     @property
     def rest(self) -> list[str]:
-        """The model's tensors that belong to no quantised layer, or are its bias, one file after the other."""
+        """The model's tensors other than quantised weights (biases included), one file after the other."""
         taken = {name for parts in self.parts.values() for name in parts.values()} | self.unused
         return [name for name in self.checkpoint.names() if name not in taken]
 
@@ -105,7 +105,7 @@ class Layers:
         return outline.out_features, outline.in_features
 
     def ordered(self, layer: str) -> bool:
-        """Whether a quantised layer's groups are in activation order; gptq's files may say that they are not."""
+        """Whether a quantised layer's groups are in activation order; False if GPTQ's ``g_idx`` is in order."""
         parts = self.parts[layer]
         part = parts.get("g_idx", parts.get("weight_g_idx"))
         if part is None:
@@ -119,7 +119,8 @@ class Layers:
         return not torch.equal(index.to(torch.int64), torch.arange(len(index)) // length)
 
     def weight(self, layer: str) -> Weight:
-        """What a quantised layer's tensors stand for. Raises FormatError, naming file and layer, if they disagree."""
+        """The weight that a quantised layer's tensors represent. Raises FormatError, naming file and layer, if they are
+        inconsistent."""
         return self._named(layer, lambda tensors: self.readers[layer].from_tensors(tensors, self.shape(layer)))
 
     def module(self, layer: str) -> nn.Module:
@@ -129,7 +130,7 @@ class Layers:
         return self._named(layer, lambda tensors: self.readers[layer].opened(linear, tensors | bias))
 
     def dequantize(self, layer: str) -> Tensor | None:
-        """Any linear layer's weight, float32; None for one tied to something that is no linear layer."""
+        """Any linear layer's weight, float32; None for a layer tied to something other than a linear layer."""
         layer = self.shared.get(layer, layer)
         if layer in self.readers:
             return self.weight(layer).dequantize()
@@ -144,7 +145,7 @@ class Layers:
         return [name for name, source in self.shared.items() if source == layer]
 
     def share_(self) -> None:
-        """Put layers that share its weight beside a quantised embedding, in the model."""
+        """Replace the model's layers that share the weight of a quantised embedding."""
         restore_(self.model, self.shared)
 
     def _named(self, layer: str, read: Callable[[dict[str, Tensor]], _Found]) -> _Found:
@@ -180,7 +181,7 @@ class Layers:
                 self._part(layer, part, name)
                 continue
             if name not in targets or (layer in self.shared and part != BIAS):
-                if has_no_use_for(self.model, name) or part in buffers or self._empty_bias(layer, part):
+                if ignores_tensor(self.model, name) or part in buffers or self._empty_bias(layer, part):
                     continue
                 why = why_stacked(self.model, name)
                 if checkpoint.quantization is None and not why:
@@ -201,13 +202,13 @@ class Layers:
                 reader.check(headers, self.shape(layer))
             except ValueError as error:
                 raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
-        # Other names of a tied weight are not in the files.
+        # The files contain a tied weight under one name only.
         for name in sorted(wanted):
             if id(targets[name]) not in seen:
                 raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
 
     def _empty_bias(self, layer: str, part: str) -> bool:
-        """Whether this is a bias of zeros, which AutoGPTQ writes for layers that have none."""
+        """Whether this is a bias of zeros, which AutoGPTQ writes for layers without a bias."""
         ours = layer in self.readers and part == BIAS
         return ours and not bool(self.checkpoint.tensor(f"{layer}.{part}").any())
 

@@ -1,4 +1,4 @@
-"""The layouts of quantised layers' tensors, as data: which there are, and how they become weights, and back."""
+"""Table of the layouts of quantised layers' tensors, and their conversions from and to weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ Shape: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors of one layout become a weight, and back.
+    """Conversions between the tensors of one layout and a weight.
 
     marker
-        The tensor that only a quantised layer has, by the last part of its name.
+        The tensor that identifies a quantised layer, by the last part of its name.
     parts
-        Every tensor that a layer may have, by the last part of its name, beside its bias.
+        Every tensor that a layer may have other than its bias, by the last part of its name.
     from_tensors
-        What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
+        The weight that a layer's tensors represent, given its shape ``[N, K]``. Raises FormatError for inconsistent
+        tensors.
     to_tensors
-        The inverse, given the model's type. Raises FormatError for what the layout cannot represent.
+        The inverse, given the model's dtype. Raises FormatError for what the layout cannot represent.
     check
-        Raises FormatError for tensors of other types or shapes than a layer's, whose values are not looked at.
-    aside
-        Tensors, likewise, that a layer may have besides and nothing uses.
+        Raises FormatError for tensors with wrong dtypes or shapes; values are not read.
+    unused
+        Further tensors that a layer may have and that nothing uses.
     """
 
     marker: str
@@ -45,13 +46,13 @@ class Layout:
     from_tensors: Callable[[Tensors, Description, Shape], Weight]
     to_tensors: Callable[[Weight, Description, torch.dtype], dict[str, Tensor]]
     check: Callable[[Tensors, Description, Shape], object] = lambda tensors, described, shape: None
-    aside: Callable[[Description], frozenset[str]] = lambda described: frozenset()
+    unused: Callable[[Description], frozenset[str]] = lambda described: frozenset()
 
 
 def _integers(marker: str) -> Layout:
     def write(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
         value = on_grid(weight, ct_config.METHOD)
-        # Its reader multiplies in the scale's type, then rounds to the model's.
+        # Its reader multiplies in the scale's dtype, then rounds to the model's.
         holds = exact(value.scale, (dtype, torch.float32), ct_config.METHOD)
         return compressed_tensors.to_tensors(value, described, holds)
 
@@ -92,7 +93,7 @@ def _float4(names: float4.Names) -> Layout:
         lambda tensors, described, shape: float4.from_tensors(tensors, described, shape, names),
         lambda weight, described, _: float4.to_tensors(weight, described, names),
         lambda tensors, described, shape: float4.checked(tensors, described, shape, names),
-        names.aside,
+        names.unused,
     )
 
 

@@ -42,8 +42,8 @@ class Kind:
     described: Callable[[Options], Quantization | None] = lambda options: None
     usual: Options = field(default_factory=dict)
 
-    def said(self, module: nn.Module) -> dict[str, Any]:
-        """The options of a module."""
+    def options_of(self, module: nn.Module) -> dict[str, Any]:
+        """The options of a module that differ from their defaults."""
         found = {name: value(module) for name, value in self.options.items()}
         return {name: value for name, value in found.items() if name not in self.usual or value != self.usual[name]}
 

@@ -29,9 +29,9 @@ from epiloq.formats.weights import Weight
 from epiloq.nn.base.scaled_input import SCALE
 
 BIAS = "bias"
-# Of compressed-tensors.
+# scales of compressed-tensors' quantised key-value caches
 _OF_CACHES = ("k_scale", "k_zero_point", "k_bias", "v_scale", "v_zero_point", "v_bias")
-# Why layers that have a tensor are not read.
+# Reasons why layers with certain tensors are not supported.
 _WHY = {SCALE: "no layer of that kind scales its inputs by channel first"}
 
 CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
@@ -45,10 +45,10 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     quark_config.METHOD: quark_config.parse,
     **dict.fromkeys(auto_round.METHODS, auto_round.parse),
 }
-"""What parses the configuration of each method but epiloq's own."""
+"""Parsers of the configurations of all methods other than epiloq's own."""
 
 
-# Not what other layers call scales too: norms, for instance.
+# Excludes names that other layers, such as norms, use for their scales.
 _MARKERS = frozenset(layout.marker for layout in LAYOUTS.values()) - {fp8.SCALE}
 
 
@@ -59,19 +59,21 @@ class Reader:
     described
         How it is quantised; None in epiloq's own format.
     quantization
-        The same for integers on a grid; None for others.
+        The same for integers on a grid; None for other weights.
     from_tensors
-        What a layer's tensors stand for, given its shape ``[N, K]``. Raises FormatError for tensors that disagree.
+        The weight that a layer's tensors represent, given its shape ``[N, K]``. Raises FormatError for inconsistent
+        tensors.
     parts
-        Every tensor that a layer may have, by the last part of its name, beside its bias; None: `from_tensors` knows.
+        Every tensor that a layer may have other than its bias, by the last part of its name; None if `from_tensors`
+        checks them.
     check
-        Raises FormatError for tensors of other types or shapes than such a layer's; values are not looked at.
+        Raises FormatError for tensors with wrong dtypes or shapes; values are not read.
     build
-        Of tensors that are a module's state: that module, in the place of a linear layer.
+        Creates the module that replaces a linear layer, for tensors that are the module's state dict.
     module
-        Without a quantization, the class of the module that runs a layer, and its options, as in epiloq's own format.
-    aside
-        Tensors that a layer may have besides, by the last part of their names, and nothing uses.
+        Class and options of the module that runs a layer without `quantization`, as in epiloq's own format.
+    unused
+        Further tensors that a layer may have and that nothing uses, by the last part of their names.
     """
 
     described: Description | None
@@ -81,13 +83,13 @@ class Reader:
     check: Callable[[Tensors, Shape], object] = lambda tensors, shape: None
     build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
     module: tuple[str, Mapping[str, Any]] = ("", {})
-    aside: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
 
     def opened(self, linear: nn.Linear, tensors: Tensors) -> nn.Module:
-        """The module that runs a layer's tensors, with a "bias" if there is one among them.
+        """The module that runs a layer's tensors, with a bias if "bias" is among them.
 
-        Of the linear layer in whose place it is, the sizes, the mode, and the type and device of the weight count.
-        Raises ValueError for tensors that do not fit.
+        Sizes, mode, dtype and device are those of the linear layer that it replaces. Raises ValueError for tensors that
+        do not fit.
         """
         if self.build is not None:
             return self.build(linear, tensors)
@@ -104,7 +106,7 @@ class Reader:
 
 @cache
 def reader(described: Description) -> Reader:
-    """The reader of layers that are quantised so. Raises FormatError where no module runs them."""
+    """The reader of layers with this description. Raises FormatError if no module runs them."""
     layout = LAYOUTS[described.layout]
     module: tuple[str, Mapping[str, Any]]
     quantization: Quantization | None
@@ -123,7 +125,7 @@ def reader(described: Description) -> Reader:
         layout.parts(described),
         lambda tensors, shape: layout.check(tensors, described, shape),
         module=module,
-        aside=layout.aside(described),
+        unused=layout.unused(described),
     )
 
 
@@ -148,14 +150,13 @@ def _scaled(described: Description) -> Reader:
         inner.parts | {SCALE},
         lambda tensors, shape: inner.check(scaled.without_scale(tensors, shape)[0], shape),
         module=(module[0], {**module[1], scaled.OPTION: True}),
-        aside=inner.aside,
+        unused=inner.unused,
     )
 
 
 def unused_scales(checkpoint: Checkpoint, known: Callable[[str], Reader | None]) -> list[str]:
-    """Names of tensors that nothing here uses, given the readers of layers by their names in the files.
-
-    Those of a quantised key-value cache, which epiloq has none of, and scales of activations that are not quantised.
+    """Names of tensors that epiloq does not use, given the readers of layers by their names in the files: scales of a
+    quantised key-value cache, and scales of activations that are not quantised.
     """
     of_caches = _OF_CACHES if cache_of(checkpoint.quantization or {}) is not None else ()
 
@@ -164,19 +165,19 @@ def unused_scales(checkpoint: Checkpoint, known: Callable[[str], Reader | None])
         if part in of_caches:
             return True
         reader = known(layer)
-        return reader is not None and part in reader.aside
+        return reader is not None and part in reader.unused
 
     return [name for name in checkpoint.names() if unused(name)]
 
 
 def other_part(known: Collection[str], part: str) -> str:
-    """Says that a layer of tensors of these names has another one."""
+    """The error for a layer that has an unexpected tensor, given the names of its tensors."""
     why = f": {_WHY[part]}" if part in _WHY else ""
     return f"expected of a layer {', '.join(sorted(known))}, got {part}{why}"
 
 
 def cache_of(found: Mapping[str, Any]) -> Any:
-    """What a configuration says of a quantised key-value cache; None where it has none."""
+    """A configuration's entry for a quantised key-value cache; None if it has none."""
     inner = found.get("quantization")
     if isinstance(inner, dict) and inner.get("kv_cache_quant_algo") is not None:
         return inner["kv_cache_quant_algo"]
@@ -184,7 +185,7 @@ def cache_of(found: Mapping[str, Any]) -> Any:
 
 
 def shared(checkpoint: Checkpoint) -> dict[str, str]:
-    """Layers without tensors in the files, and the embeddings whose weights they share; of epiloq's own format."""
+    """Layers without tensors in the files, mapped to the embeddings whose weights they share (epiloq's own format)."""
     found = checkpoint.quantization or {}
     if found.get("quant_method") != epiloq_modules.METHOD:
         return {}
@@ -196,15 +197,16 @@ def shared(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 Site: TypeAlias = Callable[[str], "tuple[Sequence[str], type[nn.Module]]"]
-"""The names under which a configuration may mean a layer of the files, and its class in the model."""
+"""Given a layer's name in the files: the names by which a configuration may refer to it, and its class in the model."""
 
 
 def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
-    """How each quantised layer of a checkpoint is read, by its name there; layers that are alike share theirs.
+    """The reader of each quantised layer of a checkpoint, by its name there; layers with the same description share
+    one.
 
-    Warns of what is not carried out: a key-value cache that is quantised too, blocks that no kernel multiplies.
-    Raises FormatError for a configuration that epiloq does not read, no quantised layers, or tensors of a quantised
-    layer that the configuration leaves in floating point.
+    Warns of what is not carried out: a quantised key-value cache, and blocks that no kernel multiplies. Raises
+    FormatError for an unsupported configuration, no quantised layers, or quantised tensors of a layer that the
+    configuration leaves in floating point.
     """
     found = checkpoint.quantization or {}
     try:
@@ -230,9 +232,9 @@ def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config`` of any method but epiloq's own.
+    """The rules of a ``quantization_config`` of any method other than epiloq's own.
 
-    Raises FormatError, which names key and value, for what is not read.
+    Raises FormatError, which names key and value, for unsupported entries.
     """
     method = found.get("quant_method")
     if method == "mxfp4":
@@ -278,13 +280,13 @@ def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, De
 
 
 def _is_scaled(checkpoint: Checkpoint, layer: str) -> bool:
-    """Whether a layer's weight is of FP8 or packed FP4."""
+    """Whether a layer's weight is FP8 or packed FP4."""
     weight = checkpoint.entries.get(f"{layer}.weight")
     return weight is not None and weight.dtype in ("F8_E4M3", "I8", "U8")
 
 
 def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Description:
-    """With the block size that a layer's own tensors name."""
+    """The description with the block size found in a layer's own tensors."""
     names = {part: f"{layer}.{part}" for part in bitsandbytes.STATES.values() if f"{layer}.{part}" in checkpoint.files}
     try:
         size = bitsandbytes.block_size({part: checkpoint.tensor(name) for part, name in names.items()})
@@ -304,7 +306,7 @@ def _from_module(group: epiloq_modules.Group, tensors: Tensors, shape: Shape) ->
 
 
 def _module_reader(group: epiloq_modules.Group) -> Reader:
-    """A module refuses by itself tensors that it does not take, so all are read."""
+    """The module itself refuses unexpected tensors, so all are read."""
     kind, options = group.kind, group.options
     return Reader(
         None,

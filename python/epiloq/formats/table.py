@@ -70,7 +70,7 @@ class Format:
         The `Description` of a weight in this format; None in epiloq's own.
     conv1d
         Whether readers support GPT-2's ``Conv1D`` as a linear layer.
-    ends
+    vocabulary
         Whether readers support a quantised output head and a quantised embedding.
     shares
         Whether a head tied to a quantised embedding has no tensors of its own.
@@ -83,12 +83,12 @@ class Format:
     describe: Callable[[Weight, Quantization | None], Description] | None = None
     conv1d: bool = False
     widens: bool = False
-    ends: bool = False
+    vocabulary: bool = False
     shares: bool = False
 
 
 def blank(quantization: Quantization, shape: tuple[int, int], ordered: bool = False) -> QuantizedWeight:
-    """A weight of ones on a grid, its groups perhaps in activation order."""
+    """A weight of ones on a grid, optionally with groups in activation order."""
     grid, (rows, columns) = quantization.grid, shape
     groups = -(-columns // grid.length(columns))
     zero = None if grid.symmetric else torch.ones(rows, groups, dtype=torch.int32)
@@ -103,7 +103,7 @@ def _half(dtype: torch.dtype, quantization: Quantization | None) -> torch.dtype:
 def _as_model(dtype: torch.dtype, quantization: Quantization | None) -> torch.dtype:
     if quantization is not None and quantization.activations and not quantization.w4a8:
         return torch.float32
-    # float16 values are float32 values too, and then other formats can hold them.
+    # float16 values are exact in float32, which other formats support.
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
 
 
@@ -118,7 +118,7 @@ def _weights_only(name: str, weight: Weight, quantization: Quantization | None) 
 
 def _describe_gptq(weight: Weight, quantization: Quantization | None) -> Description:
     described = _grid_of(quantization)
-    # Asymmetric groups of positive weights have the zero point 0, which the first version cannot represent.
+    # Asymmetric groups of positive weights have zero point 0, which version 1 cannot represent.
     version = "gptq" if described.grid.symmetric else "gptq_v2"
     return of_grid(described, version, isinstance(weight, QuantizedWeight) and weight.perm is not None)
 
@@ -141,7 +141,7 @@ def _describe_compressed(weight: Weight, quantization: Quantization | None) -> D
         return _describe_float8(weight)
     on_grid(weight, "compressed-tensors")
     described = _grid_of(quantization)
-    # As vLLM reads them: words beside FP8 activations, bytes beside int8.
+    # As vLLM reads them: packed words with FP8 activations, bytes with int8.
     in_bytes = described.activations not in (None, "fp8")
     return of_grid(described, compressed_tensors.INTEGER if in_bytes else compressed_tensors.PACKED)
 
@@ -202,11 +202,11 @@ def _to_blocks(weight: Weight, quantization: Quantization | None, dtype: torch.d
     if isinstance(weight, BlockWeight) and weight.rows == FP8_BLOCK:
         return {"weight": weight.q, deepseek_fp8.SCALE: weight.scale.float()}
     if isinstance(weight, BlockWeight):
-        said = f"FP8 in blocks of {weight.rows} x {FP8_BLOCK}"
+        actual = f"FP8 in blocks of {weight.rows} x {FP8_BLOCK}"
     else:
-        said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
+        actual = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
     raise FormatError(
-        f"deepseek-fp8: cannot represent {said}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}, activations too"
+        f"deepseek-fp8: cannot represent {actual}, only FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}, activations too"
     )
 
 
@@ -215,7 +215,7 @@ def _blocks_config(written: Written) -> dict[str, Any]:
     return fp8.config(written.ignored)
 
 
-# By what shares a scale of weights, and of activations, and whether those are measured at run time.
+# Key: granularity of weight scales, of activation scales, and whether the latter are computed at run time.
 _MODELOPT_FP8 = {
     ("tensor", "tensor", False): modelopt_config.TENSORS,
     ("channel", "token", True): modelopt_config.ROWS,
@@ -224,8 +224,8 @@ _MODELOPT_FP8 = {
 
 def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Description:
     if not isinstance(weight, ModuleWeight):
-        said = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
-        raise FormatError(f"modelopt: cannot represent {said}, only NVFP4, and FP8 per tensor, channel or block")
+        actual = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
+        raise FormatError(f"modelopt: cannot represent {actual}, only NVFP4, and FP8 per tensor, channel or block")
     described = _describe_float8(weight, "modelopt")
     if described.layout == compressed_config.NVFP4:
         return replace(described, layout=modelopt_config.NVFP4)
@@ -247,7 +247,7 @@ def _to_epiloq(weight: Weight, quantization: Quantization | None, dtype: torch.d
 
 
 def _grid_of(quantization: Quantization | None) -> Quantization:
-    assert quantization is not None  # on_grid refused everything else.
+    assert quantization is not None  # `on_grid` refused everything else
     return quantization
 
 
@@ -261,7 +261,7 @@ _TABLE = (
         _compressed_config,
         _describe_compressed,
         widens=True,
-        ends=True,
+        vocabulary=True,
     ),
     Format(
         "gptq",
@@ -292,11 +292,11 @@ _TABLE = (
         lambda written: epiloq_modules.config(epiloq_modules.groups_of(written.quantised), written.shared),
         conv1d=True,
         widens=True,
-        ends=True,
+        vocabulary=True,
         shares=True,
     ),
 )
 FORMATS = {layout.name: layout for layout in _TABLE}
-# The names that config.json has for them.
+# Names of the formats in config.json.
 METHODS = {name: name for name in FORMATS} | {fp8.METHOD: "deepseek-fp8"}
 METHODS |= dict.fromkeys(modelopt_config.METHODS, modelopt_config.METHOD)

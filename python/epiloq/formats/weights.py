@@ -1,4 +1,5 @@
-"""One layer's quantised weight as formats exchange it: on an integer grid, in FP8 blocks, or in epiloq's own words."""
+"""One layer's quantised weight as exchanged between formats: on an integer grid, in FP8 blocks, or as the state of an
+epiloq module."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from epiloq.weights.grid import QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight
 
 
-def spread(q: Tensor, scale: Tensor, spans: tuple[int, int]) -> Tensor:
-    """``scale * q`` in float32, a scale for so many rows and columns of q ``[N, K]`` each; -1 for all."""
+def dequantized(q: Tensor, scale: Tensor, spans: tuple[int, int]) -> Tensor:
+    """``scale * q`` in float32 for q ``[N, K]``, with one scale per span of rows and columns; -1 for all."""
     for dim, (span, size) in enumerate(zip(spans, q.shape, strict=True)):
         length = size if span == -1 else span
         scale = scale.float().repeat_interleave(max(length, 1), dim).narrow(dim, 0, size)
@@ -37,19 +38,19 @@ class BlockWeight:
 
     def dequantize(self) -> Tensor:
         """The weight, float32 ``[N, K]``."""
-        return spread(self.q, self.scale, (self.rows, FP8_BLOCK))
+        return dequantized(self.q, self.scale, (self.rows, FP8_BLOCK))
 
 
 @dataclass(frozen=True)
 class ModuleWeight:
-    """The weight of a module of ``epiloq.nn``, in the module's own words.
+    """The weight of a module of ``epiloq.nn``, as the module's state.
 
     state
-        Its state dict without the bias.
+        The module's state dict without the bias.
     values
-        Gives the weight that it stands for, float32; activations may be quantised besides.
+        Returns the weight that it represents, float32; activations may also be quantised.
     columns
-        Input features, where the shapes of the state do not say them.
+        Number of input features, if it does not follow from the state's shapes.
     """
 
     module: str
@@ -97,7 +98,7 @@ Weight: TypeAlias = QuantizedWeight | BlockWeight | ModuleWeight
 
 
 def on_grid(weight: Weight, name: str) -> QuantizedWeight:
-    """A weight that a format of integers can take as far as its kind goes. Raises FormatError for another kind."""
+    """Check and return a weight on an integer grid. Raises FormatError for other kinds."""
     if isinstance(weight, BlockWeight):
         raise FormatError(f"{name}: cannot represent FP8 values in blocks, only integers on a grid")
     if isinstance(weight, ModuleWeight):
@@ -111,7 +112,7 @@ def on_grid(weight: Weight, name: str) -> QuantizedWeight:
 
 
 def exact(scale: Tensor, dtypes: tuple[torch.dtype, ...], name: str) -> torch.dtype:
-    """The first of some types that holds every scale. Raises FormatError if none does."""
+    """The first of some dtypes that represents every scale exactly. Raises FormatError if none does."""
     for dtype in dtypes:
         if torch.equal(scale.to(dtype).float(), scale.float()):
             return dtype

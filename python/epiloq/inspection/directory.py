@@ -14,7 +14,7 @@ from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
 from epiloq.models.mixtures import reason_against, stacked
 from epiloq.nn import ExpertLinears
-from epiloq.nn.base.packed_linear import said_of_few_bits
+from epiloq.nn.base.packed_linear import few_bits_note
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.quantize.targets import TARGETS
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
@@ -94,37 +94,37 @@ def _few_bits(layers: Layers) -> list[str]:
         bits, group = options.get("bits", 8), options.get("group_size", -1)
         if reader.quantization is not None:
             bits, group = reader.quantization.grid.bits, reader.quantization.grid.group_size
-        said = said_of_few_bits(bits, layers.shape(name)[1], group)
-        found |= set() if said is None else {f"{bits} bits: {said}"}
+        note = few_bits_note(bits, layers.shape(name)[1], group)
+        found |= set() if note is None else {f"{bits} bits: {note}"}
     return sorted(found)
 
 
 def _rows(layers: Layers) -> list[dict[str, Any]]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in sorted(layers.readers):
-        said = _said(layers, name)
+        columns = _columns(layers, name)
         shape = layers.shape(name)
         kind = name.rpartition(".")[2]
-        blank = {"kind": kind, "layers": 0, "shape": list(shape), **said, "bytes": 0, "bytes_before": 0}
-        row = rows.setdefault((kind, shape, *said.values()), blank)
+        blank = {"kind": kind, "layers": 0, "shape": list(shape), **columns, "bytes": 0, "bytes_before": 0}
+        row = rows.setdefault((kind, shape, *columns.values()), blank)
         row["layers"] += 1
         row["bytes"] += sum(layers.checkpoint.entries[part].nbytes for part in layers.parts[name].values())
         row["bytes_before"] += shape[0] * shape[1] * layers.dtype.itemsize
     return sorted(rows.values(), key=lambda row: (row["kind"], row["shape"]))
 
 
-def _said(layers: Layers, name: str) -> dict[str, Any]:
+def _columns(layers: Layers, name: str) -> dict[str, Any]:
     """How one layer is quantised, in the words of the table."""
     reader = layers.readers[name]
     if reader.quantization is not None:
         grid = reader.quantization.grid
         bits, group, symmetric = grid.bits, "channel" if grid.group_size == -1 else grid.group_size, grid.symmetric
-        words = (f"int{bits}", bits, group, symmetric, reader.quantization.activations)
+        values = (f"int{bits}", bits, group, symmetric, reader.quantization.activations)
     else:
         module, options = reader.module
-        words = _WORDS[module](options)
+        values = _VALUES[module](options)
     keys = ("weights", "bits", "group_size", "symmetric", "activations")
-    return {**dict(zip(keys, words, strict=True)), "act_order": layers.ordered(name)}
+    return {**dict(zip(keys, values, strict=True)), "act_order": layers.ordered(name)}
 
 
 def _spans(block: Sequence[int]) -> str:
@@ -140,7 +140,7 @@ def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
-_WORDS: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
+_VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
     "Fp8BlockLinear": lambda options: (
         "fp8",
         8,

@@ -10,7 +10,7 @@ import torch
 from epiloq.formats.io.gguf_file import GgufFile, Stored
 from epiloq.formats.io.gguf_model import load, outline
 from epiloq.formats.layouts.gguf_blocks import KINDS
-from epiloq.nn.base.packed_linear import said_of_few_bits
+from epiloq.nn.base.packed_linear import few_bits_note
 
 
 def is_gguf(path: Path) -> bool:
@@ -57,6 +57,6 @@ def how(kind: str, linear: bool) -> str:
     found = KINDS[kind]
     zeros = "with offsets" if found.offset else "symmetric"
     parameters = "float32" if kind.endswith("_K") else "float16"
-    few = said_of_few_bits(found.bits, found.size, found.group)
-    said = f"on its integers, held in {found.bits} bits, groups of {found.group}, {zeros}, {parameters} scales: exact"
-    return said if few is None else f"{said}; {few}"
+    note = few_bits_note(found.bits, found.size, found.group)
+    text = f"on its integers, held in {found.bits} bits, groups of {found.group}, {zeros}, {parameters} scales: exact"
+    return text if note is None else f"{text}; {note}"

@@ -39,42 +39,44 @@ METHODS = (METHOD, *CONFIGS, mxfp4.METHOD)
 
 __all__ = ["METHODS", "EpiloqConfig", "EpiloqQuantizer", "register", "unregister"]
 
-_OURS: tuple[tuple[dict[str, Any], type], ...] = (
+_REGISTRATIONS: tuple[tuple[dict[str, Any], type], ...] = (
     (AUTO_QUANTIZATION_CONFIG_MAPPING, EpiloqConfig),
     (AUTO_QUANTIZER_MAPPING, EpiloqQuantizer),
 )
 _KEYS = (*METHODS, *HELD_AS.values())
-_THEIRS = [{method: table[method] for method in _KEYS if method in table} for table, _ in _OURS]
+_REPLACED = [{method: table[method] for method in _KEYS if method in table} for table, _ in _REGISTRATIONS]
 
 
-def _is_ours(said: Any) -> bool:
-    return isinstance(said, dict) and "quant_method" not in said and said.get("format") == METHOD
+def _is_epiloq(config: Any) -> bool:
+    return isinstance(config, dict) and "quant_method" not in config and config.get("format") == METHOD
 
 
-def _supports(said: Any) -> Any:
-    return _is_ours(said) or _THEIR_READERS[0].__func__(said)
+def _supports(config: Any) -> Any:
+    return _is_epiloq(config) or _ORIGINAL_METHODS[0].__func__(config)
 
 
-def _from_dict(said: Any) -> Any:
-    return EpiloqConfig(**said) if _is_ours(said) else _THEIR_READERS[1].__func__(AutoQuantizationConfig, said)
+def _from_dict(config: Any) -> Any:
+    if _is_epiloq(config):
+        return EpiloqConfig(**config)
+    return _ORIGINAL_METHODS[1].__func__(AutoQuantizationConfig, config)
 
 
-def _merge_quantization_configs(cls: Any, said: Any, given: Any, *more: Any, **options: Any) -> Any:
+def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, **options: Any) -> Any:
     """The configuration of a directory, which is bitsandbytes' own only if one of that package is `given`."""
-    if isinstance(said, dict) and said.get("quant_method") == bitsandbytes.METHOD and given is None:
-        return EpiloqConfig(**said)
-    return _THEIR_READERS[2].__func__(cls, said, given, *more, **options)
+    if isinstance(config, dict) and config.get("quant_method") == bitsandbytes.METHOD and given is None:
+        return EpiloqConfig(**config)
+    return _ORIGINAL_METHODS[2].__func__(cls, config, given, *more, **options)
 
 
 def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Content of config.json; for local directories also the separate file that older AutoGPTQ and AutoAWQ wrote."""
-    found: tuple[dict[str, Any], dict[str, Any]] = _THEIR_READERS[3].__func__(cls, *given, **options)
+    found: tuple[dict[str, Any], dict[str, Any]] = _ORIGINAL_METHODS[3].__func__(cls, *given, **options)
     source = given[0] if given else options.get("pretrained_model_name_or_path")
     folder = Path(source) if isinstance(source, (str, PathLike)) else None
     if folder is not None and "quantization_config" not in found[0] and described_beside(folder):
-        said = Checkpoint(folder).quantization
-        if said is not None:
-            found[0]["quantization_config"] = said
+        config = Checkpoint(folder).quantization
+        if config is not None:
+            found[0]["quantization_config"] = config
     return found
 
 
@@ -85,12 +87,12 @@ _READERS: tuple[tuple[type, str, Any], ...] = (
     (AutoHfQuantizer, "merge_quantization_configs", classmethod(_merge_quantization_configs)),
     (PreTrainedConfig, "get_config_dict", classmethod(_get_config_dict)),
 )
-_THEIR_READERS = [vars(owner)[name] for owner, name, _ in _READERS]
+_ORIGINAL_METHODS = [vars(owner)[name] for owner, name, _ in _READERS]
 
 
 def register() -> None:
     """Open directories of every method in `METHODS` with epiloq. Called when this module is imported."""
-    for table, ours in _OURS:
+    for table, ours in _REGISTRATIONS:
         table.update(dict.fromkeys(_KEYS, ours))
     for owner, name, reader in _READERS:
         setattr(owner, name, reader)
@@ -98,11 +100,11 @@ def register() -> None:
 
 def unregister() -> None:
     """Restore transformers' own quantizers; models that are already open are not affected."""
-    for (table, _), theirs in zip(_OURS, _THEIRS, strict=True):
+    for (table, _), theirs in zip(_REGISTRATIONS, _REPLACED, strict=True):
         for method in _KEYS:
             table.pop(method, None)
         table.update(theirs)
-    for (owner, name, _), reader in zip(_READERS, _THEIR_READERS, strict=True):
+    for (owner, name, _), reader in zip(_READERS, _ORIGINAL_METHODS, strict=True):
         setattr(owner, name, reader)
 
 

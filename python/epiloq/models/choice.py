@@ -58,10 +58,10 @@ def choose(
             left[name] = str(error)
             del names[layer]
     if not names:
-        said = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+        skipped = "; ".join(f"{name}: {reason}" for name, reason in left.items())
         raise ValueError(
             f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
-            f"{said or 'layers that are quantised already do not count'}"
+            f"{skipped or 'layers that are quantised already do not count'}"
         )
     # Names alone, so that the float layers are not kept alive.
     return list(names.values()), left

@@ -290,9 +290,9 @@ def _projections(model: nn.Module, name: str) -> Projections:
     stacks = {f"{name}.{part}": values for part, values in zip(_stacked(module), (first, down), strict=True)}
     if module.is_transposed:
         stacks = {part: values.mT.contiguous() for part, values in stacks.items()}
-    said = revert_weight_conversion(cast(Any, model), stacks)
+    reverted = revert_weight_conversion(cast(Any, model), stacks)
     found: dict[float, str] = {0.0: ""} if _in_one(module) == 1 else {}
-    for key, tensor in said.items():
+    for key, tensor in reverted.items():
         matched = re.fullmatch(r".*\.1\.(\w+)\.weight", key)
         if matched and tensor.numel() == 1:
             found[tensor.item()] = matched[1]

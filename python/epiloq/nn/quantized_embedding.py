@@ -207,10 +207,10 @@ class QuantizedEmbedding(QuantizedLayer):
         return self.num_embeddings, self.embedding_dim
 
     def extra_repr(self) -> str:
-        said = f"{self.num_embeddings}, {self.embedding_dim}, bits={self.bits}, group_size={self.group_size}"
+        text = f"{self.num_embeddings}, {self.embedding_dim}, bits={self.bits}, group_size={self.group_size}"
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         scale = "" if self.embed_scale == 1.0 else f", embed_scale={self.embed_scale:g}"
-        return f"{said}, zeros={self.zeros}{padding}{scale}"
+        return f"{text}, zeros={self.zeros}{padding}{scale}"
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
         both_float = given.dtype in SCALE_DTYPES and held.is_floating_point()

@@ -235,13 +235,13 @@ def explain(
     experts = _checked_experts(counts, weight.n, x, masked_m is not None, weight.k)
     if _has_kernel(x, weight, experts, masked_m is not None):
         result = _empty(x, weight.n // experts, out_dtype or torch.bfloat16)
-        said = str(_by_kernel(result, x, weight, scale_a, counts, explained=True))
-        if not said.startswith("no kernel"):
-            return said if scale_a is None else f"activations as bfloat16: {said}{_converted(out_dtype, out)}"
+        text = str(_by_kernel(result, x, weight, scale_a, counts, explained=True))
+        if not text.startswith("no kernel"):
+            return text if scale_a is None else f"activations as bfloat16: {text}{_converted(out_dtype, out)}"
     part, rows = weight.row_slice(0, weight.n // experts), x.flatten(0, -2)
     scales = None if scale_a is None else scale_a.flatten(0, -2)
-    said = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)
-    return f"one expert after the other: {said}"
+    text = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)
+    return f"one expert after the other: {text}"
 
 
 def _converted(out_dtype: torch.dtype | None, out: Tensor | None) -> str:

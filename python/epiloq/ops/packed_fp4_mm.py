@@ -225,9 +225,9 @@ def explain(
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
     if _takes_kernel(x, counts):
-        said = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
-        if not said.startswith("no "):
-            return said
+        explanation = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
+        if not explanation.startswith("no "):
+            return explanation
     _refuse_dense(x)
     where = "in memory" if x.is_cuda else "some rows at a time"
     alone = " of each token alone" if is_batch_invariant() else ""

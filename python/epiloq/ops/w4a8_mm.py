@@ -288,12 +288,12 @@ def explain(
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
         packed, numbers = (w.q, w.scale, w.zero), (w.n, w.k, w.group_size)
         rows = (result.view(m, w.n), x_q.view(m, w.k), scale_a.reshape(-1))
-        said = _core.explain_w4a8_mm(*rows, *packed, scratch, bias, *numbers)
-        if not said.startswith("no "):
-            return said
+        explanation = _core.explain_w4a8_mm(*rows, *packed, scratch, bias, *numbers)
+        if not explanation.startswith("no "):
+            return explanation
     dtype = _floating(x_q)
-    said = explain_weight_only(x_q.new_empty((m, w.k), dtype=dtype), w)
-    return f"activations as {str(dtype).removeprefix('torch.')}: {said}"
+    explanation = explain_weight_only(x_q.new_empty((m, w.k), dtype=dtype), w)
+    return f"activations as {str(dtype).removeprefix('torch.')}: {explanation}"
 
 
 def _fake(x_q: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:

@@ -179,8 +179,8 @@ def explain(
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
     ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm
-    said = ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
-    return said + (_WIDER if x.is_cuda and w.bits < 4 else "")
+    explanation = ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
+    return explanation + (_WIDER if x.is_cuda and w.bits < 4 else "")
 
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:

@@ -181,7 +181,7 @@ def asks_for_sdpa(kinds: Iterable[Any]) -> str | None:
 def _compares_with_sdpa(called: Any) -> bool:
     function = _parsed_function(called) if called.__module__.startswith("transformers.") else None
     for node in ast.walk(function) if function is not None else ():
-        if isinstance(node, ast.Compare) and "_attn_implementation" in (said := ast.unparse(node)) and "'sdpa'" in said:
+        if isinstance(node, ast.Compare) and "_attn_implementation" in (text := ast.unparse(node)) and "'sdpa'" in text:
             return True
     return False
 

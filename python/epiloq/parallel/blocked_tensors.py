@@ -198,4 +198,4 @@ def cut_of(layer: nn.Module) -> Cut:
 
 def options_of(layer: nn.Module) -> Options:
     """The arguments of a layer's constructor other than its sizes."""
-    return KINDS[type(layer).__name__].said(layer)
+    return KINDS[type(layer).__name__].options_of(layer)

@@ -20,11 +20,11 @@ def ended() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # Of gloo's last line, the sentence that says what happened, without the place in its sources.
-        said = re.sub(r"^\[[^]]*\]\s*", "", (str(error).strip().splitlines() or [""])[-1]).partition(". ")[0]
-        raise ConnectionError(f"{_NAME}: expected an answer of every rank, but one has ended: {said}") from error
+        message = re.sub(r"^\[[^]]*\]\s*", "", (str(error).strip().splitlines() or [""])[-1]).partition(". ")[0]
+        raise ConnectionError(f"{_NAME}: expected an answer of every rank, but one has ended: {message}") from error
 
 
-def everyone_says(value: Any, group: Any = None) -> list[Any]:
+def all_gather(value: Any, group: Any = None) -> list[Any]:
     """Gather a small value from every rank, in order. Raises ConnectionError if one has ended."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with ended():
@@ -34,7 +34,7 @@ def everyone_says(value: Any, group: Any = None) -> list[Any]:
 
 def check_same(own: Mapping[str, Any], name: str, group: Any = None) -> None:
     """Raise ValueError on every rank unless all give the same small values. `name` begins its message."""
-    everyone = everyone_says(dict(own), group)
+    everyone = all_gather(dict(own), group)
     for rank, given in enumerate(everyone):
         for key in sorted(everyone[0].keys() | given.keys()):
             first, other = everyone[0].get(key), given.get(key)
@@ -52,10 +52,10 @@ def together(group: Any = None) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    said = everyone_says(None if error is None else str(error), group)
+    messages = all_gather(None if error is None else str(error), group)
     if error is not None:
         raise error
-    for rank, message in enumerate(said):
+    for rank, message in enumerate(messages):
         if message is not None:
             raise ValueError(f"{_NAME}: rank {rank} ended: {message}")
 

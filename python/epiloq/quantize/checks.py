@@ -32,7 +32,7 @@ from epiloq.weights.computed import check_finite
 from epiloq.weights.grid import Grid
 
 SEEDS = 1 << 63
-"""How many there are for torch's generators."""
+"""Number of seeds of torch's generators."""
 
 
 def check_request(settings: Settings) -> None:
@@ -91,7 +91,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
     """
     if source.quantization is not None:
         raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
-    _ = source.beside  # checked and remembered before the work
+    _ = source.other_files  # listed and checked before the work
     outline = transpose_(skeleton(source, "meta"))
     if settings.evaluation is not None or settings.budget is not None or settings.tune:
         check_generates(outline, settings.model)
@@ -131,7 +131,7 @@ def check_generates(model: nn.Module, folder: Path) -> None:
 
 
 @contextmanager
-def said_who_holds(settings: Settings) -> Iterator[None]:
+def report_lock_holder(settings: Settings) -> Iterator[None]:
     """Raise ValueError that names the process that is already writing an output."""
     try:
         yield

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LINEAR, NARROW = 3, 8
-"""An axis whose ends are fewer times apart is linear; logarithmic, with a label at every digit; at 1, 2 and 5."""
+"""Ratio between an axis' ends below which it is linear, and below which a logarithmic axis has a label at every digit;
+above, labels are at 1, 2 and 5."""
 NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -123,7 +124,7 @@ def scales(report: Mapping[str, Any]) -> str:
 
 
 def kinds(names: Sequence[str]) -> dict[str, list[str]]:
-    """Layers by what they are in their block: the last part of their names, more where one part says too little."""
+    """Kinds of layers: the last part of their names, or more parts if the last one is ambiguous."""
     inside = {name: NUMBER.split(name, maxsplit=1)[-1] for name in names}
     leaves = {path: path.rpartition(".")[2] for path in inside.values()}
     of_leaf = Counter(leaves.values())

@@ -44,6 +44,6 @@ def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Seque
 def facts(settings: Settings, identity: dict[str, Any], source: Checkpoint, grid: object) -> dict[str, Any]:
     """What must be the same on all ranks, by the name that a message gives it."""
     same = {key: value for key, value in identity.items() if key != "model"}
-    asked = {key: value for key, value in asdict(settings).items() if key not in ("model", "device", "command")}
+    options = {key: value for key, value in asdict(settings).items() if key not in ("model", "device", "command")}
     model = fingerprint(settings.model, {"config.json", *source.files.values()})
-    return {**same, "model": model, "options": repr(asked), "grid": repr(grid), **arithmetic(settings.device)}
+    return {**same, "model": model, "options": repr(options), "grid": repr(grid), **arithmetic(settings.device)}

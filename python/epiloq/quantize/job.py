@@ -25,7 +25,7 @@ from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.algorithms.tuning import tuned
 from epiloq.quantize.budget import search
-from epiloq.quantize.budget.ends import settle
+from epiloq.quantize.budget.vocabulary import settle
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.joining import check_alike
 from epiloq.quantize.calibration.ranks import Ranks
@@ -34,8 +34,7 @@ from epiloq.quantize.calibration.static import Static
 from epiloq.quantize.calibration.store import Store, check_resumable
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.calibration.work import Block
-from epiloq.quantize.checks import check_finite_weights, check_model, check_request, said_who_holds
-from epiloq.quantize.ends import rounded_ends
+from epiloq.quantize.checks import check_finite_weights, check_model, check_request, report_lock_holder
 from epiloq.quantize.identity import facts, identity_of
 from epiloq.quantize.measures import weight_bytes
 from epiloq.quantize.plan import Plan
@@ -43,6 +42,7 @@ from epiloq.quantize.settings import Settings
 from epiloq.quantize.streaming import kept_values, opened
 from epiloq.quantize.targets import TARGETS, Target
 from epiloq.quantize.texts import Texts, needs_text, read_windows
+from epiloq.quantize.vocabulary import rounded_vocabulary
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import Codebook
@@ -70,7 +70,7 @@ class Job:
         Time that opening the model took.
     ranks
         The processes of the run; the first writes.
-    prices
+    budget_sizes
         With a budget: the candidates and their sizes.
     choice
         With a budget: the chosen schemes, once they are known.
@@ -88,7 +88,7 @@ class Job:
     bytes_before: int
     seconds: float
     ranks: Ranks
-    prices: search.Prices | None = None
+    budget_sizes: search.BudgetSizes | None = None
     choice: search.Choice | None = None
 
     @property
@@ -97,20 +97,24 @@ class Job:
         return TARGETS[self.settings.scheme]
 
     @property
-    def aside(self) -> Path:
+    def partial_directory(self) -> Path:
         """Directory of the run's unfinished blocks."""
-        return _aside(self.settings)
+        return _partial_directory(self.settings)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings before the work, a sentence each."""
-        said = [] if self.prices is None else search.warnings(self.settings, self.prices, self.plan)
-        return [*self.plan.notes, *self.texts.warnings, *_untied(self), *said]
+        budget_warnings = (
+            [] if self.budget_sizes is None else search.warnings(self.settings, self.budget_sizes, self.plan)
+        )
+        return [*self.plan.notes, *self.texts.warnings, *_untied(self), *budget_warnings]
 
     @property
     def grids(self) -> Mapping[str, Grid]:
         """Grids of layers by name, with a budget."""
-        return {} if self.choice is None or self.prices is None else search.grids_of(self.choice, self.prices)
+        return (
+            {} if self.choice is None or self.budget_sizes is None else search.grids_of(self.choice, self.budget_sizes)
+        )
 
     def grid_of(self, layer: str) -> Codebook[Calibrated]:
         """Grid of any layer."""
@@ -155,18 +159,18 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
     texts = read_windows(settings, source)
     identity = identity_of(settings, source, plan, texts.calibration)
     if ranks.rank == 0:
-        with said_who_holds(settings):
-            check_free(_aside(settings) / LOCK)
-        check_resumable(_aside(settings), identity)
+        with report_lock_holder(settings):
+            check_free(_partial_directory(settings) / LOCK)
+        check_resumable(_partial_directory(settings), identity)
     layout = FORMATS[plan.layout]
     model, residence = opened(source, layout.name, plan.lists, whole=settings.whole)
-    some = None if needs_text(settings) else {*plan.layers, *plan.ends.names}
+    some = None if needs_text(settings) else {*plan.layers, *plan.vocabulary.names}
     check_finite_weights(islice(residence.values(model), ranks.rank, None, ranks.world), some, source)
     if settings.rotate and rotate_(model, seed=settings.seed).untied:
         source.config["tie_word_embeddings"] = False
-    wish = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
-    grid, quantization = target.grid(*wish, layout.widens), target.quantization(*wish)
-    prices = None if settings.budget is None else search.prices(settings, model, plan)
+    options = settings.symmetric, layout.scale_dtype(next(model.parameters()).dtype, target.quantization())
+    grid, quantization = target.grid(*options, layout.widens), target.quantization(*options)
+    budget_sizes = None if settings.budget is None else search.budget_sizes(settings, model, plan)
     seconds = time.perf_counter() - start
     return Job(
         settings,
@@ -181,7 +185,7 @@ def _prepared(settings: Settings, ranks: Ranks) -> Job:
         weight_bytes(settings.model),
         seconds,
         ranks,
-        prices,
+        budget_sizes,
     )
 
 
@@ -193,7 +197,7 @@ def _untied(job: Job) -> list[str]:
     return [f"rotated: the output head is no longer tied to the embedding, and takes {size:.1f} MB more"]
 
 
-def _aside(settings: Settings) -> Path:
+def _partial_directory(settings: Settings) -> Path:
     """Directory of a run's unfinished blocks."""
     return settings.output.with_name(f".{settings.output.name}.partial")
 
@@ -203,8 +207,8 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
 
     Returns the report on the first rank, which alone reads and writes finished blocks, and None on others.
 
-    Raises ValueError, or OSError for disk errors. Finished blocks are kept in `job.aside`, unless a block is refused:
-    a resumed run would then be refused too.
+    Raises ValueError, or OSError for disk errors. Finished blocks are kept in `job.partial_directory`, unless a
+    block is refused: a resumed run would then be refused too.
     """
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
@@ -212,7 +216,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
     if job.ranks.rank:
         _quantise(_chosen(job, tally), None, tally)
         return None
-    with said_who_holds(settings), held(job.aside / LOCK):
+    with report_lock_holder(settings), held(job.partial_directory / LOCK):
         if settings.output.exists():
             raise FileExistsError(f"{settings.output} was created in the meantime")
         return _performed(job, tally, start)
@@ -221,7 +225,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
 def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     """Perform a run while holding its lock."""
     settings = job.settings
-    store = Store(job.aside, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
+    store = Store(job.partial_directory, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
     with job.residence.on_demand():
         before = job.perplexity(job.model, tally, "evaluate before")
     try:
@@ -232,21 +236,21 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
         store.discard()
         raise
     read = tuned(job, store, tally) if settings.tune else store.read
-    whole = job.aside / "model"
+    whole = job.partial_directory / "model"
     rmtree(whole, ignore_errors=True)
     with tally.timed("write", 1) as advance:
         finished = (block.weights for block in map(read, tally.blocks) if block is not None)
         layout, all_of = FORMATS[job.plan.layout], job.quantization
         quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic, grids=job.grids)
         weights = (
-            (name, job.target.said(weight), None if quantization is None else quantization.of(name))
+            (name, job.target.stored_form(weight), None if quantization is None else quantization.of(name))
             for found in finished
             for name, weight in found.items()
         )
-        ends = job.plan.ends
-        rounded = rounded_ends(job.model, ends, layout, settings.symmetric)
-        shared = ends.shared if layout.shares else {}
-        untie = ends.found.tied and bool(ends.names) and not layout.shares
+        vocabulary = job.plan.vocabulary
+        rounded = rounded_vocabulary(job.model, vocabulary, layout, settings.symmetric)
+        shared = vocabulary.shared if layout.shares else {}
+        untie = vocabulary.found.tied and bool(vocabulary.names) and not layout.shares
         value = kept_values(store, tally.blocks)
         save(job.model, chain(weights, rounded), job.source, whole, layout, shared, untie=untie, value=value)
         advance()
@@ -266,10 +270,10 @@ def _chosen(job: Job, tally: Tally) -> Job:
     with job.ranks.together():
         if job.ranks.rank == 0:
             with tally.timed("choose schemes", search.steps(job)) as advance:
-                choice = search.find(job, advance)
+                choice = search.choose_schemes(job, advance)
     choice = job.ranks.share(choice)
-    ends = settle(job.plan.ends, choice.ends)
-    return replace(job, choice=choice, plan=replace(job.plan, ends=ends))
+    vocabulary = settle(job.plan.vocabulary, choice.vocabulary)
+    return replace(job, choice=choice, plan=replace(job.plan, vocabulary=vocabulary))
 
 
 def _quantise(job: Job, store: Store | None, tally: Tally) -> None:

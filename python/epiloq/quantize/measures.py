@@ -24,7 +24,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held, in bytes."""
+    """Peak memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

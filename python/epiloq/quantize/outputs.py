@@ -9,7 +9,7 @@ from epiloq.formats.table import FORMATS
 from epiloq.quantize.targets import TARGETS
 from epiloq.schemes import SCHEMES, Scheme, available
 
-# A layer whose sizes trouble no format.
+# A layer with sizes that every format supports.
 CONVENIENT = 256
 
 

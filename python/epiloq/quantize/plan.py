@@ -17,19 +17,20 @@ from epiloq.models.conv1d import TransposedConv1D
 from epiloq.models.mixtures import take_apart_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
-from epiloq.quantize.budget.ends import assumed
+from epiloq.quantize.budget.vocabulary import assumed
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks
-from epiloq.quantize.ends import of_one_scheme, preferred, reasons_against, settled
 from epiloq.quantize.outputs import refusals
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import needs_text
+from epiloq.quantize.vocabulary import of_one_scheme, preferred, reasons_against, settled
 from epiloq.schemes import SCHEMES
-from epiloq.vocabulary import Ends, planned
+from epiloq.vocabulary import VocabularySchemes, planned
 from epiloq.weights.computed import computed_parts
 
 FEW, MOST = 0.05, 0.5
-"""Parts of the weights that a format may leave in floating point to be chosen, or at all."""
+"""Maximum fraction of the weights that a format may leave in floating point if it is chosen by default, and if it is
+requested."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Plan:
         Linear layers of the blocks that stay in floating point, with the reason.
     notes
         Warnings to issue before the work starts, one sentence each.
-    ends
+    vocabulary
         Schemes of the embedding and the output head, without values.
     """
 
@@ -58,7 +59,7 @@ class Plan:
     layers: Mapping[str, nn.Linear]
     left: Mapping[str, str]
     notes: tuple[str, ...]
-    ends: Ends
+    vocabulary: VocabularySchemes
 
 
 def plan(settings: Settings, outline: Any) -> Plan:
@@ -67,17 +68,17 @@ def plan(settings: Settings, outline: Any) -> Plan:
     if layout is not None:
         take_experts_apart_(outline, layout)
     head, embedding = assumed(settings.head), assumed(settings.embedding)
-    ends = planned(outline, head, embedding, SCHEMES, str(settings.model))
+    vocabulary = planned(outline, head, embedding, SCHEMES, str(settings.model))
     lists = _lists(settings, outline)
     wanted, left = _layers(settings, outline, lists)
-    against = reasons_against(ends, outline, settings.scheme, settings.symmetric)
-    if settings.budget is not None and ends.embedding is not None:
+    against = reasons_against(vocabulary, outline, settings.scheme, settings.symmetric)
+    if settings.budget is not None and vocabulary.embedding is not None:
         against |= {name: of_one_scheme(name) for name, found in FORMATS.items() if found.describe is not None}
     if layout is not None and against[layout] is not None:
         fitting = [name for name, reason in against.items() if reason is None]
         raise FormatError(f"{settings.model}: {against[layout]}; type {' or '.join(f'--format {n}' for n in fitting)}")
     formats = [name for name, reason in refusals(settings.scheme, settings.symmetric).items() if reason is None]
-    formats = preferred([name for name in formats if against[name] is None or name == layout], ends)
+    formats = preferred([name for name in formats if against[name] is None or name == layout], vocabulary)
     unfit = {name: _unfit(settings, wanted, name, settings.scheme) for name in formats}
     if settings.budget is not None:
         formats = [name for name in formats if name in LAYOUTS]
@@ -94,9 +95,9 @@ def plan(settings: Settings, outline: Any) -> Plan:
         raise FormatError(f"{settings.model}: {_cannot(settings, wanted, unfit[layout], layout)}")
     left |= unfit[layout]
     layers = {name: layer for name, layer in wanted.items() if name not in left}
-    ends, said = settled(ends, FORMATS[layout], settings.scheme, settings.symmetric)
-    notes += said
-    return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes, ends)
+    vocabulary, warnings = settled(vocabulary, FORMATS[layout], settings.scheme, settings.symmetric)
+    notes += warnings
+    return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes, vocabulary)
 
 
 def take_experts_apart_(model: nn.Module, layout: str) -> list[str]:
@@ -154,9 +155,9 @@ def _layers(
             left[name] = why
     wanted = {name: module for name, module in linears.items() if name not in left}
     if not wanted:
-        said = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
+        message = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
         raise ValueError(
-            f"{settings.model}: expected linear layers to quantise in {', '.join(lists)}, found none: {said}"
+            f"{settings.model}: expected linear layers to quantise in {', '.join(lists)}, found none: {message}"
         )
     return wanted, left
 
@@ -207,7 +208,7 @@ def _cannot(settings: Settings, layers: Mapping[str, nn.Linear], unfit: Mapping[
         if refusals(other, settings.symmetric)[layout] is None
         and _part(layers, _unfit(settings, layers, layout, other)) <= FEW
     ]
-    said = f"{layout} cannot hold {len(unfit)} of {len(layers)} layers, {name} among them: {why}"
+    message = f"{layout} cannot hold {len(unfit)} of {len(layers)} layers, {name} among them: {why}"
     if settings.layout is None:
-        return f"{said}; for {layout} type {' or '.join(schemes)}" if schemes else said
-    return f"{said}; type {' or '.join([*formats, *schemes])} instead" if formats or schemes else said
+        return f"{message}; for {layout} type {' or '.join(schemes)}" if schemes else message
+    return f"{message}; type {' or '.join([*formats, *schemes])} instead" if formats or schemes else message

@@ -1,4 +1,4 @@
-"""The report of a finished run: the figures of ``epiloq quantize --json``, and the page that is made of them alone."""
+"""The report of a finished run: the figures of ``epiloq quantize --json``, and the HTML page rendered from them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from epiloq.formats.table import FORMATS
 from epiloq.quantize import figures
 from epiloq.quantize.budget import search
 from epiloq.quantize.calibration.tally import Tally
-from epiloq.quantize.ends import costs
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
 from epiloq.quantize.texts import evaluated_length, tokens_in
+from epiloq.quantize.vocabulary import costs
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Job
 
 FILE = "report.html"
 COMPARED = 4
-"""Windows of calibration text on which a quantised head is compared, where there is none to evaluate on."""
+"""Number of calibration windows on which a quantised head is compared if there is no evaluation text."""
 REQUIRED = ("matplotlib", "jinja2")
 SHOWN = 8
-"""Layers in the list of the worst."""
+"""Length of the list of layers with the largest errors."""
 SETTINGS = {
     "model": "model",
     "output": "output",
@@ -48,11 +48,11 @@ SETTINGS = {
     "evaluation text": "evaluation",
     "device": "device",
 }
-"""Key of the figures by what a reader is told it is."""
+"""Label in the page, and key in the figures."""
 
 
 def missing() -> list[str]:
-    """Packages that the page needs and that are not there."""
+    """Packages that the page needs and that are not installed."""
     return [name for name in REQUIRED if find_spec(name) is None]
 
 
@@ -77,12 +77,12 @@ def settings(report: Mapping[str, Any]) -> dict[str, str]:
     if report["budget"]:
         found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"
     found["calibrated on"] = f"{report['calibration_tokens']} tokens in {report['calibration_windows']} windows"
-    ends = report.get("vocabulary")
-    if ends is not None:
-        found |= {name: str(ends[name]) for name in ("head", "embedding") if ends[name] is not None}
-        if ends["kl"] is not None:
+    vocabulary = report.get("vocabulary")
+    if vocabulary is not None:
+        found |= {name: str(vocabulary[name]) for name in ("head", "embedding") if vocabulary[name] is not None}
+        if vocabulary["kl"] is not None:
             found["KL of head and embedding"] = (
-                f"{ends['kl']['kl_mean']:.2g} nats a token on {ends['kl']['tokens']} tokens"
+                f"{vocabulary['kl']['kl_mean']:.2g} nats a token on {vocabulary['kl']['tokens']} tokens"
             )
     if report["blocks_resumed"]:
         found["blocks kept of an interrupted run"] = str(report["blocks_resumed"])
@@ -142,11 +142,13 @@ def finished(job: Job, whole: Path, tally: Tally, before: float | None, start: f
         "budget": None,
         "tuning": tally.tuning,
     }
-    ends = job.plan.ends
-    loaded = load(Checkpoint(whole))[0].to(settings.device) if before is not None or ends.names or job.choice else None
-    if loaded is not None and ends.names:
+    vocabulary = job.plan.vocabulary
+    loaded = (
+        load(Checkpoint(whole))[0].to(settings.device) if before is not None or vocabulary.names or job.choice else None
+    )
+    if loaded is not None and vocabulary.names:
         texts = job.texts.evaluation or job.texts.calibration[:COMPARED]
-        found["vocabulary"] = costs(job.model, loaded, ends, texts, FORMATS[job.plan.layout])
+        found["vocabulary"] = costs(job.model, loaded, vocabulary, texts, FORMATS[job.plan.layout])
     if loaded is not None and job.choice is not None:
         found["budget"] = search.report(job, job.choice, _divergence(job, loaded, tally))
     if before is not None and loaded is not None:
@@ -169,7 +171,7 @@ def finished(job: Job, whole: Path, tally: Tally, before: float | None, start: f
 
 
 def _divergence(job: Job, model: nn.Module, tally: Tally) -> tuple[float, str]:
-    """Of the model that was written from the one that was read, and on what text it was measured."""
+    """KL divergence of the written model from the original, and the text on which it was measured."""
     text = "evaluation" if job.texts.evaluation else "calibration"
     windows = (job.texts.evaluation or job.texts.calibration)[: search.WINDOWS]
     teacher = load_float(job.source).to(job.settings.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.io.architecture import hollow, renamed, untie_
+from epiloq.formats.io.architecture import renamed, skeleton_without_parameters, untie_
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
 from epiloq.formats.io.unused import check_types, check_unused
@@ -20,7 +20,7 @@ from epiloq.quantize.calibration.store import Store
 from epiloq.quantize.plan import take_experts_apart_
 
 _MAPPED = 1 << 26
-"""Bytes of files that are read before their pages are given back."""
+"""Bytes of mapped files that are read before their pages are released."""
 
 
 class Streamed(Resident):
@@ -123,7 +123,7 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
 
     Raises FormatError for a model that cannot be built, or that has fewer layers than its files.
     """
-    model = hollow(source)
+    model = skeleton_without_parameters(source)
     if model is None:
         return "config.json names no dtype"
     originals: dict[str, Tensor] = dict(model.named_parameters())
@@ -181,13 +181,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that files have."""
+    """Buffers that are stored in files."""
     state, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in state.items() if name not in parameters}
 
 
 def _replace(module: nn.Module, by: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
-    """Put tensors in the place of parameters of some numbers, wherever they are; the new parameters by those."""
+    """Replace parameters, given by id, with tensors wherever they occur; returns the new parameters by the old ids."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for leaf, parameter in child._parameters.items():

@@ -69,9 +69,9 @@ class Target:
         stacks = 1 if grid.rows == -1 else -(-rows // grid.rows)
         scale = torch.empty(stacks, -(-columns // grid.length(columns)), device="meta")
         offset = scale if isinstance(grid, OffsetGrid) and not grid.symmetric else None
-        return self.said(CodedWeight(torch.empty(shape, dtype=grid.dtype, device="meta"), scale, offset, grid))
+        return self.stored_form(CodedWeight(torch.empty(shape, dtype=grid.dtype, device="meta"), scale, offset, grid))
 
-    def said(self, weight: Calibrated) -> Weight:
+    def stored_form(self, weight: Calibrated) -> Weight:
         """A weight on its grid, in the form used by formats."""
         if isinstance(weight, QuantizedWeight):
             return weight
@@ -112,7 +112,7 @@ _STATES: dict[type, Callable[[CodedWeight], dict[str, Tensor]]] = {
 
 
 def _rounded(name: str, base: Float8Grid | OffsetGrid, inputs: Float8Grid | OffsetGrid) -> Target:
-    # To nearest it needs no text, and 8 bits lose little by it.
+    # Rounding to nearest needs no text, and 8-bit weights lose little by it.
     return Target(name, base, inputs=inputs, algorithm="rtn")
 
 

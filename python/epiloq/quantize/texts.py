@@ -14,10 +14,10 @@ from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
 
-# As `epiloq eval` has them unless told otherwise, so that both print the same figure.
+# The defaults of `epiloq eval`, so that both print the same figure.
 EVALUATED_TOKENS, EVALUATED_LENGTH = 16384, 512
 FEWEST, FEW = 256, 2048
-"""Fewer tokens are refused, or warned of."""
+"""Fewer tokens than this are refused, or cause a warning."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ def read_windows(settings: Settings, source: Checkpoint) -> Texts:
             number = next(i for i, window in enumerate(cut) if window is texts.calibration[repeat.calibration[0]])
             here = place(tokenizer, others, length, *repeat.evaluation)
             there = place(tokenizer, documents, settings.length, number, repeat.calibration[1])
-            said = f"evaluation text that calibration sees: {here}, is in {there}"
+            message = f"evaluation text that calibration sees: {here}, is in {there}"
             if not settings.force:
-                raise ValueError(f"{said}: give other text, or --force to use it anyway")
-            texts.warnings.append(f"{said}; the perplexity will be too good")
+                raise ValueError(f"{message}: give other text, or --force to use it anyway")
+            texts.warnings.append(f"{message}; the perplexity will be too good")
     return texts
 
 
 def too_little_to_calibrate(settings: Settings, found: Sequence[Tensor]) -> list[str]:
     """A warning, if any. Raises ValueError for fewer than `FEWEST` tokens, unless the settings force it."""
     tokens = tokens_in(found)
-    said = f"only {tokens} calibration tokens ({len(found)} of {settings.count} windows)"
+    message = f"only {tokens} calibration tokens ({len(found)} of {settings.count} windows)"
     if tokens < FEWEST and not settings.force:
-        raise ValueError(f"{said}: expected at least {FEWEST}; give more text (--calibration), or --force")
+        raise ValueError(f"{message}: expected at least {FEWEST}; give more text (--calibration), or --force")
     if tokens < FEW:
-        return [f"{said}; results will be poor"]
-    return [f"{said}; results may be poor"] if tokens < settings.count * settings.length / 2 else []
+        return [f"{message}; results will be poor"]
+    return [f"{message}; results may be poor"] if tokens < settings.count * settings.length / 2 else []
 
 
 def too_little_to_evaluate(found: Sequence[Tensor], force: bool) -> list[str]:

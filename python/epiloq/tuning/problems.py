@@ -44,8 +44,8 @@ class Problem:
         return Candidates(key, chosen, dict(found))
 
     def __str__(self) -> str:
-        said = "".join(f" {name}={value}" for name, value in self.options)
-        return f"{self.operation} M={self.m} N={self.n} K={self.k}{said}"
+        options = "".join(f" {name}={value}" for name, value in self.options)
+        return f"{self.operation} M={self.m} N={self.n} K={self.k}{options}"
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ def cache_path(path: str | os.PathLike[str] | None = None) -> Path | None:
     user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
     if path is not None:
         return Path(path)
-    if said := os.environ.get(VARIABLE):
-        return None if said == OFF else Path(said)
+    if value := os.environ.get(VARIABLE):
+        return None if value == OFF else Path(value)
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # Relative ones are invalid by the XDG specification.
     base = Path(folder) if Path(folder).is_absolute() else Path.home() / ".cache"

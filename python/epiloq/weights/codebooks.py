@@ -16,7 +16,7 @@ from torch import Tensor
 from epiloq.weights import fp4
 from epiloq.weights.block_quant_weight import RANGES
 from epiloq.weights.grid import QuantizedWeight
-from epiloq.weights.rounding import Parameters, spread
+from epiloq.weights.rounding import Parameters, expand_parameters
 
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -59,7 +59,7 @@ class Float8Grid:
         """``scale * q``, in the place of a float32 q."""
         return q.mul_(parameters.scale)
 
-    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
         """The weight. Raises ValueError for one in another order than the layer's."""
         _check_order(self, perm)
         return CodedWeight(q, *parameters, self)
@@ -111,7 +111,7 @@ class OffsetGrid:
         q.mul_(parameters.scale)
         return q if parameters.shift is None else q.add_(parameters.shift)
 
-    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
         """The weight. Raises ValueError for one in another order than the layer's."""
         _check_order(self, perm)
         return CodedWeight(q, *parameters, self)
@@ -169,7 +169,7 @@ class Fp4Grid:
         """``scale * q``, in the place of a float32 q."""
         return q.mul_(parameters.scale)
 
-    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
         """The weight. Raises ValueError for one in another order than the layer's."""
         _check_order(self, perm)
         return CodedWeight(q, *parameters, self)
@@ -210,7 +210,7 @@ class CodedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]``, computed in float32."""
-        return self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape)).to(dtype)
+        return self.grid.restore(self.q.float(), expand_parameters(self.parameters, self.grid, self.q.shape)).to(dtype)
 
     def split(self, rows: Sequence[int]) -> list[CodedWeight]:
         """Split into one value per layer whose rows were stacked. Raises ValueError if layers share scales."""

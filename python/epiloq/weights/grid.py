@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epiloq.weights.packed_weight import BITS, PackedWeight, pack_weight
-from epiloq.weights.rounding import Parameters, spread
+from epiloq.weights.rounding import Parameters, expand_parameters
 from epiloq.weights.scales import scales_in, wide_enough
 
 
@@ -100,7 +100,7 @@ class Grid:
         """``scale * (q - zero)``, in the place of a floating-point q."""
         return (q if parameters.shift is None else q.sub_(parameters.shift)).mul_(parameters.scale)
 
-    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> QuantizedWeight:
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> QuantizedWeight:
         """The weight, its zero points as integers."""
         zero = None if parameters.shift is None else parameters.shift.to(torch.int32)
         return QuantizedWeight(q, parameters.scale, zero, self, perm)
@@ -155,7 +155,7 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]``, channels in the layer's order, computed in float32."""
-        q = self.grid.restore(self.q.float(), spread(self.parameters, self.grid, self.q.shape))
+        q = self.grid.restore(self.q.float(), expand_parameters(self.parameters, self.grid, self.q.shape))
         return (q if self.perm is None else q[:, self.perm.argsort()]).to(dtype)
 
     def pack(self) -> PackedWeight:

@@ -35,11 +35,11 @@ class Parameters(NamedTuple):
         return [Parameters(scale, shift).map(Tensor.clone) for scale, shift in parts]
 
 
-Kept = TypeVar("Kept")
-_Kept = TypeVar("_Kept", covariant=True)
+Rounded = TypeVar("Rounded")
+_Weight = TypeVar("_Weight", covariant=True)
 
 
-class Codebook(Protocol[_Kept]):
+class Codebook(Protocol[_Weight]):
     """A grid: the values that weights can have, with parameters fitted to each group, and the form of a rounded
     weight."""
 
@@ -57,15 +57,15 @@ class Codebook(Protocol[_Kept]):
 
     @property
     def reorders(self) -> bool:
-        """Whether `kept` supports columns in an order other than the layer's (`perm`)."""
+        """Whether `make_weight` supports columns in an order other than the layer's (`perm`)."""
 
     def length(self, channels: int) -> int:
         """Number of input channels in a full group, given the layer's number of input channels."""
 
-    def suited(self, weight: Tensor) -> Codebook[_Kept]:
+    def suited(self, weight: Tensor) -> Codebook[_Weight]:
         """The grid to fit to a weight: this one, or one with parameters of a more precise type."""
 
-    def for_weight(self, weight: Tensor) -> Codebook[_Kept]:
+    def for_weight(self, weight: Tensor) -> Codebook[_Weight]:
         """The grid with the parameters that all groups of a weight share; this one if there are none."""
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
@@ -77,7 +77,7 @@ class Codebook(Protocol[_Kept]):
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
         """The values of q in float32, computed in place. All arguments broadcast."""
 
-    def kept(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> _Kept:
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> _Weight:
         """A rounded weight, q ``[N, K]`` of `dtype`; its column i is input channel perm[i]."""
 
 
@@ -86,7 +86,7 @@ def over_rows(values: Tensor, rows: int, count: int) -> Tensor:
     return values if rows == 1 else values.repeat_interleave(count if rows == -1 else rows, dim=0)[:count]
 
 
-def spread(parameters: Parameters, grid: Codebook[object], shape: torch.Size) -> Parameters:
+def expand_parameters(parameters: Parameters, grid: Codebook[object], shape: torch.Size) -> Parameters:
     """Expand the parameters of groups to ``[N, K]``."""
     count, columns = shape
     return parameters.map(
@@ -121,12 +121,12 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
 
 
 @torch.no_grad()
-def rtn(weight: Tensor, grid: Codebook[Kept], moments: Tensor | None = None) -> Kept:
+def rtn(weight: Tensor, grid: Codebook[Rounded], moments: Tensor | None = None) -> Rounded:
     """Round a weight ``[N, K]`` to nearest on a grid; `moments` enables clipping, as for `fit`."""
     grid = grid.for_weight(weight)
     parameters = fit(weight, grid, moments)
-    q = grid.round(weight.float(), spread(parameters, grid, weight.shape))
-    return grid.kept(q.to(grid.dtype), parameters)
+    q = grid.round(weight.float(), expand_parameters(parameters, grid, weight.shape))
+    return grid.make_weight(q.to(grid.dtype), parameters)
 
 
 def check_finite(name: str, value: Tensor) -> None:

@@ -141,10 +141,10 @@ def _resize(build: Builder, op: Op) -> Value:
     if op.has(3) or not op.has(2):
         raise op.refuse("scales, not sizes")
     scales = op.constant(2).tolist()
-    asked = {"mode": b"nearest", "coordinate_transformation_mode": b"asymmetric", "nearest_mode": b"floor"}
-    found = {name: op.attributes.get(name) for name in asked}
-    if found != asked or len(scales) != 4 or scales[:2] != [1.0, 1.0] or any(s < 1 or s % 1 for s in scales):
-        raise op.refuse(f"{asked} by whole numbers, got {found} by {scales}")
+    expected = {"mode": b"nearest", "coordinate_transformation_mode": b"asymmetric", "nearest_mode": b"floor"}
+    found = {name: op.attributes.get(name) for name in expected}
+    if found != expected or len(scales) != 4 or scales[:2] != [1.0, 1.0] or any(s < 1 or s % 1 for s in scales):
+        raise op.refuse(f"{expected} by whole numbers, got {found} by {scales}")
     keywords: dict[str, Any] = {"scale_factor": tuple(scales[2:]), "mode": "nearest"}
     return build.graph.call_function(functional.interpolate, (op.node(),), keywords)
 

@@ -16,7 +16,7 @@ from epiloq.formats.layouts.awq import BITS
 from epiloq.formats.layouts.base import FormatError
 
 METHODS = ("auto-round", "intel/auto-round")
-# "auto_round" alone and GPTQModel's store zero points as they are, AutoGPTQ's less one.
+# "auto_round" and GPTQModel store zero points unchanged, AutoGPTQ stores them minus one.
 _LAYOUTS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptqmodel": "gptq_v2",
@@ -33,14 +33,15 @@ _SPECIAL = set("*+?^$()[]{}|\\")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     check_keys(found, _KNOWN, _WHERE, TUNING)
     layout = _LAYOUTS[one_of(found, "packing_format", "auto_round:auto_gptq", tuple(_LAYOUTS), _WHERE)]
     base = _changed(Description(layout), found, _WHERE)
     if base is None:
         raise FormatError(f"{_WHERE}: bits: expected 2 to 8, got {found.get('bits')!r}")
     extra = {**mapping(found, "layer_config", _WHERE), **mapping(found, "extra_config", _WHERE)}
-    exceptions = {name: _changed(base, said, f"{_WHERE}: extra_config: {name}") for name, said in extra.items()}
+    exceptions = {name: _changed(base, entry, f"{_WHERE}: extra_config: {name}") for name, entry in extra.items()}
     expressions = [(pattern(name, f"{_WHERE}: extra_config"), name) for name in exceptions if set(name) & _SPECIAL]
     blocks, left = _blocks(found), names(found, "modules_to_not_convert", _WHERE)
 
@@ -59,24 +60,24 @@ def parse(found: Mapping[str, Any]) -> Rules:
     return rules
 
 
-def _changed(base: Description, said: Any, where: str) -> Description | None:
-    """A description with the numbers that an entry gives; None for 16 bits, which are in floating point."""
-    if not isinstance(said, dict):
-        raise FormatError(f"{where}: expected an object, got {said!r}")
-    check_keys(said, _KNOWN, where, TUNING)
-    one_of(said, "act_bits", None, (None, 16, 32), where)
-    if said.get("bits", base.bits) >= _FLOAT_BITS:
+def _changed(base: Description, entry: Any, where: str) -> Description | None:
+    """A description changed by an entry of ``extra_config``; None for 16 bits, which means floating point."""
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object, got {entry!r}")
+    check_keys(entry, _KNOWN, where, TUNING)
+    one_of(entry, "act_bits", None, (None, 16, 32), where)
+    if entry.get("bits", base.bits) >= _FLOAT_BITS:
         return None
-    one_of(said, "data_type", "int", ("int", None), where)
+    one_of(entry, "data_type", "int", ("int", None), where)
     if base.layout == "gemm":
         usual = {"bits": base.bits, "group_size": base.group_size} if base.bits == BITS else {}
-        return awq.described({**usual, **{key: said[key] for key in ("bits", "group_size") if key in said}})
-    made = gptq.changed(base, {key: value for key, value in said.items() if key in _NUMBERS}, where)
+        return awq.described({**usual, **{key: entry[key] for key in ("bits", "group_size") if key in entry}})
+    made = gptq.changed(base, {key: value for key, value in entry.items() if key in _NUMBERS}, where)
     return replace(made, ordered=False)
 
 
 def _blocks(found: Mapping[str, Any]) -> list[str]:
-    """Names of what holds the quantised layers; none means all."""
+    """Names of the modules that contain the quantised layers; empty means all."""
     for key in ("quant_block_list", "block_name_to_quantize", "to_quant_block_names"):
         value = found.get(key)
         if value:

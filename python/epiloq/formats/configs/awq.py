@@ -18,7 +18,8 @@ _KNOWN |= {"modules_to_not_convert", "data_type", "act_bits", "format", "checkpo
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
     one_of(found, "act_bits", None, (None, 16, 32), METHOD)
     one_of(found, "data_type", "int", ("int", None), METHOD)
@@ -32,16 +33,16 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 
 def described(found: Mapping[str, Any], version: str = "gemm") -> Description:
-    """The description that bits, group size and version make. Zero points are in the files whatever a symmetric
-    configuration says, so that they count."""
+    """The description given by bits, group size and version. The files always contain zero points, so they are used
+    even if the configuration says symmetric."""
     size = found.get("group_size", found.get("q_group_size"))
     if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
         raise FormatError(f"{METHOD}: quantization_config: expected 4 bits and a group_size")
-    flag(found, "zero_point", True, METHOD)  # Layers have zero points in either case.
-    said = found.get("version") or found.get("checkpoint_format") or found.get("format") or version
-    version = said.lower() if isinstance(said, str) else ""
+    flag(found, "zero_point", True, METHOD)  # the files contain zero points in either case
+    named = found.get("version") or found.get("checkpoint_format") or found.get("format") or version
+    version = named.lower() if isinstance(named, str) else ""
     if version not in VERSIONS:
-        raise FormatError(f"{METHOD}: version: expected one of {', '.join(VERSIONS)}, got {said!r}")
+        raise FormatError(f"{METHOD}: version: expected one of {', '.join(VERSIONS)}, got {named!r}")
     made = Description(version, "int", BITS, "channel" if size == -1 else "group", size, symmetric=False)
     _ = made.grid  # Raises ValueError for a size that no grid has.
     return made

@@ -13,7 +13,7 @@ from epiloq.formats.layouts.base import FormatError
 
 METHOD = "bitsandbytes"
 _WHERE = "quantization_config"
-# How bitsandbytes computes, or stores what the tensors say themselves: no part of what weights mean.
+# How bitsandbytes computes, or facts that the tensors contain themselves: irrelevant to the meaning of weights.
 _NOTES = {
     "_load_in_4bit",
     "_load_in_8bit",
@@ -28,7 +28,8 @@ _KNOWN = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_wei
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     if found.get("quant_method") != METHOD:
         raise FormatError(f"{_WHERE}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
     check_keys(found, _KNOWN, _WHERE, _NOTES)

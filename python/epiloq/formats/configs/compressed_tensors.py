@@ -18,15 +18,15 @@ NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
 
 _KNOWN = {"quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}
-# Where it stands in the tool's own life, and notes.
+# State of the tool's own workflow, and notes.
 _NOTES = {"quantization_status", "global_compression_ratio", "version", "run_compressed", "dequantize"}
 _NOTES |= {"use_optimized_inference"}
 _GROUP = {"targets", "weights", "input_activations", "output_activations", "format"}
 _NUMBERS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"}
-# How scales were found, and types of tensors, which the files tell.
+# How scales were computed, and dtypes, which the files contain.
 _OBSERVED = {"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
-# Of FP4 weights: what shares scales, weights in a block, and the type of its scale, as the package names them.
+# For each FP4 format: the package's names for strategy, block size and scale dtype.
 _FP4 = {
     NVFP4: ("tensor_group", 16, "torch.float8_e4m3fn"),
     MXFP4: ("group", 32, "torch.uint8"),
@@ -36,7 +36,7 @@ _CACHE = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_stru
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a group says of weights or of activations; left out, as the package takes it."""
+    """A group's entries for weights or activations, with the package's defaults for missing ones."""
 
     kind: Kind
     bits: int
@@ -48,13 +48,14 @@ class _Numbers:
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
     _check_neighbours(found)
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise FormatError(f"{METHOD}: config_groups: expected one or more objects, got {groups!r}")
-    # Of equal targets the last group counts, as in the package.
+    # Among equal targets the last group applies, as in the package.
     targets: dict[str, Description | None] = {}
     for group in groups.values():
         listed = names(group, "targets", METHOD)
@@ -75,7 +76,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 
 def _check_neighbours(found: Mapping[str, Any]) -> None:
-    """Raise FormatError for what changes the computation outside of quantised layers."""
+    """Raise FormatError for entries that change the computation outside of quantised layers."""
     sparsity = mapping(found, "sparsity_config", METHOD)
     if sparsity.get("format", "dense") != "dense":
         raise FormatError(f"{METHOD}: sparsity_config: expected none or the format dense, got {sparsity!r}")
@@ -90,9 +91,8 @@ def _check_neighbours(found: Mapping[str, Any]) -> None:
 
 
 def _matching(targets: Sequence[str]) -> Callable[[Sequence[str], type[nn.Module]], str | None]:
-    """The first of some targets that means a layer: by one of its names, else by its class or one that it derives from.
-
-    As ``compressed_tensors.utils.match`` has it.
+    """The first target that matches a layer by one of its names, otherwise by its class or a base class, as in
+    ``compressed_tensors.utils.match``.
     """
     named = [(target, None if target[:3] != "re:" else pattern(target[3:], METHOD)) for target in targets]
 
@@ -120,8 +120,8 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
     if weights.dynamic or weights.strategy not in _STRATEGIES:
         raise FormatError(f"{METHOD}: weights: expected scales in the files (tensor, channel, group or block)")
     if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
-        said = {key: value for key, value in group["weights"].items() if value is not None}
-        raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {said!r}")
+        actual = {key: value for key, value in group["weights"].items() if value is not None}
+        raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {actual!r}")
     if weights.kind == "int" and weights.block is not None:
         raise FormatError(f"{METHOD}: weights: strategy: no kernel multiplies integers in blocks of {weights.block}")
     layout = group.get("format") or (usual if usual != MIXED else None)
@@ -147,14 +147,14 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
 
 
 def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, usual: str | None) -> Description:
-    """Of FP4 weights; whatever is said of activations, they stay in floating point."""
+    """The description of FP4 weights; activations stay in floating point whatever the configuration says."""
     found = {(strategy, size): layout for layout, (strategy, size, _) in _FP4.items()}
     layout = found.get((weights.strategy, weights.group_size))
     if layout is None or not weights.symmetric or weights.dynamic:
-        said = {key: value for key, value in group["weights"].items() if value is not None}
+        actual = {key: value for key, value in group["weights"].items() if value is not None}
         raise FormatError(
             f"{METHOD}: weights: expected symmetric FP4, tensor_group of 16 or group of 32, with scales in the files, "
-            f"got {said!r}"
+            f"got {actual!r}"
         )
     named = group.get("format") or (usual if usual != MIXED else None)
     if named not in (None, layout):
@@ -164,48 +164,48 @@ def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, u
 
 
 def _layouts(kind: Kind, with_inputs: bool) -> tuple[str, ...]:
-    """The layouts of such layers, the usual one first, and the former name last."""
+    """The layouts of such layers: the default first, the former name last."""
     if kind == "fp8":
         return FLOAT, FORMER
     return (INTEGER, PACKED, FORMER) if with_inputs else (PACKED, INTEGER, FORMER)
 
 
-def _inputs(said: _Numbers) -> Inputs:
-    if said.bits != 8:
-        raise FormatError(f"{METHOD}: input_activations: num_bits: expected 8, got {said.bits!r}")
-    return Inputs(said.kind, said.strategy, said.dynamic, said.symmetric, said.group_size)
+def _inputs(numbers: _Numbers) -> Inputs:
+    if numbers.bits != 8:
+        raise FormatError(f"{METHOD}: input_activations: num_bits: expected 8, got {numbers.bits!r}")
+    return Inputs(numbers.kind, numbers.strategy, numbers.dynamic, numbers.symmetric, numbers.group_size)
 
 
 def _numbers(group: Mapping[str, Any], part: str) -> _Numbers | None:
     where = f"{METHOD}: {part}"
-    said = group.get(part)
-    if said is None:
+    entry = group.get(part)
+    if entry is None:
         return None
-    if not isinstance(said, dict):
-        raise FormatError(f"{where}: expected an object or null, got {said!r}")
-    check_keys(said, _NUMBERS, where, _OBSERVED)
-    size, kind = said.get("group_size"), str(said.get("type") or "int").lower()
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object or null, got {entry!r}")
+    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    size, kind = entry.get("group_size"), str(entry.get("type") or "int").lower()
     usual = {None: "tensor", -1: "channel"}.get(size, "group")
-    strategy = str(said.get("strategy") or usual).lower()
-    block, dynamic = _block(said.get("block_structure"), where), said.get("dynamic") or False
+    strategy = str(entry.get("strategy") or usual).lower()
+    block, dynamic = _block(entry.get("block_structure"), where), entry.get("dynamic") or False
     if kind not in ("int", "float"):
         raise FormatError(f"{where}: type: expected int or float, got {kind!r}")
-    numbers: Kind = "int" if kind == "int" else "fp4" if said.get("num_bits") == 4 else "fp8"
-    # Beside FP4: blocks are scaled at run time, the whole tensor by a scale in the files.
+    numbers: Kind = "int" if kind == "int" else "fp4" if entry.get("num_bits") == 4 else "fp8"
+    # For FP4: blocks are scaled at run time, the whole tensor by a scale in the files.
     if not isinstance(dynamic, bool) and not (numbers == "fp4" and dynamic == "local"):
         raise FormatError(f"{where}: dynamic: expected true or false, got {dynamic!r}")
     if (strategy == "block") != (block is not None):
-        raise FormatError(f"{where}: block_structure: expected one of blocks, got {said.get('block_structure')!r}")
+        raise FormatError(f"{where}: block_structure: expected one of blocks, got {entry.get('block_structure')!r}")
     grouped = strategy in ("group", "tensor_group")
     if grouped and not (type(size) is int and size > 0):
         raise FormatError(f"{where}: group_size: expected at least 1, got {size!r}")
     return _Numbers(
         numbers,
-        said.get("num_bits", 8),
+        entry.get("num_bits", 8),
         strategy,
         size if grouped and size is not None else -1,
         block,
-        flag(said, "symmetric", True, where),
+        flag(entry, "symmetric", True, where),
         bool(dynamic),
     )
 
@@ -221,10 +221,10 @@ def _block(value: Any, where: str) -> tuple[int, int] | None:
 
 
 def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Collection[str] = ()) -> dict[str, Any]:
-    """The ``quantization_config`` of layers by name (all names that a reader may match), others being in `ignore`.
+    """The ``quantization_config`` of layers by name (all names that a reader may match); `ignore` names the others.
 
-    The largest group has all linear layers for targets, the others their layers' names, as all groups have those of
-    embeddings, `tables`. Raises FormatError for embeddings beside layers that are quantised in another way.
+    The largest group targets all linear layers, the other groups their layers' names; every group lists its embeddings
+    (`tables`) by name. Raises FormatError for embeddings that are quantised differently from the layers.
     """
     groups: dict[Description, list[str]] = {}
     for name, described in layers.items():
@@ -239,13 +239,13 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Col
         named = sorted(name for name in listed if index or name in tables)
         return named if index or len(named) == len(listed) else ["Linear", *named]
 
-    said = [_group(described, targets(i, listed)) for i, (described, listed) in enumerate(ranked)]
-    layouts = {group["format"] for group in said}
+    entries = [_group(described, targets(i, listed)) for i, (described, listed) in enumerate(ranked)]
+    layouts = {group["format"] for group in entries}
     found: dict[str, Any] = {
         "quant_method": METHOD,
         "format": layouts.pop() if len(layouts) == 1 else MIXED,
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(said)},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(entries)},
         "ignore": list(ignore),
     }
     packed = [described for described in groups if described.layout == PACKED]

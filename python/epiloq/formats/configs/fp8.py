@@ -17,19 +17,20 @@ METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"
 EXPERTS = "fp4 experts"
 SCALE = "scale"
-"""What DeepSeek-V4's own files call scales."""
+"""The suffix of scales in DeepSeek-V4's own files."""
 BY_SCALE = {BLOCKS: "fp8 blocks by scale", EXPERTS: "fp4 experts by scale"}
-"""Layouts of the same tensors, whose scales are called so."""
+"""The layouts of the same tensors with this suffix."""
 _KNOWN = {"quant_method", "activation_scheme", "weight_block_size", "fmt", "scale_fmt", "modules_to_not_convert"}
 _KNOWN |= {"ignored_layers", "expert_dtype", "kv_cache_scheme"}
 _NOTES = {"dequantize", "kv_cache_quant_targets"}
 _WHERE = "quantization_config"
-# The matrices of routed experts, whatever transformers calls them.
+# The matrices of routed experts, under any of transformers' names.
 _EXPERT = re.compile(r"(.*\.)?experts\.\d+\.")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     if found.get("quant_method") == FBGEMM:
         return _fbgemm(found)
     if found.get("quant_method") != METHOD:
@@ -39,7 +40,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
     one_of(found, "scale_fmt", "float", ("float", "ue8m0"), _WHERE)
     in_fp4 = one_of(found, "expert_dtype", "fp8", ("fp8", "fp4", None), _WHERE) == "fp4"
     scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)
-    # AutoFP8 leaves it out of directories that have none, and DeepSeek never does.
+    # AutoFP8 omits it in checkpoints without blocks; DeepSeek always writes it.
     block = found.get("weight_block_size", None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2)
     if block is None:
         inputs = Inputs("fp8", "tensor", dynamic=scheme == "dynamic")
@@ -66,7 +67,7 @@ def _fbgemm(found: Mapping[str, Any]) -> Rules:
 def _all_but(found: Mapping[str, Any], described: Description, experts_in_fp4: bool = False) -> Rules:
     experts = described
     if experts_in_fp4:
-        # Beside MXFP4 activations are what they are beside FP8, as kernels have it that multiply both.
+        # With MXFP4 weights, activations are quantised as with FP8 weights, for kernels that multiply both.
         experts = Description(EXPERTS, "fp4", 4, "group", 32, inputs=described.inputs)
     left = [name for key in ("modules_to_not_convert", "ignored_layers") for name in names(found, key, _WHERE)]
 
@@ -79,7 +80,7 @@ def _all_but(found: Mapping[str, Any], described: Description, experts_in_fp4: b
 
 
 def config(not_converted: Collection[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a model in blocks of 128 x 128, the named layers being in floating point."""
+    """The ``quantization_config`` of a model with 128 x 128 blocks; the named layers are in floating point."""
     return {
         "quant_method": METHOD,
         "fmt": "e4m3",

@@ -16,14 +16,15 @@ from epiloq.formats.layouts.base import FormatError, flag
 from epiloq.formats.layouts.gptq import VERSIONS
 
 METHOD = "gptq"
-# Left out of `dynamic`, and changed by it.
+# Entries that exceptions in `dynamic` may change, and the fields of `Description` that they set.
 _NUMBERS = {"bits": "bits", "group_size": "group_size", "sym": "symmetric", "desc_act": "ordered"}
 _KNOWN = {"quant_method", "checkpoint_format", "format", "dynamic", "modules_to_not_convert", *_NUMBERS}
 _KNOWN |= {"pack_dtype", "data_type", "act_bits", "method"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
     one_of(found, "pack_dtype", "int32", ("int32", "torch.int32", None), METHOD)
     one_of(found, "data_type", "int", ("int", None), METHOD)
@@ -35,8 +36,8 @@ def parse(found: Mapping[str, Any]) -> Rules:
         raise FormatError(f"{METHOD}: checkpoint_format: expected one of {', '.join(VERSIONS)}, got {version!r}")
     base = changed(Description(version), found, METHOD)
     exceptions = [
-        (pattern(text[2:] if text[:2] in ("+:", "-:") else text, f"{METHOD}: dynamic"), _exception(base, text, said))
-        for text, said in mapping(found, "dynamic", METHOD).items()
+        (pattern(text[2:] if text[:2] in ("+:", "-:") else text, f"{METHOD}: dynamic"), _exception(base, text, entry))
+        for text, entry in mapping(found, "dynamic", METHOD).items()
     ]
     left = names(found, "modules_to_not_convert", METHOD)
 
@@ -49,32 +50,34 @@ def parse(found: Mapping[str, Any]) -> Rules:
     return rules
 
 
-def changed(base: Description, said: Mapping[str, Any], where: str) -> Description:
-    """A description with the numbers that an entry gives. Raises FormatError for those that there are not."""
-    found = {field: said[key] for key, field in _NUMBERS.items() if said.get(key) is not None}
+def changed(base: Description, entry: Mapping[str, Any], where: str) -> Description:
+    """A description changed by an entry. Raises FormatError for unsupported values."""
+    found = {field: entry[key] for key, field in _NUMBERS.items() if entry.get(key) is not None}
     for key in ("sym", "desc_act"):
-        flag(said, key, True, where)
+        flag(entry, key, True, where)
     size = found.get("group_size", base.group_size)
     described = replace(base, **found, strategy="channel" if size == -1 else "group")
-    _ = described.grid  # Raises ValueError for numbers that no grid has.
+    _ = described.grid  # raises ValueError for numbers that no grid supports
     return described
 
 
-def _exception(base: Description, text: str, said: Any) -> Description | None:
-    """What a ``dynamic`` entry makes of the layers that it matches: "-:" leaves them in floating point."""
+def _exception(base: Description, text: str, entry: Any) -> Description | None:
+    """The description of layers that a ``dynamic`` entry matches; None for "-:", which leaves them in floating
+    point."""
     where = f"{METHOD}: dynamic: {text}"
     if text.startswith("-:"):
         return None
-    if not isinstance(said, dict):
-        raise FormatError(f"{where}: expected an object, got {said!r}")
-    check_keys(said, _NUMBERS, where, TUNING)
-    return changed(base, said, where)
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object, got {entry!r}")
+    check_keys(entry, _NUMBERS, where, TUNING)
+    return changed(base, entry, where)
 
 
 def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of layers by name; those unlike most are in ``dynamic``, and those to `ignore`.
+    """The ``quantization_config`` of layers by name; layers that differ from the majority, and those in `ignore`, are
+    listed in ``dynamic``.
 
-    Raises FormatError for zero points that are stored in two ways.
+    Raises FormatError for zero points stored in two ways.
     """
     ordered = any(described.ordered for described in layers.values())
     alike = Counter(replace(described, ordered=ordered) for described in layers.values())
@@ -90,7 +93,7 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str
         "checkpoint_format": base.layout,
     }
     others = {name: one for name, one in layers.items() if replace(one, ordered=ordered) != base}
-    # Readers take every linear layer of the blocks for quantised but those named here.
+    # Readers assume that every linear layer of the blocks is quantised unless named here.
     blocks = tuple({f"{name.split('.0.')[0]}." for name in layers if ".0." in name})
     dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in ignore if blocks and name.startswith(blocks)}
     dynamic |= {

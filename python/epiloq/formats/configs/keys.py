@@ -8,7 +8,7 @@ from typing import Any
 
 from epiloq.formats.layouts.base import FormatError
 
-# How a model was quantised, or how some library runs it: no part of what the tensors mean.
+# How a model was quantised, or how some library runs it: irrelevant to the meaning of the tensors.
 TUNING = frozenset(
     """
     act_group_aware activation amp auto_forward_data_parallelism autoround_version backend batch_size
@@ -29,14 +29,14 @@ _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, "none", "None")
 
 
 def check_keys(found: Mapping[str, Any], known: Collection[str], where: str, harmless: Collection[str] = ()) -> None:
-    """Raise FormatError, naming key and value, for an entry that is not known and says something."""
+    """Raise FormatError, naming key and value, for an unknown entry with a non-empty value."""
     for key, value in found.items():
         if key not in known and key not in harmless and not any(value == nothing for nothing in _NEUTRAL):
             raise FormatError(f"{where}: {key}: epiloq does not know what it does to the computation, got {value!r}")
 
 
 def one_of(found: Mapping[str, Any], key: str, default: Any, choices: Sequence[Any], where: str) -> Any:
-    """The value of an entry. Raises FormatError for one that is not among the choices."""
+    """The value of an entry. Raises FormatError if it is not among the choices."""
     value = found.get(key, default)
     if value not in choices or isinstance(value, bool) != any(isinstance(choice, bool) for choice in choices):
         raise FormatError(f"{where}: {key}: expected {' or '.join(map(str, choices))}, got {value!r}")
@@ -44,7 +44,7 @@ def one_of(found: Mapping[str, Any], key: str, default: Any, choices: Sequence[A
 
 
 def mapping(found: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """The value of an entry that is an object, or is empty or missing. Raises FormatError for another."""
+    """The value of an entry that is an object, empty or missing. Raises FormatError for other types."""
     value = found.get(key)
     if value is not None and not isinstance(value, dict):
         raise FormatError(f"{where}: {key}: expected an object or null, got {value!r}")
@@ -52,7 +52,7 @@ def mapping(found: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
 
 
 def names(found: Mapping[str, Any], key: str, where: str) -> list[str]:
-    """The value of an entry that is a list of names, or is missing. Raises FormatError for another."""
+    """The value of an entry that is a list of names or missing. Raises FormatError for other types."""
     value = found.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         raise FormatError(f"{where}: {key}: expected a list of names, got {value!r}")
@@ -60,7 +60,7 @@ def names(found: Mapping[str, Any], key: str, where: str) -> list[str]:
 
 
 def pattern(text: str, where: str) -> re.Pattern[str]:
-    """A regular expression. Raises FormatError for what is none."""
+    """Compile a regular expression. Raises FormatError if it is invalid."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -68,7 +68,8 @@ def pattern(text: str, where: str) -> re.Pattern[str]:
 
 
 def excludes(patterns: Sequence[str], layer: str) -> bool:
-    """Whether one of some names (of the layer, of what holds it, of its last parts, or an expression) means a layer."""
+    """Whether a layer is excluded by one of `names`: its name, a parent's name, its last parts, or a regular
+    expression."""
     dotted = f".{layer}."
     return any(f".{name.strip('.')}." in dotted or _means(name, layer) for name in patterns if name)
 

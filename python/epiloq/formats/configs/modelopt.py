@@ -26,7 +26,7 @@ INT4, INT4_FP8 = "modelopt int4", INT4_FOR_FP8
 SCALED = frozenset({NVFP4, INT4, INT4_FP8})
 """Layouts of layers that may have a vector by which inputs are multiplied first."""
 
-# What a layer is called in configurations, and its description. Activations of FP4 layers stay in floating point.
+# Algorithm names and their descriptions. Activations of FP4 layers stay in floating point.
 _ALGORITHMS = {
     "NVFP4": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
     "NVFP4_AWQ": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
@@ -40,7 +40,7 @@ _ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": Description(ROWS, "fp8", strategy="channel", inputs=Inputs("fp8", "token")),
     "FP8_PB_WO": Description(BLOCKS, "fp8", strategy="block", block=(128, 128)),
 }
-# And those of which no layer computes the same.
+# Algorithms that epiloq has no layers for.
 _OTHERS = {
     "W8A8_SQ_PER_CHANNEL": "int8 inputs by a stored scale that are scaled by channel before",
     "W8A16": "int8 weights in the layout of TensorRT-LLM",
@@ -53,33 +53,34 @@ _BESIDE = {"quant_method", "quantization", "producer"}
 _INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
 _FLAT = {"quant_method", "quant_algo", "kv_cache_scheme", "group_size", "ignore", "quantized_layers", "config_groups"}
 _LAYER = {"quant_algo", "group_size"}
-# What config_groups repeat of the algorithms; other entries change the computation.
+# Entries of config_groups that repeat the algorithm; other entries change the computation.
 _GROUP = {"input_activations", "weights", "targets", "quant_algo"}
-# Caches whose keys and values are what they would be otherwise, but for rounding.
+# Caches that only round keys and values, so that a float cache may replace them.
 _CACHES = ("FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
 _OF_BITS: dict[tuple[Any, Any], str] = {(8, "float"): "FP8", (8, "int"): "INT8"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     inner = found.get("quantization")
-    said = found if inner is None else mapping(found, "quantization", METHOD)
-    described = _of_layers(said) if said.get("quant_algo") == _MIXED else {"": _described(said, METHOD)}
-    before = _before(said.get("quant_algo"))
+    entries = found if inner is None else mapping(found, "quantization", METHOD)
+    described = _of_layers(entries) if entries.get("quant_algo") == _MIXED else {"": _described(entries, METHOD)}
+    before = _before(entries.get("quant_algo"))
     if inner is None:
         check_keys(found, _FLAT | before, METHOD, {"producer"})
     else:
         check_keys(found, _BESIDE, METHOD)
-        check_keys(said, _INSIDE | before, f"{METHOD}: quantization")
-    for group in mapping(said, "config_groups", METHOD).values():
+        check_keys(entries, _INSIDE | before, f"{METHOD}: quantization")
+    for group in mapping(entries, "config_groups", METHOD).values():
         check_keys(group if isinstance(group, dict) else {"config_groups": group}, _GROUP, f"{METHOD}: config_groups")
-    _check_cache(said)
-    left = names(said, "ignore" if inner is None else "exclude_modules", METHOD)
+    _check_cache(entries)
+    left = names(entries, "ignore" if inner is None else "exclude_modules", METHOD)
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
         if any(_is_in(name, pattern) for name in layer for pattern in left):
             return None
-        # Of the names that hold a layer the longest counts.
+        # Among matching prefixes the longest applies.
         held = [known for known in described if any(_is_in(name, known) for name in layer)]
         return described[max(held, key=len)] if held else None
 
@@ -87,12 +88,12 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 
 def _is_in(layer: str, pattern: str) -> bool:
-    """Whether a name or pattern means a layer or what holds it; an empty one means all."""
+    """Whether a name or pattern matches a layer or a parent of it; an empty one matches everything."""
     return not pattern or fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*")
 
 
-def _of_layers(said: Mapping[str, Any]) -> dict[str, Description]:
-    layers = mapping(said, "quantized_layers", METHOD)
+def _of_layers(entries: Mapping[str, Any]) -> dict[str, Description]:
+    layers = mapping(entries, "quantized_layers", METHOD)
     if not layers:
         raise FormatError(f"{METHOD}: quantized_layers: expected what each layer is quantised to, got none")
     found = {}
@@ -106,12 +107,12 @@ def _of_layers(said: Mapping[str, Any]) -> dict[str, Description]:
 
 
 def _before(algorithm: object) -> set[str]:
-    """Entries that AWQ's algorithms have besides: layers whose inputs are scaled first have a tensor for it, too."""
+    """Additional entries of AWQ's algorithms, whose layers may have a tensor that scales their inputs."""
     return {SCALE} if isinstance(algorithm, str) and algorithm.upper() in _OF_AWQ else set()
 
 
-def _described(said: Mapping[str, Any], where: str) -> Description:
-    algorithm = said.get("quant_algo")
+def _described(entries: Mapping[str, Any], where: str) -> Description:
+    algorithm = entries.get("quant_algo")
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name in _OTHERS:
         raise FormatError(f"{where}: quant_algo: {algorithm} is {_OTHERS[name]}, of which no layer computes the same")
@@ -120,7 +121,7 @@ def _described(said: Mapping[str, Any], where: str) -> Description:
         raise FormatError(
             f"{where}: quant_algo: expected one of {', '.join((*_ALGORITHMS, _MIXED))}, got {algorithm!r}"
         )
-    size = said.get("group_size")
+    size = entries.get("group_size")
     if found.kind == "int" and type(size) is int and size > 0:
         return replace(found, group_size=size)
     if size not in ((None, found.group_size) if found.kind == "fp4" else (None, 0)) or isinstance(size, bool):
@@ -129,9 +130,9 @@ def _described(said: Mapping[str, Any], where: str) -> Description:
     return found
 
 
-def _check_cache(said: Mapping[str, Any]) -> None:
-    """Raise FormatError for a key-value cache of other numbers than those whose rounding can be left out."""
-    cache = said.get("kv_cache_quant_algo", said.get("kv_cache_scheme"))
+def _check_cache(entries: Mapping[str, Any]) -> None:
+    """Raise FormatError for a key-value cache in a format whose rounding cannot be omitted."""
+    cache = entries.get("kv_cache_quant_algo", entries.get("kv_cache_scheme"))
     if isinstance(cache, dict):
         check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
         cache = _OF_BITS.get((cache.get("num_bits"), cache.get("type"))) or dict(cache)
@@ -140,18 +141,18 @@ def _check_cache(said: Mapping[str, Any]) -> None:
 
 
 def config(layers: Mapping[str, Description], ignore: Collection[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of layers by name (all names that a reader may match), others being in `ignore`.
+    """The ``quantization_config`` of layers by name (all names that a reader may match); `ignore` names the others.
 
     Raises FormatError for layers that no algorithm describes.
     """
     known = {described: name for name, described in reversed(_ALGORITHMS.items())}
     found = {name: known[described] for name, described in layers.items()}
-    said: dict[str, Any] = {"quant_method": METHOD, "producer": {"name": "epiloq"}, "ignore": sorted(ignore)}
+    made: dict[str, Any] = {"quant_method": METHOD, "producer": {"name": "epiloq"}, "ignore": sorted(ignore)}
     if len(set(found.values())) == 1:
         algorithm = next(iter(found.values()))
-        return said | {"quant_algo": algorithm} | _size_of(algorithm)
+        return made | {"quant_algo": algorithm} | _size_of(algorithm)
     each = {name: {"quant_algo": algorithm, **_size_of(algorithm)} for name, algorithm in sorted(found.items())}
-    return said | {"quant_algo": _MIXED, "quantized_layers": each}
+    return made | {"quant_algo": _MIXED, "quantized_layers": each}
 
 
 def _size_of(algorithm: str) -> dict[str, int]:

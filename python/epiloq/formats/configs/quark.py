@@ -1,4 +1,4 @@
-"""The configurations of AMD's Quark, of which MXFP4 is read: how all layers are quantised, and some by pattern.
+"""The configurations of AMD's Quark (MXFP4 only): one setting for all layers, with exceptions by pattern.
 
 Defined by ``quark/torch/quantization/config/config.py``; "Pack_mxfp4" packs even columns into the low halves of bytes.
 """
@@ -22,16 +22,17 @@ _KNOWN |= {"algo_config", "kv_cache_quant_config", "softmax_quant_spec", "kv_cac
 _NOTES = {"quant_mode", "version", "packed_modules_mapping"}
 _LAYER = {"weight", "input_tensors", "output_tensors", "bias"}
 _NUMBERS = {"dtype", "qscheme", "group_size", "ch_axis", "is_dynamic", "scale_format", "block_size"}
-# How scales were found and how kernels may run.
+# How scales were computed, and hints for kernels.
 _OBSERVED = {"observer_cls", "round_method", "scale_calculation_mode", "scale_type", "symmetric", "is_scale_quant"}
 _OBSERVED |= {"mx_element_dtype", "enable_buffer_reuse", "max_input_numel"}
 _EXPORT = {"pack_method", "weight_format", "kv_cache_group"}
-# Algorithms whose work is all in the tensors; rotations at run time, for one, are not.
+# Algorithms without effect at run time; rotations, for example, have one.
 _OFFLINE = ("smooth", "smoothquant", "autosmoothquant", "awq", "gptq", "gptaq", "qronos")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for what is not read."""
+    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
+    entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
     for key in ("kv_cache_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
         if found.get(key):
@@ -50,8 +51,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     left = names(found, "exclude", METHOD)
     usual = _described(mapping(found, "global_quant_config", METHOD), f"{METHOD}: global_quant_config")
     each = {
-        name: _described(said if isinstance(said, dict) else {"weight": said}, f"{METHOD}: layer_quant_config: {name}")
-        for name, said in mapping(found, "layer_quant_config", METHOD).items()
+        name: _described(
+            entry if isinstance(entry, dict) else {"weight": entry}, f"{METHOD}: layer_quant_config: {name}"
+        )
+        for name, entry in mapping(found, "layer_quant_config", METHOD).items()
     }
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
@@ -63,19 +66,19 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
 
 def _means(text: str, layer: str) -> bool:
-    """Whether a name, a pattern of a shell or, after "re:", a regular expression means a layer."""
+    """Whether a name, a shell-style pattern or, after "re:", a regular expression matches a layer."""
     if text.startswith("re:"):
         return pattern(text[3:], METHOD).match(layer) is not None
     return fnmatchcase(layer, text)
 
 
-def _described(said: Mapping[str, Any], where: str) -> Description | None:
-    """Of one layer; None leaves it in floating point."""
-    check_keys(said, _LAYER, where, {"target_device"})
+def _described(entry: Mapping[str, Any], where: str) -> Description | None:
+    """The description of one layer; None leaves it in floating point."""
+    check_keys(entry, _LAYER, where, {"target_device"})
     for part in ("output_tensors", "bias"):
-        if said.get(part) is not None:
-            raise FormatError(f"{where}: {part}: expected none, got {said[part]!r}")
-    weight, inputs = said.get("weight"), said.get("input_tensors")
+        if entry.get(part) is not None:
+            raise FormatError(f"{where}: {part}: expected none, got {entry[part]!r}")
+    weight, inputs = entry.get("weight"), entry.get("input_tensors")
     if weight is None and inputs is None:
         return None
     _check_mxfp4(weight, f"{where}: weight", dynamic=False)
@@ -85,13 +88,13 @@ def _described(said: Mapping[str, Any], where: str) -> Description | None:
     return Description(MXFP4, "fp4", 4, "group", 32, inputs=of_inputs)
 
 
-def _check_mxfp4(said: Any, where: str, dynamic: bool) -> None:
-    if not isinstance(said, dict):
-        raise FormatError(f"{where}: expected an object, got {said!r}")
-    check_keys(said, _NUMBERS, where, _OBSERVED)
-    one_of(said, "dtype", None, ("fp4",), where)
-    one_of(said, "qscheme", None, ("per_group",), where)
-    one_of(said, "group_size", None, (32,), where)
-    one_of(said, "scale_format", "e8m0", ("e8m0",), where)
-    one_of(said, "ch_axis", -1, (-1, 1), where)
-    one_of(said, "is_dynamic", dynamic, (dynamic,), where)
+def _check_mxfp4(entry: Any, where: str, dynamic: bool) -> None:
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object, got {entry!r}")
+    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    one_of(entry, "dtype", None, ("fp4",), where)
+    one_of(entry, "qscheme", None, ("per_group",), where)
+    one_of(entry, "group_size", None, (32,), where)
+    one_of(entry, "scale_format", "e8m0", ("e8m0",), where)
+    one_of(entry, "ch_axis", -1, (-1, 1), where)
+    one_of(entry, "is_dynamic", dynamic, (dynamic,), where)

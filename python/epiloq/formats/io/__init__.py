@@ -1,1 +1,1 @@
-"""Reading and writing of model directories, and models of transformers from and to them."""
+"""Reading and writing of model directories as transformers models."""

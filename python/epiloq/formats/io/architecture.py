@@ -35,7 +35,7 @@ def architecture(checkpoint: Checkpoint) -> Any:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     try:
         found = getattr(transformers, name, None) if name else None
-    except Exception:  # A model that needs a package which is not there.
+    except Exception:  # e.g. a package that the model needs is missing
         found = None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise FormatError(
@@ -49,9 +49,9 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     try:
-        # Asked to decide about code in the directory, it would ask at the terminal.
+        # Otherwise transformers would ask at the terminal whether to run code from the directory.
         return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # huggingface_hub has kinds of its own for values of a wrong type
+    except Exception as error:  # huggingface_hub has its own exceptions for values of a wrong type
         where = checkpoint.folder / "config.json"
         raise FormatError(f"{where}: transformers cannot read it: {reason(error)}") from error
 
@@ -76,12 +76,11 @@ def _positive(checkpoint: Checkpoint, key: str) -> int | None:
 
 
 def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
-    """The model that a checkpoint is of, in its own type and evaluation mode, with whatever values.
+    """The model that a checkpoint describes, in its own dtype and evaluation mode, with uninitialised values.
 
-    On "meta" it has none, and takes no memory. Experts of which the files hold a matrix each are apart, and the
-    checkpoint's tensors have the model's names from now on.
-
-    Raises FormatError for a model that transformers cannot build, or that is far larger than the files.
+    On "meta" it takes no memory. Experts are unstacked if the files have one matrix per expert, and afterwards the
+    checkpoint's tensors have the model's names. Raises FormatError for a model that transformers cannot build, or that
+    is far larger than the files.
     """
     config = transformers_config(checkpoint)
     if hasattr(config, "quantization_config"):
@@ -96,7 +95,7 @@ def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
 
 
 def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
-    """A model of a configuration. Raises FormatError for whatever stops transformers from building it."""
+    """Build a model from a configuration. Raises FormatError for any error of transformers."""
     dtype = config.dtype or torch.float32
     if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise FormatError(f"{limits.where}: dtype: expected a floating-point type of 2 to 8 bytes, got {dtype!r}")
@@ -105,7 +104,7 @@ def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
             model: nn.Module = kind(config).eval()
     except FormatError:
         raise
-    except Exception as error:  # Its own checks are few: a value of a wrong kind is found by whatever uses it.
+    except Exception as error:  # wrong values raise arbitrary errors where they are used
         raise FormatError(f"{limits.where}: transformers cannot build the model: {reason(error)}") from error
     kept = kept_in_float32(model, dtype)
     for name, parameter in model.named_parameters():
@@ -114,15 +113,14 @@ def _built(kind: Any, config: Any, limits: Limits, device: str) -> nn.Module:
     return model
 
 
-def hollow(checkpoint: Checkpoint) -> nn.Module | None:
-    """The model that a checkpoint is of, its parameters on "meta" and its buffers with the values they start with.
-
-    None where config.json does not say in which type. Raises FormatError as `skeleton` does.
+def skeleton_without_parameters(checkpoint: Checkpoint) -> nn.Module | None:
+    """The model that a checkpoint describes, with parameters on "meta" and initialised buffers. None if config.json
+    does not state a dtype. Raises FormatError as `skeleton` does.
     """
     config = transformers_config(checkpoint)
     if config.dtype is None:
         return None
-    skeleton(checkpoint, "meta")  # Refuses what would take gigabytes to build.
+    skeleton(checkpoint, "meta")  # refuses a model that would take gigabytes
     thread = threading.get_ident()
 
     def without_value(_: nn.Module, name: str, parameter: Any) -> Any:
@@ -138,7 +136,7 @@ def hollow(checkpoint: Checkpoint) -> nn.Module | None:
 
 
 def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError | None:
-    """Of a model that is too large, the tensor that the files have in another shape, if any."""
+    """For a model that is too large: the first tensor that has another shape in the files, if any."""
     for name, target in model.state_dict(keep_vars=True).items():
         entry = checkpoint.entries.get(name)
         if entry is not None and target.numel() > 8 * max(1, entry.nbytes):
@@ -148,9 +146,9 @@ def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError 
 
 
 def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    """A model of transformers, its experts apart where a checkpoint has them so, whose tensors get the model's names.
+    """A transformers model with experts unstacked as in a checkpoint, whose tensors are renamed to the model's names.
 
-    Raises FormatError where two tensors would have the same.
+    Raises FormatError if two tensors would have the same name.
     """
     if hasattr(model, "base_model_prefix"):
         names = names_in(model, checkpoint)
@@ -161,9 +159,9 @@ def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
 
 
 def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
-    """What tensors of files are called in a model of transformers.
+    """Mapping from names of tensors in files to names in a transformers model.
 
-    Where a checkpoint has them so, its experts are apart, and its activation functions scaled, from now on.
+    From now on the model has unstacked experts and scaled activation functions if the checkpoint has them.
     """
     names = Names(model)
     if checkpoint.quantization is not None:
@@ -179,11 +177,12 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
     return Names(model) if changed else names
 
 
-def has_no_use_for(model: nn.Module, name: str) -> bool:
-    """Whether a tensor or layer in files is one that a model of transformers leaves aside, like further predictions.
+def ignores_tensor(model: nn.Module, name: str) -> bool:
+    """Whether a transformers model deliberately ignores a tensor or layer in files, such as multi-token prediction
+    layers.
 
-    Of what it has itself it leaves nothing aside: its patterns may be those of another size (the layer after GLM-4.5
-    Air's last, which GLM-4.5 has), or of a part, for whose names they are meant.
+    Layers that the model has are never ignored: the patterns may be meant for another size (GLM-4.5 Air ignores the
+    layer after its last, which GLM-4.5 has), or for the names of a part of the model.
     """
     patterns: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     return any(re.search(pattern, name) for pattern in patterns) and not _has(model, name)
@@ -210,9 +209,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @torch.no_grad()
 def untie_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Take apart weights that a model ties to each other but of which a checkpoint has different ones.
+    """Untie weights that a model ties but that differ in a checkpoint.
 
-    As transformers does: which of two tensors a model has then does not hang on their order in the files.
+    transformers does the same. Otherwise the loaded value would depend on the tensors' order in the files.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for one, other in tied.items():
@@ -228,14 +227,14 @@ def untie_(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def model_config(model: nn.Module) -> dict[str, Any]:
-    """The config.json of a model of transformers as it is."""
+    """The config.json of a transformers model in memory."""
     found: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator,union-attr]
     dtype = str(float_dtype(model)).removeprefix("torch.")
     return found | {"architectures": [type(model).__name__], "dtype": dtype}
 
 
 def float_dtype(model: nn.Module) -> torch.dtype:
-    """The type of what a model holds in floating point, or that a quantised first layer stands in for."""
+    """The dtype of a model's floating-point parameters, or of the float layer that a quantised first layer replaced."""
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             return module.dtype
@@ -246,7 +245,7 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 
 def distinct(model: nn.Module) -> Mapping[str, Tensor]:
-    """The state dict as files have it, without second names of tied weights."""
+    """The state dict as saved in files: tied weights appear under one name only."""
     seen: set[Identity] = set()
     found = {}
     for name, tensor in file_state(model).items():

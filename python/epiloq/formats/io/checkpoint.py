@@ -24,14 +24,14 @@ from epiloq.formats.layouts.base import FormatError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
-# Weights in any form, and what describes weights that are not there any more; all else is carried over.
+# Weights in any form, and descriptions of weights. All other files are copied to a new directory.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 DESCRIPTIONS = {"config.json", *_BESIDE}
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The layer of a tensor and which part of it this is; bitsandbytes' parts have names like "weight.absmax"."""
+    """Split a tensor's name into its layer and its part; bitsandbytes' parts have names like "weight.absmax"."""
     layer, found, part = name.partition(".weight.")
     if found:
         return layer, f"weight.{part}"
@@ -40,16 +40,16 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def described_beside(folder: Path) -> bool:
-    """Whether a file beside config.json may say how layers are quantised: AutoGPTQ's, AutoAWQ's, or ModelOpt's."""
+    """Whether there is a separate quantisation configuration next to config.json (AutoGPTQ, AutoAWQ or ModelOpt)."""
     return any(status(folder / file) is not None for file in _BESIDE)
 
 
 class Checkpoint:
-    """A model directory opened for reading: which file holds which tensor, every one of them checked to be there.
+    """A model directory opened for reading: the file of each tensor; all tensors are checked to exist.
 
-    Raises FormatError: no config.json, special files (FIFOs, devices, links to nothing), no safetensors weights, an
-    index that names files outside the directory or that are missing, a file whose header and length disagree, a tensor
-    that its file does not hold, numbers of layers that no file of so many tensors has. Pickles are never opened.
+    Raises FormatError: no config.json; special files (FIFOs, devices, dangling links); no safetensors weights; an index
+    that names missing files or files outside the directory; a file whose header and length disagree; a tensor that is
+    not in its file; far more layers than tensors. Pickles are never opened.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,19 +71,21 @@ class Checkpoint:
         self.limits.check_config(self.config)
 
     @cached_property
-    def beside(self) -> list[Path]:
-        """Names of the files that a new directory of this model gets, too. Raises FormatError as `carried` does."""
-        return carried(self.folder)
+    def other_files(self) -> list[Path]:
+        """Names of the other files that are copied to a new directory of this model. Raises FormatError as the function
+        `other_files` does."""
+        return other_files(self.folder)
 
     @property
     def limits(self) -> Limits:
-        """How large a model these files can be of."""
+        """Limits of the size of a model with these files."""
         nbytes = sum(entry.nbytes for entry in self.entries.values())
         return Limits(str(self.folder / "config.json"), len(self.entries), nbytes)
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """The ``quantization_config``, or what older AutoGPTQ, AutoAWQ and ModelOpt wrote in a file of its own."""
+        """The ``quantization_config``, or the content of the separate file that older AutoGPTQ, AutoAWQ and ModelOpt
+        wrote."""
         return self._quantization
 
     def _find_quantization(self) -> dict[str, Any] | None:
@@ -91,9 +93,9 @@ class Checkpoint:
         if found is not None and not isinstance(found, dict):
             raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
         if found is not None and found.get("quant_method") == "fp8" and "expert_dtype" in self.config:
-            # DeepSeek-V4 has it there, V4.1 among the others.
+            # DeepSeek-V4 has it at the top level, V4.1 in the quantization_config.
             found = {"expert_dtype": self.config["expert_dtype"]} | found
-        # The format epiloq has no method for transformers to see; older files of it have.
+        # epiloq's own format has no `quant_method`, except in older files.
         if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
             return {**found, "quant_method": "epiloq"}
         if found is not None or not any(name.endswith((".qweight", ".weight_scale")) for name in self.files):
@@ -101,12 +103,12 @@ class Checkpoint:
         for file, method in _BESIDE.items():
             if status(self.folder / file) is not None:
                 self.described_by = file
-                said = read_json(self.folder / file)
-                return {"quant_method": "awq" if "w_bit" in said else method} | said
+                config = read_json(self.folder / file)
+                return {"quant_method": "awq" if "w_bit" in config else method} | config
         return None
 
     def headers(self) -> dict[str, tuple[str, list[int]]]:
-        """Type, as safetensors names it ("BF16"), and shape of every tensor by name; no tensor is read."""
+        """dtype, as named by safetensors ("BF16"), and shape of every tensor by name; no tensor is read."""
         return {name: (entry.dtype, list(entry.shape)) for name, entry in self.entries.items()}
 
     def names(self) -> list[str]:
@@ -114,7 +116,7 @@ class Checkpoint:
         return sorted(self.files, key=lambda name: (self.files[name], name))
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, mapped from its file, or computed from such."""
+        """One tensor, memory-mapped from its file or computed from mapped ones."""
         if name in self.computed:
             return self.computed[name]()
         return self.read(self.files[name], self.stored.get(name, name))
@@ -126,13 +128,13 @@ class Checkpoint:
         return self._opened[file].get_tensor(stored)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Close the files that tensors were read from, whose memory is given back once no tensor is mapped to it."""
+        """Close the files. Their memory is released when no tensor refers to it any more."""
         self._opened.clear()
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call every tensor by another name from now on, given by its name in the files.
+        """Rename all tensors, given new names by names in the files.
 
-        Raises FormatError where two would have the same.
+        Raises FormatError if two would have the same name.
         """
         taken: dict[str, str] = {}
         for old, new in names.items():
@@ -145,7 +147,7 @@ class Checkpoint:
         self._layers = {split_name(new)[0]: split_name(old)[0] for new, old in self.stored.items()}
 
     def stored_name(self, name: str) -> str:
-        """The name in the files of a tensor, or of another one of its layer."""
+        """The name of a tensor in the files; also for other tensors of the same layer."""
         if name in self.files:
             return self.stored.get(name, name)
         layer, part = split_name(name)
@@ -191,16 +193,16 @@ class Checkpoint:
         return files
 
     def _other_weights(self) -> str:
-        """The end of a sentence that says which weights there are instead, if any."""
+        """The end of an error message: which other weights the directory has, if any."""
         found = sorted(path.name for path in self.folder.iterdir() if path.suffix in WEIGHTS)
         if not found:
             return ""
-        said = self.config.get("quantization_config")
-        method = said.get("quant_method") if isinstance(said, dict) else None
+        config = self.config.get("quantization_config")
+        method = config.get("quant_method") if isinstance(config, dict) else None
         return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}"
 
     def _named_by_auto_gptq(self) -> str | None:
-        """The one file of weights whose name AutoGPTQ wrote beside it."""
+        """The single weight file named in AutoGPTQ's configuration."""
         if status(self.folder / "quantize_config.json") is None:
             return None
         base = read_json(self.folder / "quantize_config.json").get("model_file_base_name")
@@ -219,9 +221,9 @@ def _opened(file: Path) -> Any:
 
 
 class Writer:
-    """Collects tensors into shards of bounded size in a directory, and closes it with an index and a config.
+    """Writes tensors to shards of bounded size in a directory, then an index and a config.
 
-    Tensors go to the disk as they come: none is held.
+    Tensors are written immediately and not kept in memory.
     """
 
     def __init__(self, folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
@@ -230,7 +232,7 @@ class Writer:
         folder.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, into a new shard where it would not fit the last."""
+        """Write a tensor, to a new shard if it does not fit in the current one."""
         if not self.shards or (self.shards[-1].size and self.shards[-1].size + tensor.nbytes > self.largest):
             if self.shards:
                 self.shards[-1].close()
@@ -238,7 +240,7 @@ class Writer:
         self.shards[-1].add(name, tensor)
 
     def close(self, config: Mapping[str, Any]) -> None:
-        """Finish and name the shards, and write the index (of several shards) and config.json."""
+        """Finish and name the shards, and write the index (if there are several shards) and config.json."""
         if self.shards:
             self.shards[-1].close()
         count = len(self.shards)
@@ -261,49 +263,48 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def written_whole(folder: str | Path) -> Iterator[Path]:
-    """A name beside a new `folder`, which becomes it by one rename when all went well and is removed otherwise.
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """Create a temporary directory next to a new `folder`. It is renamed to `folder` on success and removed otherwise.
 
-    What a process left there that was killed is removed, too. Raises FormatError where `folder` exists or cannot be,
-    FileExistsError where another process made it meanwhile.
+    Remains of killed processes are removed, too. Raises FormatError if `folder` exists or cannot be created,
+    FileExistsError if another process created it meanwhile.
     """
     folder = Path(folder)
     check_new(folder)
     _remove_abandoned(folder)
-    aside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with held(_lock(aside)):
-            yield aside
+        with held(_lock(temporary)):
+            yield temporary
             if folder.exists() or folder.is_symlink():
                 raise FileExistsError(f"{folder} was created in the meantime: choose another output, or move it away")
-            aside.rename(folder)
+            temporary.rename(folder)
     finally:
-        _remove(aside)
+        _remove(temporary)
 
 
-def _lock(aside: Path) -> Path:
-    """The file that the process holds which writes a folder."""
-    return aside.with_name(f"{aside.name}.lock")
+def _lock(temporary: Path) -> Path:
+    """The lock file of the process that writes a folder."""
+    return temporary.with_name(f"{temporary.name}.lock")
 
 
-def _remove(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    _lock(aside).unlink(missing_ok=True)
+def _remove(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    _lock(temporary).unlink(missing_ok=True)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what is beside a folder of attempts to write it, if nobody is at work on them any more."""
+    """Remove abandoned temporary directories of a folder, those whose process has ended."""
     for lock in folder.parent.glob(f".{glob.escape(folder.name)}-????????.lock"):
         with suppress(Held):
             check_free(lock)
             _remove(lock.with_suffix(""))
 
 
-def carried(source: Path) -> list[Path]:
-    """What belongs to a model beside weights and configuration, relative to its directory: tokenizer, generation,
-    templates, notes, code. Hidden files, linked folders and folders that are models of their own are left out.
-
-    Raises FormatError for a special file, a link to nothing, or a directory that is not there any more.
+def other_files(source: Path) -> list[Path]:
+    """A model's files other than weights and configuration, relative to its directory: tokenizer, generation settings,
+    templates, notes, code. Hidden files, linked folders and folders with separate models are excluded. Raises
+    FormatError for a special file, a dangling link, or a directory that has vanished.
     """
     found: list[Path] = []
     for place, folders, files in os.walk(source, onerror=_raise):
@@ -324,12 +325,11 @@ def _raise(error: OSError) -> None:
     raise FormatError(f"{error.filename}: cannot be read any more: {error.strerror}") from error
 
 
-def carry_over(source: Checkpoint, target: Path) -> None:
-    """Copy the files beside a checkpoint's weights, all that were there when it was first asked for them.
-
-    Raises FormatError, naming the file, for one that vanished since or changed its kind.
+def copy_other_files(source: Checkpoint, target: Path) -> None:
+    """Copy a checkpoint's other files: those that existed when `Checkpoint.other_files` was first read. Raises
+    FormatError, naming the file, for one that has vanished since or is no longer a regular file.
     """
-    for name in source.beside:
+    for name in source.other_files:
         file = source.folder / name
         if status(file) is None:
             raise FormatError(f"{file}: was there when the run began, and is missing now: restore it, or start again")

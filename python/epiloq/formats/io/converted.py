@@ -1,4 +1,4 @@
-"""Tensors of files that a model of transformers has otherwise: several joined to one, or one split into several."""
+"""Tensors that transformers converts on loading: several joined to one, or one split into several."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from epiloq.formats.layouts.base import FormatError
 
 
 def convert_(checkpoint: Checkpoint, model: Any, names: Names) -> None:
-    """Have a checkpoint give a model's tensors in the place of floating-point ones that transformers converts to them.
+    """Make a checkpoint return a model's tensors instead of the floating-point tensors from which transformers creates
+    them.
 
-    Integers and bytes of FP8 are left, for a quantised layer is what its tensors say together.
+    Integer and FP8 tensors are left unchanged, because they have a meaning only together with their layer's other
+    tensors.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, entry in checkpoint.entries.items():
@@ -38,7 +40,7 @@ def _put(checkpoint: Checkpoint, model: Any, names: Names, targets: list[str], s
         tensors = {stored: checkpoint.read(file, stored) for file, stored in places}
         try:
             return names.converted(model, tensors)[target]
-        except Exception as error:  # Whatever transformers' operations raise on tensors that do not fit them.
+        except Exception as error:  # transformers' operations raise arbitrary errors for tensors that do not fit
             raise FormatError(f"{where}: transformers cannot convert it to {target}: {error}") from error
 
     for name in sources:

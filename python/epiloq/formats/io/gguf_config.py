@@ -1,6 +1,7 @@
-"""A transformers configuration from a GGUF file's values: each is applied, known to change nothing, or refused by name.
+"""A transformers configuration from a GGUF file's values. Each value is applied, known to have no effect, or refused by
+name.
 
-The keys are llama.cpp's (``llama-arch.cpp``, ``llama-model.cpp``); what they mean for positions is its
+The keys are llama.cpp's (``llama-arch.cpp``, ``llama-model.cpp``); their meaning for positions is defined by its
 ``ggml_rope_ext``.
 """
 
@@ -14,9 +15,9 @@ from typing import Any
 from epiloq.formats.io.gguf_file import Array, GgufFile
 from epiloq.formats.layouts.base import FormatError
 
-# Of every architecture: what the model computes does not depend on them.
+# Keys without effect on the computation, for every architecture.
 _IGNORED = {"rope.scaling.finetuned", "tensor_data_layout", "use_parallel_residual"}
-# What must say so if it is there.
+# Keys that must have these values if present.
 _FIXED: Mapping[str, Any] = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "pooling_type": 0}
 EMBEDDING, _OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
@@ -25,18 +26,19 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp's as transformers has it.
+    """An architecture of llama.cpp and its counterpart in transformers.
 
     config
-        The name of its configuration in transformers.
+        Name of its configuration in transformers.
     rotated
-        Layers of which llama.cpp stores the two rows that rotate together side by side, and whose heads they have.
+        Layers in which llama.cpp stores the two rows that rotate together next to each other, each mapped to the
+        configuration's entry for its number of heads.
     norm_offset
-        What llama.cpp adds to the weights of norms: Gemma's multiply by one plus the weight.
+        Added to the weights of norms by llama.cpp, because Gemma's norms multiply by one plus the weight.
     rope_factors
         Whether llama.cpp reads "rope_freqs.weight".
     finish
-        Whatever else the values say; takes the values, and changes the configuration.
+        Applies the architecture's remaining values to the configuration.
     """
 
     config: str
@@ -47,7 +49,7 @@ class Architecture:
 
 
 class _Values:
-    """A file's values of its architecture, each used once or refused in the end."""
+    """A file's architecture values; those that are never used are refused at the end."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.prefix = file, f"{file.architecture}."
@@ -57,7 +59,8 @@ class _Values:
         return f"{self.file.path}: {self.prefix}{key}"
 
     def take(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
-        """A value of one of some types; raises FormatError if it is of another, or missing without a default."""
+        """A value of one of some types. Raises FormatError for other types, or if it is missing and there is no
+        default."""
         value = self.left.pop(key, default)
         if value is None or isinstance(value, bool) != (bool in kinds) or not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -65,7 +68,7 @@ class _Values:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A number from 1; of an array, the number that all its entries are."""
+        """A positive integer; for an array, the common value of its entries."""
         value = self.left.get(key)
         if isinstance(value, Array) and len(set(value.values)) == 1:
             self.left[key] = value.values[0]
@@ -75,21 +78,22 @@ class _Values:
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number that is finite and more than 0."""
+        """A finite positive number."""
         found = float(self.take(key, (int, float), default))
         if not 0 < found < float("inf"):
             raise FormatError(f"{self.where(key)}: expected a number above 0, got {found}")
         return found
 
     def refuse_others(self) -> None:
-        """Raise FormatError for a value that nothing has used, as it may change what the model computes."""
+        """Raise FormatError for unused values, which may change the computation."""
         for key, value in sorted(self.left.items()):
             if key not in _IGNORED and (key not in _FIXED or _FIXED[key] != value):
                 raise FormatError(f"{self.where(key)}: not understood; it may change what the model computes")
 
 
 def _rope(values: _Values, context: int, head: int) -> Config:
-    """The rotary positions. transformers' "longrope", with one list for short and long, divides each frequency."""
+    """The rotary position settings. Frequency factors are expressed as transformers' "longrope" with the same list for
+    short and long contexts."""
     known: Config = {"rope_type": "default", "rope_theta": values.number("rope.freq_base", 10000.0)}
     if (rotated := values.size("rope.dimension_count", head)) != head:
         raise FormatError(f"{values.where('rope.dimension_count')}: expected {head}, a whole head, got {rotated}")
@@ -113,13 +117,13 @@ def _rope(values: _Values, context: int, head: int) -> Config:
     if kind == "linear" and factor != 1:
         return known | {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and factor != 1:
-        said = {"factor": factor, "original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
-        return known | said | {"rope_type": "yarn", "attention_factor": attention * (1 + 0.1 * log(factor))}
+        entries = {"factor": factor, "original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
+        return known | entries | {"rope_type": "yarn", "attention_factor": attention * (1 + 0.1 * log(factor))}
     return known
 
 
 def _rope_factors(values: _Values, head: int) -> list[float] | None:
-    """What frequencies are divided by; None where nothing is said, or all are 1."""
+    """The factors by which frequencies are divided; None if there are none or all are 1."""
     stored = values.file.tensors.get(ROPE_FACTORS)
     if stored is None:
         return None
@@ -139,7 +143,7 @@ def _biases(values: _Values, config: Config) -> None:
 
 
 def _soft_caps(values: _Values, config: Config) -> None:
-    """llama.cpp tells Gemma 2 27B, whose queries are scaled by another width, by its number of layers."""
+    """Like llama.cpp, recognise Gemma 2 27B, whose queries are scaled differently, by its number of layers."""
     config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
     config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
     config["sliding_window"] = values.size("attention.sliding_window", 4096)
@@ -176,10 +180,10 @@ ARCHITECTURES = {
 
 
 def config_of(file: GgufFile) -> Any:
-    """The configuration of transformers for a file of one of `ARCHITECTURES`.
+    """The transformers configuration for a file of one of `ARCHITECTURES`.
 
-    Raises FormatError, naming the value or the tensor: another architecture, a value that is missing, of another kind,
-    that disagrees with the tensors, or that is not understood.
+    Raises FormatError, naming the value or the tensor, for other architectures and for values that are missing, of a
+    wrong type, inconsistent with the tensors, or unknown.
     """
     from transformers import AutoConfig
 

@@ -1,8 +1,8 @@
-"""GGUF files: headers checked tensor by tensor before anything is believed, then mapped.
+"""GGUF files: headers are checked completely, then the file is memory-mapped.
 
-A file is "GGUF", a version, the numbers of tensors and keys, the keys with their values, the tensors' names, sizes,
-kinds and places, and from the next multiple of the alignment on their bytes, in the same order without gaps but for
-the alignment (ggml, ``docs/gguf.md``). All is little endian here.
+A file consists of "GGUF", a version, the numbers of tensors and keys, the keys with their values, the tensors' names,
+sizes, kinds and offsets and, from the next multiple of the alignment, their bytes in the same order, with gaps only for
+alignment (ggml, ``docs/gguf.md``). Only little-endian files are supported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from epiloq.formats.layouts.base import FormatError
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 LONGEST_NAME, MOST_DIMENSIONS = 1 << 16, 4
-# By the numbers of ggml's gguf_type.
+# indexed by ggml's gguf_type
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array among a file's values, of which only short ones of numbers are kept."""
+    """An array among a file's values; only short numeric arrays keep their items."""
 
     kind: str
     count: int
@@ -39,7 +39,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its kind ("Q4_0", "F32", ..), its shape in torch's order, and a view of its bytes."""
+    """A tensor of a file: its kind ("Q4_0", "F32", …), its shape in torch's order, and a view of its bytes."""
 
     name: str
     kind: str
@@ -47,13 +47,13 @@ class Stored:
     data: memoryview
 
     def blocks(self) -> Tensor:
-        """A copy of the rows of blocks, uint8, of a matrix."""
+        """A copy of a matrix's rows of blocks, uint8."""
         return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(*self.shape[:-1], -1)
 
     def dequantize(self) -> Tensor:
-        """The values in float32, of any kind that the gguf package knows.
+        """The values in float32, for any kind supported by the gguf package.
 
-        Raises FormatError for kinds that it does not, and values that are not finite.
+        Raises FormatError for other kinds and for non-finite values.
         """
         import numpy as np
         from gguf import GGMLQuantizationType
@@ -74,8 +74,8 @@ class Stored:
 class GgufFile:
     """A GGUF file opened for reading: ``tensors`` and ``values`` by name, and ``architecture``.
 
-    Raises FormatError for what is no whole GGUF file, for a tensor that is misaligned, overlaps another, leaves a gap
-    or lies outside the file, and for sizes that no tensor has.
+    Raises FormatError for incomplete or other files, for tensors that are misaligned, overlap, leave gaps or lie
+    outside the file, and for invalid sizes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads forward in bytes. Raises ValueError or struct.error where they end."""
+    """Sequential reader of bytes. Raises ValueError or struct.error at their end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -146,7 +146,7 @@ class _Cursor:
         return found
 
     def count(self, number: int, least: int) -> int:
-        """A number of things of at least so many bytes each, which the remaining bytes must suffice for."""
+        """Read a count of items; the remaining bytes must suffice for that many items of the given minimum size."""
         if number * least > len(self.data) - self.at:
             raise ValueError(f"expected at most {len(self.data) - self.at} bytes at {self.at}, for {number} entries")
         return number
@@ -188,7 +188,7 @@ def _value(cursor: _Cursor, name: str) -> Any:
 
 
 def _described(cursor: _Cursor, count: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-    """Name, kind, shape in torch's order, bytes and place of each tensor."""
+    """Name, kind, shape in torch's order, size in bytes and offset of each tensor."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kinds = {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}

@@ -61,7 +61,7 @@ def load(
             values = values - architecture.norm_offset
         target.copy_(values if rows is None else values[rows])
     looked_up: dict[str, QuantizedEmbedding] = {}
-    # Embeddings first, for heads may share theirs.
+    # Embeddings first, because heads may share their weights.
     for name, stored, rows in sorted(quantised, key=lambda found: found[0] not in tables):
         layer: nn.Module
         try:
@@ -80,9 +80,9 @@ def load(
 
 
 def outline(file: GgufFile, device: str, dtype: torch.dtype) -> tuple[Any, dict[str, Stored]]:
-    """The model that a file describes with any values, and the file's tensor for each of the model's.
+    """The model that a file describes, uninitialised, and the file's tensor for each of its tensors.
 
-    Raises FormatError where they disagree; nothing is allocated before that.
+    Raises FormatError, before anything is allocated, if they disagree.
     """
     import gguf as package
     from transformers import AutoModelForCausalLM
@@ -131,7 +131,7 @@ def is_norm(name: str) -> bool:
 
 
 def _rows(architecture: Architecture, name: str, config: object, count: int) -> Tensor | None:
-    """Which row of the file is each row of a layer; None for all in order."""
+    """The file's row for each row of a layer; None if they are in order."""
     layer = name.split(".")[-2]
     if layer not in architecture.rotated:
         return None

@@ -1,8 +1,8 @@
-"""How large a model that config.json describes may be, given the tensors that the files hold.
+"""Limits of the size of a model that config.json describes, given the tensors in the files.
 
-Sizes in config.json cost nothing to write and gigabytes to believe. A model is built on the meta device first, where
-tensors take no memory; building stops when it registers far more modules or parameters than the files have tensors,
-and what was built is compared with the bytes of the files before anything is allocated.
+Wrong sizes in config.json could cause gigabytes to be allocated. So a model is first built on the meta device, where
+tensors take no memory. Building stops as soon as it registers far more modules or parameters than the files have
+tensors, and the result is compared with the files' size before anything is allocated.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.nn.modules import module as hooks
 
 from epiloq.formats.layouts.base import FormatError
 
-# A fused tensor of a file may become several parameters, and modules without parameters surround them.
+# A fused tensor may become several parameters, and there are modules without parameters.
 _REGISTRATIONS_PER_TENSOR, _REGISTRATIONS = 16, 4096
-# 2 bits are four values a byte; GGUF has kinds of block below 2 bits.
+# 2-bit weights have four values per byte; some GGUF kinds have less than 2 bits.
 _VALUES_PER_BYTE, _VALUES = 8, 1 << 20
-# Tables of positions and masks are in no file.
+# Tables of positions and masks are not in the files.
 _BUFFER_BYTES, _BUFFERS_PER_BYTE = 1 << 28, 16
-# What configurations make a list or a dictionary of, or a loop over, before there is a module to count.
+# Sizes from which configurations build lists, dictionaries or loops before there is a module to count.
 _COUNT = re.compile(r"layers?$|blocks?$|depth|labels$|experts?$|groups$|heads$|repeats$|stages$|codebooks$")
 _LARGEST_COUNT = 1 << 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What files hold: how many tensors of how many bytes; `where` names config.json in messages."""
+    """Number of tensors and bytes in the files; `where` names config.json in messages."""
 
     where: str
     tensors: int
     nbytes: int
 
     def check_config(self, config: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise FormatError for a number of layers, experts, labels .. far beyond the number of tensors."""
+        """Raise FormatError if the number of layers, experts, labels etc. far exceeds the number of tensors."""
         most = max(_LARGEST_COUNT, self.tensors)
         for key, value in config.items():
             if isinstance(value, dict):
@@ -52,7 +52,8 @@ class Limits:
 
     @contextmanager
     def while_building(self) -> Iterator[None]:
-        """Raise FormatError as soon as a model that this thread builds has far more parts than the files' tensors."""
+        """Raise FormatError as soon as a model being built by this thread has far more parts than the files have
+        tensors."""
         most = self.tensors * _REGISTRATIONS_PER_TENSOR + _REGISTRATIONS
         thread, count = threading.get_ident(), 0
 
@@ -76,7 +77,7 @@ class Limits:
                 handle.remove()
 
     def check_size(self, model: nn.Module) -> None:
-        """Raise FormatError for a model, perhaps on the meta device, of more values than the files' bytes can mean."""
+        """Raise FormatError for a model (also on the meta device) with more values than the files can contain."""
         values = sum(parameter.numel() for parameter in model.parameters())
         tables = sum(buffer.nbytes for buffer in model.buffers())
         if values > self.nbytes * _VALUES_PER_BYTE + _VALUES:

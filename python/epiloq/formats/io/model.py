@@ -13,7 +13,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
 from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, carry_over
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, copy_other_files
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
@@ -39,7 +39,7 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
             dtype="auto",
             local_files_only=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # To be named here.
+            ignore_mismatched_sizes=True,  # mismatches are reported below
             output_loading_info=True,
         )
     except Exception as error:
@@ -124,7 +124,7 @@ def save(
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     target.close(linears | left_beside(model, target.quantised))
-    carry_over(source, folder)
+    copy_other_files(source, folder)
 
 
 class Target:
@@ -153,11 +153,11 @@ class Target:
     def layer(
         self, name: str, weight: Weight, described: Quantization | None, table: TableOutline | None = None
     ) -> None:
-        """Write a quantised layer's tensors, all but its bias, given how this layer is quantised.
+        """Write a quantised layer's tensors without its bias, given its quantisation.
 
-        Of an embedding also its outline.
+        For an embedding, its outline is required.
         """
-        if table is not None and not self.layout.ends:
+        if table is not None and not self.layout.vocabulary:
             raise FormatError(f"{self.layout.name}: cannot represent a quantised embedding")
         for part, tensor in self.layout.to_tensors(weight, described, self.dtype).items():
             self.writer.add(f"{self.source.stored_layer(name)}.{part}", tensor)
@@ -165,9 +165,9 @@ class Target:
         if table is not None:
             self.tables |= {name, self.source.stored_layer(name)}
         if self.layout.describe is not None:
-            said = self.layout.describe(weight, described)
-            # Readers match either name.
-            self.described |= dict.fromkeys((name, self.source.stored_layer(name)), said)
+            description = self.layout.describe(weight, described)
+            # readers may match either name
+            self.described |= dict.fromkeys((name, self.source.stored_layer(name)), description)
         if isinstance(weight, BlockWeight):
             self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
@@ -177,6 +177,6 @@ class Target:
         left = set(linears) - self.quantised.keys() - self.shared.keys()
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
         written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared)
-        said = {**self.source.config, "quantization_config": self.layout.config(written)}
-        said.pop("expert_dtype", None)  # DeepSeek-V4's, beside its quantization_config
-        self.writer.close(untied(said) if self.untie else said)
+        config = {**self.source.config, "quantization_config": self.layout.config(written)}
+        config.pop("expert_dtype", None)  # DeepSeek-V4's top-level entry
+        self.writer.close(untied(config) if self.untie else config)

@@ -1,4 +1,4 @@
-"""Names of the tensors of files in a model of transformers, where some differ."""
+"""Mapping of tensor names in files to names in a transformers model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epiloq.nn import ExpertLinears
 
 
 class Names:
-    """What the tensors of files are called in a model."""
+    """Names of a model's tensors for those of files."""
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,27 +25,26 @@ class Names:
         self.prefix, self.state = model.base_model_prefix, model.state_dict()
 
     def of(self, name: str) -> str:
-        """The name in the model of a tensor that becomes one tensor there."""
+        """The name in the model of a tensor that becomes a single tensor there."""
         from transformers.core_model_loading import rename_source_key
 
         return rename_source_key(name, self.renamings, [], self.prefix, self.state)[0]
 
     def targets(self, name: str) -> tuple[list[str], bool]:
-        """The names in the model of what a tensor becomes, or becomes part of, and whether it is merely renamed."""
+        """The names of the model's tensors that a tensor becomes or becomes part of, and whether it is only renamed."""
         from transformers.core_model_loading import rename_source_key
 
         found, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.state)
         if pattern is None:
-            # As transformers does: a renaming that leads nowhere was not meant for this name.
+            # As in transformers: a renaming to a name that the model does not have does not apply.
             return [found if found in self.state else name], True
         converter = next(each for each in self.converters if pattern in each.source_patterns)
         first, *others = converter.target_patterns
         return [found, *(found.replace(first, other) for other in others)], False
 
     def converted(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's tensors that one of transformers' converters makes of those of files, given by their names there.
-
-        All are of one converter, and of one place in the model.
+        """The model's tensors that a converter of transformers creates from tensors of files, given by their names
+        there. All must belong to one converter and one layer of the model.
         """
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -59,7 +58,8 @@ class Names:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def by_stored(self, stored: Iterable[str]) -> dict[str, str]:
-        """Names in the model by those of files; tensors of a quantised layer go with its weight, others keep theirs."""
+        """Names in the model by names in files. Tensors of a quantised layer are renamed with its weight, others keep
+        their names."""
         found = {}
         for name in stored:
             layer, part = split_name(name)
@@ -72,20 +72,20 @@ class Names:
 
 
 def named_in(model: nn.Module, layer: str) -> str:
-    """What a layer of files is called in a model of transformers, whether or not the model has it."""
+    """The name of a layer of files in a transformers model, whether or not the model has it."""
     if not hasattr(model, "base_model_prefix"):
         return layer
     return Names(model).of(f"{layer}.weight").removesuffix(".weight")
 
 
 def apart(model: nn.Module) -> list[str]:
-    """The names of the weights of experts that are apart: those of each stack's first expert, as files name them."""
+    """Names in files of unstacked expert weights: those of each stack's first expert."""
     stacks = [(name, module.projections) for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
     return [f"{name}.0.{projection}.weight" for name, projections in stacks for projection in projections.names]
 
 
 def without_stacking(transforms: list[Any], names: list[str]) -> list[Any]:
-    """Of transformers' changes to what it loads, those that stack none of the tensors of these names."""
+    """transformers' weight conversions without those that stack tensors with these names."""
     from transformers.core_model_loading import WeightConverter
 
     def stacks(transform: Any) -> bool:
@@ -97,16 +97,17 @@ def without_stacking(transforms: list[Any], names: list[str]) -> list[Any]:
 
 
 def saved_by_layer(model: Any, names: list[str]) -> list[Any]:
-    """The changes that transformers undoes as it saves a model, but for those that merge tensors of these names.
+    """The weight conversions that transformers reverts when it saves a model, without those that merge tensors with
+    these names.
 
-    It keeps as one tensor in its files what some models have as several layers (query, key and value), and would join
-    their packed integers as if they were rows of a float weight. Under their own names, it loads them as they are.
+    Some models' files have one tensor for several layers (query, key and value). transformers would join packed
+    integers as if they were rows of a float weight. Under their own names it loads them unchanged.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter
 
     known: list[Any] | None = getattr(model, "_weight_conversions", None)
-    if known is None:  # As transformers has it for models that no directory was loaded into.
+    if known is None:  # transformers' default for models that were not loaded from a directory
         found = get_model_conversion_mapping(model, add_legacy=False)
         known = [transform for transform in found if not isinstance(transform, PrefixChange)]
 

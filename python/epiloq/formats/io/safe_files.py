@@ -14,12 +14,12 @@ from epiloq.files import why_not_made
 from epiloq.formats.layouts.base import FormatError
 
 LARGEST_JSON = 64 << 20
-"""Bytes; the index of a model of a trillion parameters takes about 20 MB, a tokenizer of 260,000 words 35 MB."""
+"""Bytes. The index of a model with a trillion parameters takes about 20 MB, a tokenizer with 260,000 tokens 35 MB."""
 
 # "organisation/model"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LONGEST_REASON = 240
-"""Characters of what another package says; some print a page."""
+"""Maximum length of another package's message, in characters; some print a page."""
 
 ADAPTER = "adapter_config.json"
 _OF_AN_ADAPTER = f": {ADAPTER} is PEFT's; open the model that it names, then the adapter on it"
@@ -34,9 +34,9 @@ _SPECIAL = {
 
 
 def status(file: Path) -> os.stat_result | None:
-    """What the file system says of a file, links followed; None where nothing has that name.
+    """The stat result of a file, following links; None if it does not exist.
 
-    Raises FormatError for a link that leads nowhere or round in a circle, and for a name that no file can have.
+    Raises FormatError for dangling or circular links and for invalid names.
     """
     try:
         return file.stat()
@@ -54,7 +54,7 @@ def status(file: Path) -> os.stat_result | None:
 
 
 def check_regular(file: Path) -> os.stat_result:
-    """Raise FormatError unless a name is that of a regular file, perhaps through links; return its status."""
+    """Return the stat result of a regular file, possibly behind links. Raises FormatError for anything else."""
     found = status(file)
     if found is None:
         raise FormatError(_missing(file))
@@ -65,15 +65,15 @@ def check_regular(file: Path) -> os.stat_result:
 
 
 def _missing(file: Path) -> str:
-    """The sentence for a file that is not there, perhaps because a model's name on a hub was given for its folder."""
+    """The message for a missing file, with a hint if a hub name was given instead of a folder."""
     if file.parent.is_dir():
         adapter = file.name == "config.json" and (file.parent / ADAPTER).exists()
         return f"{file}: missing{_OF_AN_ADAPTER if adapter else ''}"
     name = file.parent.as_posix()
-    said = f"{name}: expected a model directory, found nothing there"
+    message = f"{name}: expected a model directory, found nothing there"
     if not _HUB_NAME.fullmatch(name):
-        return said
-    return f"{said}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
+        return message
+    return f"{message}; a model of a hub is downloaded first: hf download {name} --local-dir {file.parent.name}"
 
 
 def check_encodable(path: Path) -> None:
@@ -85,7 +85,7 @@ def check_encodable(path: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raise FormatError unless a folder can be made that is not there yet, with what it lies in."""
+    """Raise FormatError unless a new folder, with its parents, can be created."""
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
     check_encodable(folder)
@@ -100,10 +100,10 @@ def check_new(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FormatError unless all that a model directory shows is regular files and directories.
+    """Raise FormatError unless a model directory contains only regular files and directories.
 
-    Whatever reads the directory afterwards (transformers, a tokenizer) then neither waits for a FIFO nor reads a device
-    without end. Hidden entries are left alone, as by everything else here.
+    So other readers of the directory (transformers, a tokenizer) neither block on a FIFO nor read a device endlessly.
+    Hidden entries are ignored, as everywhere here.
     """
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not entry.name.startswith(".") and not entry.is_dir():
@@ -127,7 +127,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """An exception of another package as part of a sentence, on one line."""
+    """Another package's exception as a single-line part of a message."""
     text = shorten(str(error), LONGEST_REASON, placeholder=" …")
     plain = isinstance(error, (OSError, RuntimeError, ValueError)) and text
     return text if plain else f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,7 @@
-"""safetensors files themselves: headers checked tensor by tensor, and files written without holding their tensors.
+"""safetensors files: checked headers, and writing without keeping tensors in memory.
 
-A file is the header's length (8 bytes, little endian), the header (JSON: type, shape and place of each tensor), and the
-tensors' bytes, one after the other without gaps (https://github.com/huggingface/safetensors).
+A file consists of the header's length (8 bytes, little endian), the header (JSON: dtype, shape and offsets of each
+tensor), and the tensors' bytes without gaps (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epiloq.formats.io.safe_files import check_regular
 from epiloq.formats.layouts.base import FormatError
 
 METADATA = "__metadata__"
-# What safetensors itself accepts.
+# safetensors' own limit
 LONGEST_HEADER = 100_000_000
 COPIED = 1 << 20
 
@@ -48,20 +48,20 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as a header describes it: type as safetensors names it ("BF16"), shape, bytes."""
+    """A tensor's header entry: dtype as named by safetensors ("BF16"), shape, and size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
     def outline(self) -> Tensor:
-        """A tensor of this type and shape without values."""
+        """A tensor with this dtype and shape on the meta device."""
         return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
 
     def fits(self, target: Tensor) -> bool:
-        """Whether this can become a model's tensor as it is: its shape, and its type or both floating-point ones.
+        """Whether this can be loaded into a model's tensor: equal shapes, and equal dtypes or both floating-point.
 
-        Bytes of FP8 mean nothing without their scales, so they fit FP8 alone.
+        FP8 values mean nothing without their scales, so they fit FP8 only.
         """
         dtype = DTYPES[self.dtype]
         both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
@@ -69,10 +69,10 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of a file by name; none is read.
+    """The header entries of a file's tensors by name; no tensor is read.
 
-    Raises FormatError, naming file and tensor: an incomplete or senseless header, an unknown type, bytes that are more
-    or fewer than the shape needs, that lie outside the file, or that two tensors share; bytes of no tensor.
+    Raises FormatError, naming file and tensor, for an incomplete or invalid header, an unknown dtype, sizes that
+    disagree with the shape, tensors outside the file or overlapping, and bytes that belong to no tensor.
     """
     size = check_regular(file).st_size
     with file.open("rb") as stream:
@@ -109,7 +109,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _place(file: Path, name: str, described: Any, available: int) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end, after all that can be wrong with them was looked at."""
+    """Checked begin and end of a tensor's bytes."""
     fields = described if isinstance(described, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
@@ -129,15 +129,15 @@ def _place(file: Path, name: str, described: Any, available: int) -> tuple[int, 
 
 
 def _sizes(value: Any) -> list[int] | None:
-    """A list of numbers that are not negative, None for anything else."""
+    """A list of non-negative integers; None for anything else."""
     return value if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value) else None
 
 
 class Shard:
-    """A safetensors file in the making: tensors go to the disk as they come, the header when it is closed.
+    """A safetensors file being written: tensors immediately, the header on closing.
 
-    The data lie in a file beside it until then, for a header stands before them and the widest types come first, so
-    that every tensor is aligned to its type.
+    Until then the data are in separate files, because the header precedes them and the widest dtypes come first, so
+    that every tensor is aligned to its dtype.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Floating-point tensors of files that the model of config.json does not have."""
+"""Floating-point tensors of files that the model does not have."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.io.architecture import has_no_use_for
+from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 
 _NAMED = 3
-# How many layers predict further tokens, which transformers leaves aside.
+# Keys for the number of multi-token prediction layers, which transformers ignores.
 _FURTHER = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 def buffers_of(model: nn.Module) -> set[str]:
-    """The last parts of the names of a model's buffers: files of older versions hold them, which it computes."""
+    """The last parts of the names of a model's buffers, which are computed but may be in older files."""
     return {name.rpartition(".")[2] for name, _ in model.named_buffers()}
 
 
 def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoint) -> None:
-    """Warn of tensors that a model has no place for, by the names that it would give them.
+    """Warn of tensors, by their names in the model, that a model does not have.
 
-    Raises FormatError for what would make another model of the files: tensors of further members of a list that the
-    model has, as of more layers than config.json says, and of layers that have none of that name.
+    Raises FormatError for tensors that indicate a different model: those of further members of a list (such as more
+    layers than config.json states), and unknown tensors of known layers.
     """
     buffers = buffers_of(model)
     left = []
     for name in sorted(names):
-        if has_no_use_for(model, name) or name.rpartition(".")[2] in buffers:
+        if ignores_tensor(model, name) or name.rpartition(".")[2] in buffers:
             continue
         found = _beyond(model, name)
         if found is not None:
@@ -58,7 +58,7 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
 
 
 def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise FormatError for integers and FP8 in the place of a model's floating-point numbers: they need scales."""
+    """Raise FormatError for integer or FP8 tensors of floating-point parameters, because their scales are missing."""
     state = model.state_dict(keep_vars=True)
     for name, entry in checkpoint.entries.items():
         dtype, target = DTYPES[entry.dtype], state.get(name)
@@ -71,7 +71,7 @@ def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _is_leaf(model: nn.Module, layer: str) -> bool:
-    """Whether this is a layer that holds tensors and no others."""
+    """Whether this module has tensors but no submodules."""
     try:
         module = model.get_submodule(layer)
     except AttributeError:
@@ -80,7 +80,7 @@ def _is_leaf(model: nn.Module, layer: str) -> bool:
 
 
 def _beyond(model: nn.Module, name: str) -> tuple[str, int] | None:
-    """The list, and its length, of which a tensor would belong to a member that is not there."""
+    """The module list, and its length, to a missing member of which a tensor would belong."""
     place, parts = model, name.split(".")
     for position, part in enumerate(parts):
         children = dict(place.named_children())

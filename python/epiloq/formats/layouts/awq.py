@@ -15,9 +15,9 @@ from epiloq.formats.layouts.base import (
     Codes,
     Expected,
     FormatError,
-    agrees,
-    divides,
-    full,
+    check_multiple,
+    check_shape,
+    group_length,
     groups_of,
     require,
     sizes,
@@ -31,7 +31,7 @@ BITS = 4
 PER_WORD = 8
 # gemm: nibble i of a word holds this one of its eight columns.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# gemv_fast: rows that share a tile, and its columns.
+# gemv_fast: rows and columns of a packed tile.
 INTERLEAVE, SPAN = 4, 64
 
 
@@ -57,31 +57,31 @@ def to_packed(
     gemv_fast   int16 ``[N / 4, K]``     the scales' ``[W, N]``     ``[W, N]``
     ==========  =======================  =========================  ================
 
-    Scales have 16 or 32 bits, and keep their dtype. What fills G up to W is not read, and is 0 when written.
+    Scales have 16 or 32 bits, and keep their dtype. The padding from G to W is not read, and written as 0.
 
     Args:
         group_size: -1 for one group.
         version: "gemm", "gemv" or "gemv_fast".
-        shape: [N, K], to be compared with what the tensors make.
+        shape: [N, K], checked against the tensors' shapes.
 
     Raises:
         FormatError: a ValueError, which names the tensor that does not fit.
     """
     layout = _layout(version)
     found = layout.shape(*sizes("qweight", qweight))
-    agrees("awq", found, shape)
+    check_shape("awq", found, shape)
     tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
     require(tensors, layout.expected(*found, group_size))
     return layout.read(tensors, group_size, found)
 
 
 def from_packed(packed: PackedWeight, *, version: str = "gemm") -> dict[str, Tensor]:
-    """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
+    """The inverse of `to_packed`, byte for byte; scales keep their dtype.
 
     For ``gemv_fast`` a zero point becomes the offset ``-(scale * zero)``, rounded once to the scales' dtype.
 
-    Raises FormatError for other than 4 bits, activation order, sizes that do not fill words or groups, and, but for
-    ``gemv_fast``, real offsets.
+    Raises FormatError for bits other than 4, activation order, sizes that do not fill words or groups, and real offsets
+    except in ``gemv_fast``.
     """
     _groups(packed.n, packed.k, packed.group_size)
     if packed.bits != BITS or packed.perm is not None:
@@ -90,7 +90,7 @@ def from_packed(packed: PackedWeight, *, version: str = "gemm") -> dict[str, Ten
 
 
 def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
-    """A layer's tensors in a directory: of integers on a grid, scales in float16; in ``gemv_fast`` of real offsets."""
+    """A layer's tensors in a checkpoint: integers on a grid with float16 scales; real offsets in ``gemv_fast``."""
     layout = _layout(version)
     if layout.words is None:
         if not isinstance(weight, OffsetWeight):
@@ -117,11 +117,12 @@ def from_tensors(tensors: Mapping[str, Tensor], group_size: int, version: str, s
 
 
 def padded_groups(columns: int, group_size: int) -> int:
-    """The groups that ``gemv`` and ``gemv_fast`` keep parameters for: G rounded up to 8, 16 or 32 of them.
+    """The number of groups for which ``gemv`` and ``gemv_fast`` store parameters: G rounded up to a multiple of 8, 16
+    or 32.
 
     Raises FormatError for groups other than 32, 64, and 128 or more.
     """
-    length = full(group_size, columns)
+    length = group_length(group_size, columns)
     words = 1 if length >= 128 else {64: 2, 32: 4}.get(length)
     if words is None:
         raise FormatError(f"awq: group_size: expected 32, 64, or at least 128 for gemv, got {length}")
@@ -130,10 +131,10 @@ def padded_groups(columns: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One version: the layer's shape from that of qweight, the tensors expected of it, reading and writing them.
+    """One version: the layer's shape from that of qweight, its expected tensors, reading and writing them.
 
     codes, words
-        Of a version with integer zero points, how a layer's integers are read and written.
+        Reading and writing of a layer's integers, for versions with integer zero points.
     """
 
     shape: Callable[[int, int], tuple[int, int]]
@@ -146,8 +147,8 @@ class _Layout:
 
 def _groups(rows: int, columns: int, group_size: int) -> int:
     groups = groups_of(columns, group_size, "awq")
-    divides("in_features", columns, full(group_size, columns), "awq")
-    divides("out_features", rows, PER_WORD, "awq")
+    check_multiple("in_features", columns, group_length(group_size, columns), "awq")
+    check_multiple("out_features", rows, PER_WORD, "awq")
     return groups
 
 
@@ -175,7 +176,7 @@ def _gemm_words(codes: Codes) -> dict[str, Tensor]:
 
 def _gemv_expected(rows: int, columns: int, group_size: int) -> Expected:
     _groups(rows, columns, group_size)
-    divides("in_features", columns, PER_WORD, "awq")
+    check_multiple("in_features", columns, PER_WORD, "awq")
     padded = padded_groups(columns, group_size)
     return {
         "qweight": (torch.int32, (rows, columns // PER_WORD)),
@@ -186,7 +187,7 @@ def _gemv_expected(rows: int, columns: int, group_size: int) -> Expected:
 
 def _gemv_codes(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> Codes:
     columns = shape[1]
-    groups = columns // full(group_size, columns)
+    groups = columns // group_length(group_size, columns)
     q, scales = unpack(tensors["qweight"], BITS, columns), tensors["scales"]
     zero = unpack(tensors["qzeros"], BITS, scales.shape[1])[:, :groups].int()
     return Codes(q, scales[:, :groups], zero, None, BITS, group_size)
@@ -194,7 +195,7 @@ def _gemv_codes(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int
 
 def _gemv_words(codes: Codes) -> dict[str, Tensor]:
     columns = codes.q.shape[1]
-    divides("in_features", columns, PER_WORD, "awq")
+    check_multiple("in_features", columns, PER_WORD, "awq")
     missing = padded_groups(columns, codes.group_size) - codes.scale.shape[1]
     scales, zero = (torch.nn.functional.pad(t, (0, missing)) for t in (codes.scale, codes.zero))
     return {"qweight": pack(codes.q, BITS), "qzeros": pack(zero, BITS), "scales": scales}
@@ -202,7 +203,7 @@ def _gemv_words(codes: Codes) -> dict[str, Tensor]:
 
 def _fast_expected(rows: int, columns: int, group_size: int) -> Expected:
     _groups(rows, columns, group_size)
-    divides("in_features", columns, SPAN, "awq gemv_fast")
+    check_multiple("in_features", columns, SPAN, "awq gemv_fast")
     parameters = (padded_groups(columns, group_size), rows)
     return {
         "qweight": (torch.int16, (rows // INTERLEAVE, columns)),
@@ -213,7 +214,7 @@ def _fast_expected(rows: int, columns: int, group_size: int) -> Expected:
 
 def _fast_read(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int, int]) -> PackedWeight:
     rows, columns = shape
-    groups = columns // full(group_size, columns)
+    groups = columns // group_length(group_size, columns)
     # A tile's words, by row, half, b and c, hold column 32 half + 8 a + 2 b + c in nibble a.
     words = tensors["qweight"].view(rows // INTERLEAVE, columns // SPAN, INTERLEAVE, 2, 4, 2)
     nibbles = torch.stack([words >> 4 * a & 15 for a in range(4)], dim=4).to(torch.uint8)  # row, tile, r, half, a, b, c
@@ -223,7 +224,7 @@ def _fast_read(tensors: Mapping[str, Tensor], group_size: int, shape: tuple[int,
 
 
 def _fast_write(packed: PackedWeight) -> dict[str, Tensor]:
-    divides("in_features", packed.k, SPAN, "awq gemv_fast")
+    check_multiple("in_features", packed.k, SPAN, "awq gemv_fast")
     q, scale, offset = packed.unpack()
     if packed.offset is None:
         codes = Codes.of_packed(packed, "awq gemv_fast")
@@ -231,7 +232,7 @@ def _fast_write(packed: PackedWeight) -> dict[str, Tensor]:
     assert offset is not None
     missing = padded_groups(packed.k, packed.group_size) - scale.shape[1]
     scales, qzeros = (torch.nn.functional.pad(t, (0, missing)).t().contiguous() for t in (scale, offset))
-    # int16 holds words above 32767 as negative numbers, and int32 so many bits.
+    # Values above 32767 are negative in int16; mask them to 16 bits in int32.
     tiles = q.view(-1, INTERLEAVE, packed.k // SPAN, 2, 4, 4, 2).transpose(1, 2).int()
     words = sum((tiles.select(4, a) << 4 * a for a in range(1, 4)), tiles.select(4, 0))
     return {"qweight": words.to(torch.int16).reshape(-1, packed.k), "qzeros": qzeros, "scales": scales}

@@ -17,20 +17,21 @@ Activations = Literal["int8", "int8-azp", "int8-static", "fp8"] | None
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantised: all alike, but for those in `dynamic` and `grids`."""
+    """How the layers of a checkpoint are quantised: all in the same way, except those in `dynamic` and `grids`."""
 
     grid: Grid
     activations: Activations = None
     """Per token at run time, symmetric or with a zero point (azp), or FP8; static: one scale and zero point for all
     tokens. None leaves them in floating point."""
     dynamic: tuple[str, ...] = ()
-    """Of int8-static, the layers that are int8-azp instead."""
+    """With static activations: the layers that have dynamic ones with a zero point (azp) instead."""
     grids: Mapping[str, Grid] = field(default_factory=dict, compare=False)
-    """Layers by name that have a grid of their own."""
+    """Grids of layers, by name, that differ from `grid`."""
 
     @property
     def w4a8(self) -> bool:
-        """Whether `nn.W4A8Linear` runs such layers, whose weights have groups and scales as those of weights alone."""
+        """Whether `nn.W4A8Linear` runs these layers, whose weights have the same groups and scales as weight-only
+        ones."""
         return self.grid.bits == 4 and self.activations in ("int8", "fp8")
 
     def of(self, layer: str) -> Quantization:
@@ -40,7 +41,7 @@ class Quantization:
 
     @staticmethod
     def of_all(layers: Mapping[str, Quantization | None]) -> Quantization | None:
-        """How layers by name are quantised together; None where no single value represents that."""
+        """The common value for layers given by name; None if no single value describes them."""
         found = set(layers.values())
         if len(found) == 2 and None not in found:
             dynamic, static = sorted((one for one in found if one is not None), key=lambda one: str(one.activations))
@@ -50,9 +51,9 @@ class Quantization:
 
 
 class FormatError(ValueError):
-    """A checkpoint that cannot be read, or a weight that a format cannot represent; the message tells why, in one line.
+    """A checkpoint that cannot be read, or a weight that a format cannot represent; the message is a single line.
 
-    Names come from files, which may have any characters in them: those that cannot be printed are escaped.
+    Unprintable characters in names from files are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -85,7 +86,8 @@ def from_unsigned(q: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tens
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight as layouts store it: unsigned integers with a zero point for each group, from and to what holds it.
+    """A weight as stored by layouts: unsigned integers with a zero point per group; converts from and to weight
+    classes.
 
     q
         uint8 ``[N, K]`` from 0 to 2^bits - 1; column j is input channel perm[j], groups are of q's columns.
@@ -102,13 +104,13 @@ class Codes:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Codes:
-        """Of a calibrated weight."""
+        """From a calibrated weight."""
         q, zero = unsigned(weight)
         return cls(q, weight.scale, zero, weight.perm, weight.bits, weight.group_size)
 
     @classmethod
     def of_packed(cls, packed: PackedWeight, layout: str) -> Codes:
-        """Of a packed weight. Raises FormatError for one with real offsets, which words cannot hold."""
+        """From a packed weight. Raises FormatError for real offsets, which layouts cannot store."""
         if packed.offset is not None:
             raise FormatError(f"{layout}: expected integer zero points or none, got real offsets")
         q, scale, zero = packed.unpack()
@@ -118,11 +120,12 @@ class Codes:
         return cls(q, scale, zero.to(torch.int32), packed.perm, packed.bits, packed.group_size)
 
     def quantized(self, grid: Grid) -> QuantizedWeight:
-        """As a weight on a grid. Raises FormatError for a symmetric one whose zero points are not in the middle."""
+        """Convert to a weight on a grid. Raises FormatError for a symmetric grid with zero points that are not in the
+        middle."""
         return from_unsigned(self.q, self.scale, self.zero, grid, self.perm)
 
     def packed(self, symmetric: bool | None = None) -> PackedWeight:
-        """As a packed weight; None makes it symmetric if every zero point is in the middle."""
+        """Convert to a packed weight; with None it is symmetric if every zero point is in the middle."""
         q, middle = self.q, 1 << (self.bits - 1)
         if symmetric or (symmetric is None and bool((self.zero == middle).all())):
             q, zero = (q.to(torch.int16) - middle).to(torch.int8), None
@@ -138,14 +141,16 @@ class Codes:
     def group_index(self) -> Tensor:
         """int32 ``[K]``: the group of each input channel."""
         columns = self.q.shape[1]
-        groups = torch.arange(columns, dtype=torch.int32, device=self.q.device) // full(self.group_size, columns)
+        groups = torch.arange(columns, dtype=torch.int32, device=self.q.device) // group_length(
+            self.group_size, columns
+        )
         return groups if self.perm is None else groups[self.perm.argsort()]
 
 
 def order_of(group_index: Tensor, length: int, layout: str, name: str = "g_idx") -> Tensor | None:
-    """The permutation that brings the groups of channels together; None where they are.
+    """The permutation that makes groups contiguous; None if they are.
 
-    Raises FormatError unless every group has `length` channels, the last the rest.
+    Raises FormatError unless every group has `length` channels and the last group the rest.
     """
     perm = group_index.argsort(stable=True)
     expected = torch.arange(len(group_index), dtype=group_index.dtype, device=group_index.device) // length
@@ -161,7 +166,7 @@ def check_order(name: str, order: Tensor) -> None:
 
 
 def sizes(name: str, tensor: Tensor | None) -> tuple[int, int]:
-    """The sizes of a matrix. Raises FormatError, with its name, where it is none."""
+    """The sizes of a matrix. Raises FormatError, with the tensor's name, for other ranks."""
     if tensor is None:
         raise FormatError(f"{name}: expected a tensor, found none")
     if tensor.ndim != 2:
@@ -169,26 +174,27 @@ def sizes(name: str, tensor: Tensor | None) -> tuple[int, int]:
     return tensor.shape[0], tensor.shape[1]
 
 
-def full(group_size: int, columns: int) -> int:
-    """Channels in a full group of a layer with so many of them."""
+def group_length(group_size: int, columns: int) -> int:
+    """Number of channels in a full group, given the layer's number of channels."""
     return max(columns, 1) if group_size == -1 else max(group_size, 1)
 
 
 def groups_of(columns: int, group_size: int, layout: str) -> int:
-    """How many groups so many channels are, a last one perhaps short. Raises FormatError for a size that is none."""
+    """Number of groups for a number of channels; the last one may be shorter. Raises FormatError for an invalid group
+    size."""
     if group_size != -1 and group_size < 1:
         raise FormatError(f"{layout}: group_size: expected -1 or at least 1, got {group_size}")
     return 1 if group_size == -1 else -(-columns // group_size)
 
 
-def agrees(layout: str, found: tuple[int, int], shape: tuple[int, int] | None) -> None:
-    """Raise FormatError unless the layer that tensors make ``[N, K]`` has the shape that it should have."""
+def check_shape(layout: str, found: tuple[int, int], shape: tuple[int, int] | None) -> None:
+    """Raise FormatError unless the shape ``[N, K]`` found from tensors is the expected one."""
     if shape is not None and tuple(shape) != found:
         raise FormatError(f"{layout}: shape: expected tensors of a layer {list(shape)}, got those of {list(found)}")
 
 
 def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
-    """Raise FormatError unless there are tensors of these types and shapes, all on one device."""
+    """Raise FormatError unless tensors have these dtypes and shapes and are on one device."""
     device = None
     for name, (dtype, shape) in shapes.items():
         found = tensors.get(name)
@@ -204,14 +210,14 @@ def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
 
 
 def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool:
-    """An entry of a configuration that is true or false. Raises FormatError for anything else."""
+    """A Boolean entry of a configuration. Raises FormatError for anything else."""
     value = found.get(key)
     if value is not None and type(value) is not bool:
         raise FormatError(f"{layout}: quantization_config: {key}: expected true or false, got {value!r}")
     return default if value is None else value
 
 
-def divides(what: str, size: int, multiple: int, layout: str) -> None:
-    """Raise FormatError unless `size` is a multiple of what a format can represent."""
+def check_multiple(what: str, size: int, multiple: int, layout: str) -> None:
+    """Raise FormatError unless `size` is a multiple of the given number."""
     if size % multiple:
         raise FormatError(f"{layout}: {what}: expected a multiple of {multiple}, got {size}")

@@ -6,10 +6,11 @@ Defined by bitsandbytes 0.50: ``functional.py`` (``QuantState``, ``dequantize_4b
 int8
     ``weight`` int8 ``[N, K]``, ``SCB`` float32 ``[N]``, the largest magnitude of a row: ``W = weight * SCB / 127``.
 4 bits
-    ``weight`` any type ``[bytes / size of the type, 1]``, weight 2i in the high half of byte i, rows one after another;
-    ``weight.quant_map`` float32 ``[16]``; ``weight.absmax`` float32, one for each block of the flat weight, or uint8
-    places in ``weight.nested_quant_map`` float32 ``[256]``, in blocks with a factor each in ``weight.nested_absmax``;
-    ``weight.quant_state.bitsandbytes__nf4``: sizes as JSON in uint8, among them what is added to nested scales.
+    ``weight`` any type ``[bytes / size of the type, 1]``, weight 2i in the high half of byte i, in row-major order;
+    ``weight.quant_map`` float32 ``[16]``; ``weight.absmax`` float32, one per block of the flattened weight, or uint8
+    indices into ``weight.nested_quant_map`` float32 ``[256]``, in blocks with a factor per block in
+    ``weight.nested_absmax``; ``weight.quant_state.bitsandbytes__nf4``: sizes as JSON in uint8, including the offset
+    added to nested scales.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq.formats.layouts.base import FormatError, agrees, require
+from epiloq.formats.layouts.base import FormatError, check_shape, require
 from epiloq.formats.weights import ModuleWeight
 from epiloq.nn.table_linear import ENTRIES, TableLinear
 from epiloq.weights.grid import Grid, QuantizedWeight
@@ -35,19 +36,19 @@ TABLES = {
     ),
     "fp4": (*_POSITIVE, *(-value for value in _POSITIVE)),
 }
-"""What bitsandbytes multiplies by, whatever a file's table."""
+"""The values that bitsandbytes uses, regardless of the table in a file."""
 STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in TABLES}
 INT8_PARTS = frozenset({"weight", "SCB", "weight_format"})
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 PARTS = frozenset({"weight", "weight.quant_map", "weight.absmax", *NESTED, *STATES.values()})
 _LONGEST_STATE = 1 << 16
 _PLACES = 256
-# bitsandbytes multiplies by it rather than divide by 127.
+# bitsandbytes multiplies by the reciprocal rather than dividing by 127.
 _PER_127 = 7.874015718698502e-3
 
 
 def int8_weight(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> QuantizedWeight:
-    """What LLM.int8's tensors stand for. Raises FormatError as `int8_scale` does."""
+    """The weight that LLM.int8's tensors represent. Raises FormatError as `int8_scale` does."""
     q, scale = int8_scale(tensors, shape)
     return QuantizedWeight(q, scale, None, Grid(8, -1, symmetric=True))
 
@@ -58,7 +59,7 @@ def check_int8(tensors: Mapping[str, Tensor], described: object, shape: tuple[in
 
 
 def table_weight(tensors: Mapping[str, Tensor], described: object, shape: tuple[int, int]) -> ModuleWeight:
-    """What 4-bit tensors stand for. Raises FormatError as `table_state` does."""
+    """The weight that 4-bit tensors represent. Raises FormatError as `table_state` does."""
     state, size = table_state(tensors, shape)
 
     def values() -> Tensor:
@@ -79,7 +80,8 @@ def check_table(tensors: Mapping[str, Tensor], described: object, shape: tuple[i
 
 
 def block_size(tensors: Mapping[str, Tensor]) -> int:
-    """Weights that share a scale, as the one of `STATES` says. Raises FormatError for none, and for a senseless one."""
+    """Number of weights that share a scale, from one of the tensors in `STATES`. Raises FormatError if it is missing or
+    invalid."""
     kind = _kind(tensors)
     return _size(_state(tensors[STATES[kind]], kind), "blocksize")
 
@@ -87,9 +89,8 @@ def block_size(tensors: Mapping[str, Tensor]) -> int:
 def int8_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """q int8 ``[N, K]`` and scale float32 ``[N, 1]`` of LLM.int8's tensors, ``W = q * scale``.
 
-    bitsandbytes multiplies by SCB first and by 1 / 127 then, so that its float32 values differ by rounding, by at most
-    two units in the last place. Raises FormatError for tensors that are no layer ``[N, K]``, or in an order other than
-    rows.
+    bitsandbytes multiplies by SCB first and then by 1 / 127, so its float32 values may differ by up to two units in the
+    last place. Raises FormatError for tensors of another layer than ``[N, K]``, or not in row-major order.
     """
     require(tensors, {"weight": (torch.int8, shape), "SCB": (torch.float32, shape[:1])})
     order = tensors.get("weight_format")
@@ -99,14 +100,15 @@ def int8_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[T
 
 
 def table_state(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], int]:
-    """The state of an ``nn.TableLinear`` without its bias, and its block size, of 4-bit tensors of a layer ``[N, K]``.
+    """The state dict of an ``nn.TableLinear`` without bias, and its block size, from 4-bit tensors of a layer ``[N,
+    K]``.
 
     Nested scales are dequantised as bitsandbytes does. Raises FormatError for tensors that disagree.
     """
     kind = _kind(tensors)
     state = _state(tensors[STATES[kind]], kind)
     size, count = _size(state, "blocksize"), math.prod(shape)
-    agrees("bitsandbytes", _shape(state), shape)
+    check_shape("bitsandbytes", _shape(state), shape)
     blocks = -(-count // size)
     require(tensors, {"weight.quant_map": (torch.float32, (ENTRIES,))})
     table = tensors["weight.quant_map"]

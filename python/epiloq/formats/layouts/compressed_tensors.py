@@ -1,6 +1,6 @@
 """The layouts of the compressed-tensors package: ``pack-quantized`` and ``int-quantized``; `float8` has the others.
 
-Its reader multiplies in the scale's type, so scales of weights alone are written in the model's.
+Its reader multiplies in the scale's dtype, so scales of weight-only layers are written in the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, to_fp8, to_packed, to_words
 from epiloq.formats.description import Description
-from epiloq.formats.layouts.base import Codes, Expected, FormatError, divides, full, order_of, require
+from epiloq.formats.layouts.base import Codes, Expected, FormatError, check_multiple, group_length, order_of, require
 from epiloq.formats.layouts.words import unpack, words_of
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 
@@ -23,13 +23,15 @@ _NAME = "compressed-tensors"
 
 
 def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's tensors by the last part of their names; scales in `dtype`, or float32 of 8 bits beside 8-bit inputs.
+    """A layer's tensors by the last part of their names.
 
-    Raises FormatError for what it cannot represent: a last group that is shorter, scales of channels that differ where
-    it has one for the tensor.
+    Scales have `dtype`, or float32 for 8-bit weights with 8-bit inputs.
+
+    Raises FormatError for what it cannot represent: a shorter last group, or different scales of channels with one
+    scale per tensor.
     """
     columns = weight.q.shape[1]
-    divides("in_features", columns, weight.grid.length(columns), f"{_NAME} (gptq has short last groups)")
+    check_multiple("in_features", columns, weight.grid.length(columns), f"{_NAME} (gptq has short last groups)")
     of_groups = described.inputs is None or (described.quantization is not None and described.quantization.w4a8)
     if not of_groups and weight.zero is not None:
         raise FormatError(f"{_NAME}: int-quantized: expected 8 bits and a symmetric grid")
@@ -46,12 +48,12 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
     if described.strategy == "tensor":
         tensors |= _one(tensors, weight, middle)
     inputs = weight.inputs
-    said = {} if inputs is None else {"input_scale": inputs.scale, "input_zero_point": inputs.zero.to(torch.int8)}
-    return tensors | said
+    scales = {} if inputs is None else {"input_scale": inputs.scale, "input_zero_point": inputs.zero.to(torch.int8)}
+    return tensors | scales
 
 
 def _one(tensors: Mapping[str, Tensor], weight: QuantizedWeight, middle: int) -> dict[str, Tensor]:
-    """The parameters of a whole tensor. Raises FormatError where channels differ."""
+    """The parameters of a whole tensor. Raises FormatError if channels differ."""
     zero = weight.zero
     if bool((weight.scale != weight.scale[0, 0]).any()) or (zero is not None and bool((zero != zero[0, 0]).any())):
         raise FormatError(f"{_NAME}: expected one scale for the tensor, but channels differ")
@@ -86,7 +88,7 @@ def from_tensors(tensors: Mapping[str, Tensor], described: Description, shape: t
 
 
 def _zero(tensors: Mapping[str, Tensor], grid: Grid, shape: tuple[int, int], described: Description) -> Tensor:
-    """Zero points ``[N, G]``, the middle where there are none. Those of a symmetric layer say nothing."""
+    """Zero points ``[N, G]``; the middle if there are none. Those of a symmetric layer are ignored."""
     (rows, groups), middle, name = shape, 1 << (grid.bits - 1), "weight_zero_point"
     found = tensors.get(name)
     if found is None and grid.symmetric:
@@ -95,7 +97,7 @@ def _zero(tensors: Mapping[str, Tensor], grid: Grid, shape: tuple[int, int], des
         require(tensors, {name: (torch.int32, (words_of(rows, grid.bits), groups))})
         zero = unpack(found.t(), grid.bits, rows).t().int()
     else:
-        # Packed ones that should be are named as such; earlier versions of the package left them apart.
+        # Packed zero points have a name of their own; earlier versions of the package did not pack them.
         packed = described.layout == PACKED and (found is None or found.dtype != torch.int8)
         wanted = (words_of(rows, grid.bits), groups) if packed else (1,) if described.strategy == "tensor" else shape
         require(tensors, {name: (torch.int32 if packed else torch.int8, wanted)})
@@ -106,24 +108,24 @@ def _zero(tensors: Mapping[str, Tensor], grid: Grid, shape: tuple[int, int], des
 
 
 def _order(index: Tensor | None, grid: Grid, columns: int) -> Tensor | None:
-    # The package marks groups that are in order by -1.
+    # The package marks groups in order by -1.
     if index is None or bool((index == -1).any()):
         return None
     require({"weight_g_idx": index}, {"weight_g_idx": (torch.int32, (columns,))})
-    return order_of(index, full(grid.group_size, columns), _NAME, "weight_g_idx")
+    return order_of(index, group_length(grid.group_size, columns), _NAME, "weight_g_idx")
 
 
 def _inputs(tensors: Mapping[str, Tensor], described: Description) -> InputGrid | None:
     if described.inputs is None or described.inputs.dynamic:
         return None
-    zero = tensors.get("input_zero_point")  # None of symmetric ones.
+    zero = tensors.get("input_zero_point")  # None for symmetric inputs
     require(tensors, {"input_scale": (None, (1,))} | ({} if zero is None else {"input_zero_point": (torch.int8, (1,))}))
     scale = tensors["input_scale"].float()
     return InputGrid(scale, torch.zeros_like(scale, dtype=torch.int32) if zero is None else zero.int())
 
 
 def parts(described: Description) -> frozenset[str]:
-    """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+    """Every tensor that a layer may have other than its bias, by the last part of its name."""
     static = described.inputs is not None and not described.inputs.dynamic
     inputs = ("input_scale", "input_zero_point") if static else ()
     values = ("weight_packed", "weight_shape") if described.layout == PACKED else ("weight",)
@@ -131,7 +133,7 @@ def parts(described: Description) -> frozenset[str]:
 
 
 def _unsigned(name: str, values: Tensor, bits: int) -> Tensor:
-    """int8 of so many bits plus the middle, as uint8. Raises FormatError for values that are larger."""
+    """int8 values of the given number of bits plus the middle, as uint8. Raises FormatError for values out of range."""
     moved = values.to(torch.int16) + (1 << (bits - 1))
     if bool((moved >> bits).any()):
         raise FormatError(f"{name}: expected integers of {bits} bits, got larger ones")

@@ -1,7 +1,7 @@
 """The order of GPTQ's fields that ExLlamaV2's kernels read, and vLLM's after ``gptq_shuffle``.
 
-Channels 2 i and 2 i + 1 share a shift in the lower and the upper half of a word. 3 bits: ten channels a word lie so,
-and bit w of channels 30 and 31 is the last bit of either half of word w. Defined by ExLlamaV2
+Channels 2 i and 2 i + 1 share a shift in the lower and the upper half of a word. With 3 bits each word has ten such
+channels, and bit w of channels 30 and 31 is the last bit of either half of word w. Defined by ExLlamaV2
 (``cuda/quant/qdq_*.cuh``).
 """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.formats.description import FP4_OF_BLOCKS, Description
-from epiloq.formats.layouts.base import Expected, FormatError, divides, require
+from epiloq.formats.layouts.base import Expected, FormatError, check_multiple, require
 from epiloq.formats.weights import ModuleWeight, Weight
 from epiloq.weights.fp4 import FORMATS, Fp4Format
 
@@ -26,14 +26,14 @@ _BYTES = (torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Names:
-    """What a layout calls a layer's tensors.
+    """Names of a layer's tensors in a layout.
 
     whole, reciprocal
-        The scale of the whole weight, of NVFP4, and whether it is the reciprocal of the factor.
+        NVFP4's scale of the whole weight, and whether it is stored as the factor's reciprocal.
     inputs
-        The scale of activations, which stay in floating point; None where there is none.
+        The scale of activations (unused, because they stay in floating point); None if there is none.
     codes_dtype, scale_dtype
-        The types of codes, and of MXFP4's scales, which are read in others of a byte too.
+        Dtypes of codes and of MXFP4's scales; other 1-byte dtypes are also accepted when reading.
     """
 
     codes: str = "weight_packed"
@@ -45,11 +45,11 @@ class Names:
     scale_dtype: torch.dtype = torch.uint8
 
     def parts(self, described: Description) -> frozenset[str]:
-        """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+        """Every tensor that a layer may have other than its bias, by the last part of its name."""
         return frozenset({self.codes, self.scale} | ({self.whole} if _format(described).has_global_scale else set()))
 
-    def aside(self, described: Description) -> frozenset[str]:
-        """Those that a layer may have but nothing here uses."""
+    def unused(self, described: Description) -> frozenset[str]:
+        """Tensors that a layer may have and that epiloq does not use."""
         return frozenset({self.inputs} if described.inputs is not None and self.inputs is not None else ())
 
 
@@ -79,7 +79,7 @@ def checked(
 def from_tensors(
     tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
 ) -> ModuleWeight:
-    """What a layer's tensors stand for. Raises FormatError for tensors that disagree with it."""
+    """The weight that a layer's tensors represent. Raises FormatError for inconsistent tensors."""
     found = checked(tensors, described, shape, names)
     codes, scale, whole = found[names.codes], found[names.scale], found.get(names.whole)
     if whole is not None and not bool(0 < whole < torch.inf):
@@ -101,12 +101,12 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
         "Fp4Linear",
         chosen.name,
     ):
-        said = weight.described if isinstance(weight, ModuleWeight) else "other numbers than FP4"
-        raise FormatError(f"{described.layout}: cannot represent {said}")
+        actual = weight.described if isinstance(weight, ModuleWeight) else "other numbers than FP4"
+        raise FormatError(f"{described.layout}: cannot represent {actual}")
     codes, scale = weight.state["weight"], weight.state["weight_scale"]
-    # Readers take whole blocks alone.
+    # Readers support full blocks only.
     columns = 2 * codes.shape[1] if weight.columns is None else weight.columns
-    divides("in_features", columns, chosen.block_size, described.layout)
+    check_multiple("in_features", columns, chosen.block_size, described.layout)
     found = {names.codes: codes.view(names.codes_dtype), names.scale: scale}
     if not chosen.has_global_scale:
         return found | {names.scale: scale.view(names.scale_dtype)}
@@ -117,7 +117,7 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
 
 
 def _divisor_of(factor: Tensor) -> Tensor:
-    """The number whose reciprocal, rounded, is a factor. Raises FormatError where float32 has none."""
+    """The float32 number whose rounded reciprocal is the given factor. Raises FormatError if there is none."""
     if factor.is_meta:
         return factor
     nearest = factor.reciprocal()

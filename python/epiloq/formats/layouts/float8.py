@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from epiloq.formats.description import Description
-from epiloq.formats.layouts.base import Expected, FormatError, divides, require
-from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, spread
+from epiloq.formats.layouts.base import Expected, FormatError, check_multiple, require
+from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight, dequantized
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -22,16 +22,16 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Names:
-    """What a layout calls its scales, and the tensors that it may have besides, which say nothing if they are zeros.
+    """Names of a layout's scales, and of further tensors that it may have, which are ignored if they are zero.
 
     scalar
-        Whether one scale of a tensor has no dimension rather than one.
+        Whether a scale per tensor has zero dimensions rather than one.
     limit
         The tensor that repeats the limit of activations.
     flat
-        Whether scales of channels have one dimension rather than two.
+        Whether scales per channel have one dimension rather than two.
     apart
-        Whether scales of blocks have four, of rows and columns of blocks and one after each.
+        Whether scales per block have four dimensions, with a 1 after each of rows and columns.
     """
 
     scale: str = "weight_scale"
@@ -43,12 +43,13 @@ class Names:
     apart: bool = False
 
     def parts(self, described: Description) -> frozenset[str]:
-        """Every tensor that a layer may have, by the last part of its name, beside its bias."""
+        """Every tensor that a layer may have other than its bias, by the last part of its name."""
         inputs = {self.input_scale} if static(described) else set()
         return frozenset({"weight", self.scale, *inputs, *self.zeros} | ({self.limit} if self.limit else set()))
 
     def expected(self, described: Description, shape: tuple[int, int]) -> Expected:
-        """Types and shapes of a layer's tensors ``[N, K]``; one scale of a tensor may have a dimension or none."""
+        """Dtypes and shapes of the tensors of a layer ``[N, K]``; a scale per tensor may have zero dimensions or
+        one."""
         inputs: Expected = {self.input_scale: (None, (1,))} if static(described) else {}
         return {"weight": (FP8, shape), self.scale: (None, _scales(described, shape)), **inputs}
 
@@ -68,7 +69,7 @@ def _scales(described: Description, shape: tuple[int, int]) -> tuple[int, ...]:
 def from_tensors(
     tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
 ) -> BlockWeight | ModuleWeight:
-    """What a layer's tensors stand for. Raises FormatError for tensors that disagree with it."""
+    """The weight that a layer's tensors represent. Raises FormatError for inconsistent tensors."""
     found = checked(tensors, described, shape, names)
     for name in names.zeros:
         if name in found and bool(found[name].float().any()):
@@ -80,14 +81,14 @@ def from_tensors(
         assert described.block is not None and described.rows is not None
         rows = described.block[0]
         if rows != described.rows:
-            # As many as the kernel's blocks, each within one of the file's.
+            # Expanded to the kernel's blocks, each of which lies in one of the file's blocks.
             first = torch.arange(0, shape[0], described.rows, device=scale.device)
             scale = scale[first // rows].contiguous()
         return BlockWeight(weight, scale, described.rows)
     inputs = {"input_scale": found[names.input_scale].float()} if static(described) else {}
     if module == "Fp8WeightOnlyLinear":
         state = {"weight": weight, "weight_scale": scale.view(1, 1) if scale.ndim == 1 else scale}
-        return ModuleWeight(module, options, state, lambda: spread(weight, state["weight_scale"], described.spans))
+        return ModuleWeight(module, options, state, lambda: dequantized(weight, state["weight_scale"], described.spans))
     state = {"weight": weight, "weight_scale": scale.flatten(), **inputs}
     return ModuleWeight(module, options, state, lambda: weight.float() * state["weight_scale"].view(-1, 1))
 
@@ -95,7 +96,7 @@ def from_tensors(
 def checked(
     tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], names: Names
 ) -> dict[str, Tensor]:
-    """A layer's tensors, one scale of a tensor with a dimension. Raises FormatError for other types and shapes."""
+    """A layer's tensors, with a scale per tensor as one-dimensional. Raises FormatError for other dtypes and shapes."""
     found = {name: t.reshape(1) if t.ndim == 0 else t for name, t in tensors.items()}
     if names.flat and names.scale in found and found[names.scale].ndim == 1:
         found[names.scale] = found[names.scale].unsqueeze(1)
@@ -128,8 +129,8 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
         described.module[0],
         dict(described.module[1]),
     ):
-        said = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
-        raise FormatError(f"{described.layout}: cannot represent {said}")
+        actual = weight.described if isinstance(weight, ModuleWeight) else f"integers of {weight.bits} bits"
+        raise FormatError(f"{described.layout}: cannot represent {actual}")
     state = weight.state
     shape = _scales(described, (weight.state["weight"].shape[0], weight.state["weight"].shape[1]))
     one = () if names.scalar else (1,)
@@ -142,5 +143,5 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
 
 
 def whole_groups(columns: int) -> None:
-    """Raise FormatError for inputs that no groups of 128 fill, which compressed-tensors' reader does not run."""
-    divides("in_features", columns, FP8_BLOCK, "compressed-tensors")
+    """Raise FormatError unless the number of inputs is a multiple of 128, as compressed-tensors' reader requires."""
+    check_multiple("in_features", columns, FP8_BLOCK, "compressed-tensors")

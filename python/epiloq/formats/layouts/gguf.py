@@ -1,7 +1,7 @@
 """GGUF blocks, of 32 values (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) and super-blocks of 256 (Q2_K to Q6_K), as weights.
 
-How a block holds its values: `gguf_blocks`, and docs/guide/weight_layouts.md. Integers are taken as they are,
-scales and offsets exactly, so that nothing goes through floating point.
+How a block holds its values: `gguf_blocks`, and docs/guide/weight_layouts.md. Integers, scales and offsets are
+converted exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from epiloq.weights.block_quant_weight import BlockQuantWeight, pack_pairs
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 BLOCK = 32
-# Kinds whose every byte follows from the packed weight.
+# Kinds that can be reconstructed byte for byte from the packed weight.
 _WRITTEN = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -29,7 +29,7 @@ def to_packed(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None
     Args:
         weight: uint8 ``[N, K / values of a block * bytes of a block]``, as the gguf package gives a tensor's data.
         kind: a key of ``gguf_blocks.KINDS``, such as "Q4_0" or "Q6_K".
-        shape: [N, K], to be compared with what the bytes make.
+        shape: [N, K], checked against the number of bytes.
 
     Raises:
         FormatError: a ValueError, which names what does not fit.
@@ -41,7 +41,7 @@ def to_packed(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None
 def to_online(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None) -> BlockQuantWeight:
     """As `to_packed`, for ``epiloq.online_quant_mm``: integers times integers, activations in the same groups.
 
-    Its 4-bit values are signed, so that Q4_1 and Q4_K have the offset ``offset + 8 scale``, rounded once to float32.
+    4-bit values become signed, so Q4_1 and Q4_K have the offset ``offset + 8 scale``, rounded once to float32.
     """
     q, scale, offset = _parts(weight, kind, shape)
     low, high = KINDS[kind].low, KINDS[kind].high
@@ -56,9 +56,9 @@ def to_online(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None
 
 
 def from_packed(packed: PackedWeight) -> dict[str, Tensor]:
-    """``{"weight": uint8 blocks}``, byte for byte those that `to_packed` took; `kind_of` tells their kind.
+    """``{"weight": uint8 blocks}``, the inverse of `to_packed` byte for byte; `kind_of` returns their kind.
 
-    Raises FormatError for what no kind of 32 values holds, and for 5 bits and K-quants, which are not written.
+    Raises FormatError for weights that no kind with blocks of 32 represents; 5-bit kinds and K-quants are not written.
     """
     kind = kind_of(packed)
     q, scale, offset = packed.unpack()

@@ -1,8 +1,8 @@
 """How a GGUF block holds its integers, scales and offsets, for each kind of block whose values are on a regular grid.
 
-Defined by ggml (``ggml-common.h``; ``ggml-quants.c``, ``dequantize_row_*``). A scale of a K-quant is a float16 times an
-integer of 4, 6 or 8 bits, 19 bits in all, so that float32 holds it exactly; an offset likewise. What is decoded here
-dequantises to the bits of ggml's own float32 values, and so nothing is lost.
+Defined by ggml (``ggml-common.h``; ``ggml-quants.c``, ``dequantize_row_*``). A K-quant's scale is a float16 times an
+integer of 4, 6 or 8 bits, at most 19 significant bits, so float32 represents it exactly; likewise an offset. Decoded
+blocks dequantise to exactly ggml's float32 values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Kind:
     group
         Values that share a scale.
     low, high
-        The integers' range: with offsets from 0, symmetric otherwise.
+        The integers' range: from 0 with offsets, otherwise signed.
     bits
-        Of the integers in a `PackedWeight`, which has no 5 or 6.
+        Bits of the integers in a `PackedWeight`, which does not support 5 or 6.
     offset
         Whether groups have offsets: ``W = scale * q + offset``.
     decode
@@ -52,7 +52,7 @@ def _half(block: Tensor, start: int) -> Tensor:
 
 
 def _fields(values: Tensor, shifts: range, mask: int, run: int) -> Tensor:
-    """Fields of bytes ``[R, n]``: all of a run of bytes by the first shift, then by the next, and the next run."""
+    """Bit fields of bytes ``[R, n]``: for each run of bytes, the fields at the first shift, then at the next."""
     by = torch.arange(shifts.start, shifts.stop, shifts.step, dtype=torch.uint8, device=values.device)
     runs = values.reshape(values.shape[0], -1, 1, run) >> by.view(1, 1, -1, 1)
     return (runs & mask).reshape(values.shape[0], -1)
@@ -74,7 +74,7 @@ def _q4_1(block: Tensor) -> Decoded:
 
 
 def _five_bits(block: Tensor, start: int) -> Tensor:
-    """The fifth bits are 32 in a row, the first in the lowest."""
+    """The fifth bits are in one 32-bit word, least significant first."""
     by = torch.arange(8, dtype=torch.uint8, device=block.device)
     fifth = ((block[:, start : start + 4, None] >> by) & 1).reshape(block.shape[0], -1)
     return _fields(block[:, start + 4 :], _NIBBLES, 15, 16) | fifth << 4
@@ -98,13 +98,14 @@ def _scaled(factor: Tensor, scales: Tensor) -> Tensor:
 
 
 def _q2_k(block: Tensor) -> Decoded:
-    """16 bytes of a scale and a minimum, 64 of values, d, dmin."""
+    """16 bytes of scales and minima, 64 bytes of values, d, dmin."""
     scales, q = block[:, :16], _fields(block[:, 16:80], _PAIRS, 3, 32)
     return q, _scaled(_half(block, 80), scales & 15), -_scaled(_half(block, 82), scales >> 4)
 
 
 def _q3_k(block: Tensor) -> Decoded:
-    """32 bytes of third bits, which are clear where 4 is subtracted, 64 of the other two, 12 of scales, d."""
+    """32 bytes of third bits (4 is subtracted where they are 0), 64 bytes of the lower two bits, 12 bytes of scales,
+    d."""
     q = _fields(block[:, 32:96], _PAIRS, 3, 32) | _fields(block[:, :32], _BITS, 1, 32) << 2
     low, high = _fields(block[:, 96:104], _NIBBLES, 15, 8), _fields(block[:, 104:108], _PAIRS, 3, 4)
     return _signed(q, 4), _scaled(_half(block, 108), _signed(low | high << 4, 32)), None

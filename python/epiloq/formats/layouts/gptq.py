@@ -14,9 +14,9 @@ from torch import Tensor
 from epiloq.formats.layouts.base import (
     Codes,
     FormatError,
-    agrees,
-    divides,
-    full,
+    check_multiple,
+    check_shape,
+    group_length,
     groups_of,
     order_of,
     require,
@@ -51,7 +51,7 @@ def to_packed(
         group_size: -1 for one group.
         bits: 2, 3, 4 or 8.
         checkpoint_format: "gptq" (zero points less one) or "gptq_v2".
-        shape: [N, K], to be compared with what the tensors make.
+        shape: [N, K], checked against the tensors' shapes.
 
     Raises:
         FormatError: a ValueError, which names the tensor that does not fit.
@@ -59,15 +59,15 @@ def to_packed(
     _check(checkpoint_format, bits)
     words, rows = sizes("qweight", qweight)
     found = (rows, words * 32 // bits)
-    agrees("gptq", found, shape)
+    check_shape("gptq", found, shape)
     if g_idx is None:
-        g_idx = torch.arange(found[1], dtype=torch.int32, device=qweight.device) // full(group_size, found[1])
+        g_idx = torch.arange(found[1], dtype=torch.int32, device=qweight.device) // group_length(group_size, found[1])
     tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": g_idx}
     return _read(tensors, bits, group_size, checkpoint_format, found).packed()
 
 
 def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
-    """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
+    """The inverse of `to_packed`, byte for byte; scales keep their dtype.
 
     Raises FormatError for sizes that do not fill words, real offsets, or a zero point that the version cannot
     represent.
@@ -88,7 +88,7 @@ def from_tensors(
 ) -> QuantizedWeight:
     """The inverse of `to_tensors` for a layer ``[N, K]``; without ``g_idx`` its groups are in order.
 
-    Raises FormatError for tensors that disagree with it, or an order that is missing though `ordered`.
+    Raises FormatError for inconsistent tensors, or if ``g_idx`` is missing although `ordered`.
     """
     _check(version, grid.bits)
     if "g_idx" not in tensors:
@@ -96,15 +96,15 @@ def from_tensors(
             raise FormatError("g_idx: expected a tensor with desc_act, found none")
         device = next(iter(tensors.values())).device
         index = torch.arange(shape[1], dtype=torch.int32, device=device)
-        tensors = {**tensors, "g_idx": index // full(grid.group_size, shape[1])}
+        tensors = {**tensors, "g_idx": index // group_length(grid.group_size, shape[1])}
     return _read(tensors, grid.bits, grid.group_size, version, shape).quantized(grid)
 
 
 def _write(codes: Codes, version: str) -> dict[str, Tensor]:
     _check(version, codes.bits)
     rows, columns = codes.q.shape
-    divides("in_features", columns, period(codes.bits), "gptq")
-    divides("out_features", rows, period(codes.bits), "gptq")
+    check_multiple("in_features", columns, period(codes.bits), "gptq")
+    check_multiple("out_features", rows, period(codes.bits), "gptq")
     zero = codes.zero
     if version == "gptq":
         if not zero.all():
@@ -120,8 +120,8 @@ def _write(codes: Codes, version: str) -> dict[str, Tensor]:
 
 def _read(tensors: Mapping[str, Tensor], bits: int, group_size: int, version: str, shape: tuple[int, int]) -> Codes:
     rows, columns = shape
-    divides("in_features", columns, period(bits), "gptq")
-    divides("out_features", rows, period(bits), "gptq")
+    check_multiple("in_features", columns, period(bits), "gptq")
+    check_multiple("out_features", rows, period(bits), "gptq")
     groups = groups_of(columns, group_size, "gptq")
     require(
         tensors,
@@ -134,7 +134,7 @@ def _read(tensors: Mapping[str, Tensor], bits: int, group_size: int, version: st
     )
     q = unpack(tensors["qweight"].t(), bits, columns)
     zero = unpack(tensors["qzeros"], bits, rows).int() + (version == "gptq")
-    perm = order_of(tensors["g_idx"], full(group_size, columns), "gptq")
+    perm = order_of(tensors["g_idx"], group_length(group_size, columns), "gptq")
     return Codes(q if perm is None else q[:, perm], tensors["scales"].t(), zero.t(), perm, bits, group_size)
 
 

@@ -13,10 +13,10 @@ from epiloq.formats.layouts.base import (
     Codes,
     Expected,
     FormatError,
-    agrees,
+    check_multiple,
     check_order,
-    divides,
-    full,
+    check_shape,
+    group_length,
     groups_of,
     require,
     sizes,
@@ -26,7 +26,7 @@ from epiloq.weights.packed_weight import PackedWeight
 
 TILE_K, TILE_N = 16, 64
 GROUP_SIZES = (-1, 32, 64, 128)
-# Field i of a word holds this one of the words' zero points.
+# Zero point that field i of a word holds.
 INTERLEAVE = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 # A tile's values by row 8 h + 2 t + e and column 16 j + 8 b + c lie in the order of these axes.
 _AXES = ("h", "t", "e", "j", "b", "c")
@@ -49,11 +49,11 @@ def to_packed(
     Args:
         B: int32 ``[K / 16, N bits / 2]``, values plus 2^(bits-1) unless there are zero points.
         s: ``[G, N]`` of 16 or 32 bits, whose dtype stays, G = K / group_size.
-        qzeros: int32 ``[G, N bits / 32]``, of vLLM's Marlin only; it calls them so on a layer.
+        qzeros: int32 ``[G, N bits / 32]``, of vLLM's Marlin only, under vLLM's name.
         g_idx_sort_indices: int32 ``[K]``, of vLLM's Marlin only: row j of B is input channel g_idx_sort_indices[j].
         group_size: -1 (one group), 32, 64 or 128.
         bits: 4 or 8.
-        shape: [N, K], to be compared with what the tensors make.
+        shape: [N, K], checked against the tensors' shapes.
 
     Raises:
         FormatError: a ValueError, which names the tensor that does not fit.
@@ -61,7 +61,7 @@ def to_packed(
     _check(bits, group_size)
     tiles, words = sizes("B", B)
     rows, columns = words * 2 // bits, tiles * TILE_K
-    agrees("marlin", (rows, columns), shape)
+    check_shape("marlin", (rows, columns), shape)
     groups = _groups(rows, columns, group_size)
     tensors = {"B": B, "s": s}
     expected: Expected = {"B": (torch.int32, (tiles, rows * bits // 2)), "s": (None, (groups, rows))}
@@ -84,7 +84,7 @@ def to_packed(
 
 
 def from_packed(packed: PackedWeight) -> dict[str, Tensor]:
-    """The tensors that `to_packed` takes, byte for byte those that it took; scales keep their dtype.
+    """The inverse of `to_packed`, byte for byte; scales keep their dtype.
 
     Raises FormatError for other bits and groups, sizes that do not fill tiles or groups, and real offsets.
     """
@@ -110,9 +110,9 @@ def _check(bits: int, group_size: int) -> None:
 
 
 def _groups(rows: int, columns: int, group_size: int) -> int:
-    divides("out_features", rows, TILE_N, "marlin")
-    divides("in_features", columns, TILE_K, "marlin")
-    divides("in_features", columns, full(group_size, columns), "marlin")
+    check_multiple("out_features", rows, TILE_N, "marlin")
+    check_multiple("in_features", columns, TILE_K, "marlin")
+    check_multiple("in_features", columns, group_length(group_size, columns), "marlin")
     return groups_of(columns, group_size, "marlin")
 
 
@@ -139,12 +139,12 @@ def _tile(*axes: str) -> tuple[int, ...]:
 
 
 def _columns(values: Tensor) -> Tensor:
-    """Parameters ``[G, N]`` of several groups: each 64 columns, as 8 x 8, transposed; that is its own inverse."""
+    """Transpose each 64 columns, as 8 x 8, of parameters ``[G, N]`` of several groups; this is its own inverse."""
     return values.reshape(-1, 8, 8).transpose(1, 2).reshape(values.shape)
 
 
 def _scales(values: Tensor, columns: int, group_size: int) -> Tensor:
-    """Scales ``[G, N]``; of a single group each 32 columns, as 4 x 4 x 2, with the first two axes swapped."""
-    if full(group_size, columns) < columns:
+    """Permute scales ``[G, N]``; for a single group, swap the first two axes of each 32 columns as 4 x 4 x 2."""
+    if group_length(group_size, columns) < columns:
         return _columns(values)
     return values.reshape(-1, 4, 4, 2).transpose(1, 2).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""ModelOpt's layout of integers of 4 bits: two rows to a byte, defined by its ``pack_int4_in_uint8``."""
+"""ModelOpt's layout of 4-bit integers: two rows per byte, defined by its ``pack_int4_in_uint8``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq.formats.description import INT4_FOR_FP8, Description
-from epiloq.formats.layouts.base import Codes, FormatError, divides, require
+from epiloq.formats.layouts.base import Codes, FormatError, check_multiple, require
 from epiloq.weights.grid import QuantizedWeight
 
 PARTS = frozenset({"weight", "weight_scale"})
@@ -18,12 +18,12 @@ _MIDDLE = 8
 
 
 def from_tensors(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> QuantizedWeight:
-    """What a layer's tensors stand for. Raises FormatError for tensors that disagree with it."""
+    """The weight that a layer's tensors represent. Raises FormatError for inconsistent tensors."""
     grid = described.grid
     assert grid is not None
     check(tensors, described, shape)
     codes = tensors["weight"]
-    # Of two's complement, an even row in the low half; 8 more is unsigned.
+    # Two's complement, even rows in the low half; adding 8 makes it unsigned.
     q = torch.stack((codes & 15, codes >> 4), 1).flatten(0, 1) ^ _MIDDLE
     scale = tensors["weight_scale"].float()
     zero = torch.full_like(scale, _MIDDLE, dtype=torch.int32)
@@ -33,8 +33,8 @@ def from_tensors(tensors: Mapping[str, Tensor], described: Description, shape: t
 def check(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> None:
     """Raise FormatError for tensors of other types and shapes than a layer's."""
     rows, columns = shape
-    divides("out_features", rows, 2, described.layout)
-    divides("in_features", columns, described.group_size, described.layout)
+    check_multiple("out_features", rows, 2, described.layout)
+    check_multiple("in_features", columns, described.group_size, described.layout)
     groups = columns // described.group_size
     require(tensors, {"weight": (torch.uint8, (rows // 2, columns)), "weight_scale": (None, (rows, groups))})
 
@@ -44,7 +44,7 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
     rows, columns = weight.q.shape
     if weight.bits != 4 or weight.zero is not None or weight.perm is not None:
         raise FormatError(f"{described.layout}: expected symmetric integers of 4 bits, without activation order")
-    divides("out_features", rows, 2, described.layout)
-    divides("in_features", columns, weight.grid.length(columns), described.layout)
+    check_multiple("out_features", rows, 2, described.layout)
+    check_multiple("in_features", columns, weight.grid.length(columns), described.layout)
     q = Codes.of(weight).q ^ _MIDDLE
     return {"weight": q[0::2] | (q[1::2] << 4), "weight_scale": weight.scale.to(dtype)}

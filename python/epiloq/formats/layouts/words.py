@@ -1,4 +1,4 @@
-"""Fields of 2, 3, 4 or 8 bits in int32 words, least significant first; those of 3 bits go on in the next word."""
+"""Fields of 2, 3, 4 or 8 bits in int32 words, least significant first; 3-bit fields may continue in the next word."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ BITS = (2, 3, 4, 8)
 
 
 def period(bits: int) -> int:
-    """After how many fields a new one begins a word: 32 / bits, and 32 for 3 bits. Raises ValueError for others."""
+    """Number of fields after which a field is aligned to a word again: 32 / bits, or 32 for 3 bits. Raises ValueError
+    for other bits."""
     if bits not in BITS:
         raise ValueError(f"words: bits: expected one of {BITS}, got {bits}")
     return 32 if bits == 3 else 32 // bits
 
 
 def words_of(length: int, bits: int) -> int:
-    """How many words hold so many fields."""
+    """Number of words for a number of fields."""
     return -(-length * bits // 32)
 
 
@@ -59,7 +60,7 @@ def unpack(words: Tensor, bits: int, length: int, order: Sequence[int] | None = 
         word, shift = divmod(field * bits, 32)
         found = padded[..., word::stride] >> shift & mask
         if shift + bits > 32:
-            # The shift was arithmetic: of the lower word only so many bits are its own.
+            # Mask the lower word, because the shift is arithmetic.
             found = found & (1 << 32 - shift) - 1 | padded[..., word + 1 :: stride] << 32 - shift & mask
         values[..., target::count] = found
     return values[..., :length].contiguous()

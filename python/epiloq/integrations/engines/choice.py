@@ -31,10 +31,10 @@ def chosen_layers() -> tuple[str, ...]:
     The variable holds kinds, separated by commas, or "all" or "none". Layers of epiloq's own format do not depend on
     it. Raises ValueError for other words.
     """
-    said = os.environ.get(VARIABLE)
-    if said is None:
+    value = os.environ.get(VARIABLE)
+    if value is None:
         return BY_DEFAULT
-    words = [word.strip() for word in said.split(",") if word.strip()]
+    words = [word.strip() for word in value.split(",") if word.strip()]
     if words == ["all"]:
         return tuple(KERNELS)
     if words == ["none"] or not words:

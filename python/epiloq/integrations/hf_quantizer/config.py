@@ -39,12 +39,12 @@ class EpiloqConfig(QuantizationConfigMixin):
         *,
         head: str | None = None,
         embedding: str | None = None,
-        **said: Any,
+        **entries: Any,
     ) -> None:
         self.quant_method: Any = HELD_AS.get(quant_method, quant_method)
         self.scheme, self.head, self.embedding = scheme, head, embedding
         self.modules_to_not_convert = modules_to_not_convert
-        self.said = said
+        self.entries = entries
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON-ready dictionary for config.json."""
@@ -53,7 +53,7 @@ class EpiloqConfig(QuantizationConfigMixin):
         given = {name: value for name, value in own.items() if value is not None}
         method = (
             {}
-            if self.said.get("format") == METHOD
+            if self.entries.get("format") == METHOD
             else {"quant_method": _IN_FILES.get(self.quant_method, self.quant_method)}
         )
-        return copy.deepcopy({**method, **given, **self.said})
+        return copy.deepcopy({**method, **given, **self.entries})

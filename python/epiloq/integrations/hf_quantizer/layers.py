@@ -25,7 +25,7 @@ def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[st
     if reader.described is None:
         raise FormatError("expected a layer that the configuration describes")
     kind = epiloq_modules.KINDS[type(module).__name__]
-    weight = kind.weight(module, kind.said(module))
+    weight = kind.weight(module, kind.options_of(module))
     inner, scale = (weight.inner, {SCALE: weight.scale}) if isinstance(weight, ScaledWeight) else (weight, {})
     tensors = LAYOUTS[reader.described.layout].to_tensors(inner, reader.described, dtype) | scale
     rows, columns = cast(QuantizedLayer, module).weight_shape

@@ -61,14 +61,14 @@ class StoredExperts(nn.Module):
         return outline.from_blocks(tensors).train(self.training)
 
 
-def store_experts_(model: Any, checkpoint: Checkpoint, said: Mapping[str, Any]) -> None:
+def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Put `StoredExperts` in the place of the experts of which a checkpoint has blocks, for transformers to load.
 
-    `said` is the ``quantization_config``. Raises FormatError, which names file and tensor: an entry that is not read,
+    `config` is the ``quantization_config``. Raises FormatError, which names file and tensor: an entry that is not read,
     no such experts, experts of another model than GPT-OSS, or tensors of other types or shapes.
     """
-    check_keys(said, _KNOWN, METHOD)
-    left = names(said, "modules_to_not_convert", METHOD)
+    check_keys(config, _KNOWN, METHOD)
+    left = names(config, "modules_to_not_convert", METHOD)
     found = [name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] == _MARKER]
     if not found:
         raise FormatError(f"{checkpoint.folder}: expected experts in blocks of FP4 ({_MARKER}), found none")

@@ -50,8 +50,8 @@ _SAMPLE = 4096
 
 def is_parallel(model: Any) -> bool:
     """Whether a model is opened by several ranks."""
-    asked = getattr(model.config, "distributed_config", None)
-    return asked is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    distributed = getattr(model.config, "distributed_config", None)
+    return distributed is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class Split:
@@ -63,9 +63,9 @@ class Split:
         Raises ValueError on every rank: other kinds of parallelism, numbers of heads not divisible by the number of
         ranks, ranks with different directories or machines, layers with an unsupported style.
         """
-        asked = model.config.distributed_config
+        distributed = model.config.distributed_config
         with together():
-            _check(model, asked)
+            _check(model, distributed)
             own = {"model": _outline(model), "directory": _fingerprint(checkpoint), **_arithmetic()}
         check_same(own, _NAME)
         self.checkpoint, self.names = checkpoint, list[str]()
@@ -203,8 +203,8 @@ def _generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _check(model: Any, asked: Any) -> None:
-    sizes = {name: getattr(asked, name, 1) for name in ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
+def _check(model: Any, distributed: Any) -> None:
+    sizes = {name: getattr(distributed, name, 1) for name in ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")}
     for name, size in sizes.items():
         if size not in (None, 1):
             raise ValueError(
@@ -213,12 +213,14 @@ def _check(model: Any, asked: Any) -> None:
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % asked.tp_size:
-            raise ValueError(f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {asked.tp_size}")
+        if isinstance(heads, int) and heads % distributed.tp_size:
+            raise ValueError(
+                f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {distributed.tp_size}"
+            )
     for name, module in model.named_modules():
         if (
             isinstance(module, _EXPERTS)
-            and module.experts - (asked.tp_size - 1) * -(-module.experts // asked.tp_size) < 1
+            and module.experts - (distributed.tp_size - 1) * -(-module.experts // distributed.tp_size) < 1
         ):
             raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as there are experts, {module.experts}")
 
@@ -229,8 +231,8 @@ def _arithmetic() -> dict[str, str]:
 
 
 def _outline(model: Any) -> Any:
-    said = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path",)}
-    return type(model).__name__, zlib.crc32(repr(sorted(said.items(), key=str)).encode()), str(model.dtype)
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path",)}
+    return type(model).__name__, zlib.crc32(repr(sorted(config.items(), key=str)).encode()), str(model.dtype)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> int:

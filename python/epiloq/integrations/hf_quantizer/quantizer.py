@@ -115,9 +115,9 @@ class EpiloqQuantizer(HfQuantizer):
             return model
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
-        asked = self.quantization_config
-        left = tuple(asked.modules_to_not_convert or ())
-        return quantize_(model, asked.scheme, ignore=left, head=asked.head, embedding=asked.embedding)
+        config = self.quantization_config
+        left = tuple(config.modules_to_not_convert or ())
+        return quantize_(model, config.scheme, ignore=left, head=config.head, embedding=config.embedding)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""
@@ -141,14 +141,14 @@ class EpiloqQuantizer(HfQuantizer):
         return {name: whole.get(name, tensor) for name, tensor in state.items()}, {}
 
     def _whole_state(self, model: Any) -> dict[str, Tensor]:
-        said, state = self.quantization_config.to_dict(), file_state(model)
+        config, state = self.quantization_config.to_dict(), file_state(model)
         if self._is_mxfp4:
             return state
         layers = epiloq_modules.layers_of(model)
         model._weight_conversions = saved_by_layer(model, [name for name in state if split_name(name)[0] in layers])
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
-            said, sharing = epiloq_modules.said_of(model)
-            model.config.quantization_config = self.quantization_config = EpiloqConfig(**said)
+            config, sharing = epiloq_modules.config_and_shared(model)
+            model.config.quantization_config = self.quantization_config = EpiloqConfig(**config)
             return without(state, sharing)
         for name, module in named_layers(model, None):
             if name not in layers:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.embeddings import TableOutline, checked, restore_
-from epiloq.formats.io.architecture import has_no_use_for, names_in
+from epiloq.formats.io.architecture import ignores_tensor, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
@@ -150,7 +150,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     _ignore_unexpected(model, (name for parts in beside.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
-        if reader is None or has_no_use_for(model, own):
+        if reader is None or ignores_tensor(model, own):
             continue
         linear = _linear(model, own, checkpoint.where(layer))
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):

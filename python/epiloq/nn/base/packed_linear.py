@@ -187,7 +187,7 @@ def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
     return "dense" not in explain_problem("weight_only_mm", {**sizes, "bits": bits, "group_size": group_size})
 
 
-def said_of_few_bits(bits: int, in_features: int, group_size: int) -> str | None:
+def few_bits_note(bits: int, in_features: int, group_size: int) -> str | None:
     """Description of how a 2- or 3-bit weight runs on a GPU, for `inspect`; None for other bits, which kernels
     support."""
     if bits >= 4:

@@ -48,27 +48,27 @@ _QUESTIONS = {
 }
 
 
-def explain_problem(operation: str, said: Mapping[str, Any]) -> str:
+def explain_problem(operation: str, sizes: Mapping[str, Any]) -> str:
     """The kernel for a problem given as ``m, n, k`` and options. Raises TypeError or ValueError, which name the
     option."""
     question = _QUESTIONS.get(operation)
     if question is None:
         raise TypeError(f"epiloq.{operation}: expected its own arguments; it cannot be explained by sizes alone")
-    unknown = [name for name in said if name not in (*_SIZES, *question.options)]
-    missing = [name for name in _SIZES if name not in said]
+    unknown = [name for name in sizes if name not in (*_SIZES, *question.options)]
+    missing = [name for name in _SIZES if name not in sizes]
     if unknown or missing:
         wrong = f"{unknown[0]}, which is not one of them" if unknown else f"no {missing[0]}"
         options = ", ".join(question.options)
         raise TypeError(f"epiloq.{operation}: expected {', '.join(_SIZES)} and optionally {options}, got {wrong}")
     for name in _SIZES:
-        if type(said[name]) is not int or not 0 <= said[name] < 2**31:
-            raise ValueError(f"epiloq.{operation}: {name}: expected an integer from 0 to 2^31 - 1, got {said[name]!r}")
-    call = {**question.given, **said}
+        if type(sizes[name]) is not int or not 0 <= sizes[name] < 2**31:
+            raise ValueError(f"epiloq.{operation}: {name}: expected an integer from 0 to 2^31 - 1, got {sizes[name]!r}")
+    call = {**question.given, **sizes}
     if "dtype" in call:
         call["dtype"] = str(call["dtype"]).removeprefix("torch.")
-    if call.get("dtype", "int8") == "int8" and said["k"] > question.most_k:
-        raise ValueError(f"epiloq.{operation}: k: expected at most {question.most_k} of int8, got {said['k']}")
+    if call.get("dtype", "int8") == "int8" and sizes["k"] > question.most_k:
+        raise ValueError(f"epiloq.{operation}: k: expected at most {question.most_k} of int8, got {sizes['k']}")
     try:
         return question.ask(**call)
     except TypeError:
-        raise TypeError(f"epiloq.{operation}: an option of a type that none has, in {dict(said)}") from None
+        raise TypeError(f"epiloq.{operation}: an option of a type that none has, in {dict(sizes)}") from None

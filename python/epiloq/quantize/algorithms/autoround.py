@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epiloq.weights.grid import Grid, QuantizedWeight
-from epiloq.weights.rounding import Parameters, check_finite, rtn, spread
+from epiloq.weights.rounding import Parameters, check_finite, expand_parameters, rtn
 from epiloq.weights.scales import scales_in
 
 STEPS = 200
@@ -80,7 +80,7 @@ def autoround(
 
     draw, trained = torch.Generator().manual_seed(seed), windows - windows // HELD_OUT
     checked = range(trained if trained < windows else 0, windows)
-    best, least = {name: layer.kept() for name, layer in learned.items()}, float(lost(checked))
+    best, least = {name: layer.rounded() for name, layer in learned.items()}, float(lost(checked))
     every = max(1, steps // CHECKS)
     for step in range(steps):
         chosen = torch.randperm(trained, generator=draw)[:batch].tolist()
@@ -96,7 +96,7 @@ def autoround(
         if (step + 1) % every == 0 or step + 1 == steps:
             found = float(lost(checked))
             if found < least:
-                best, least = {name: layer.kept() for name, layer in learned.items()}, found
+                best, least = {name: layer.rounded() for name, layer in learned.items()}, found
     return best
 
 
@@ -116,7 +116,7 @@ class _Learned:
 
     def __init__(self, weight: Tensor, start: QuantizedWeight) -> None:
         self.grid, self.start = start.grid, start.parameters
-        wide = spread(self.start, self.grid, weight.shape)
+        wide = expand_parameters(self.start, self.grid, weight.shape)
         exact = weight.detach().float()
         middle = self.grid.restore(start.q.float(), wide)
         reach = (0.5 - INSIDE) * wide.scale
@@ -139,13 +139,13 @@ class _Learned:
     def restored(self) -> Tensor:
         """The rounded weight, differentiable as if rounding were the identity."""
         q, parameters = self._codes()
-        wide = spread(parameters, self.grid, self.weight.shape)
+        wide = expand_parameters(parameters, self.grid, self.weight.shape)
         return (q if wide.shift is None else q - wide.shift) * wide.scale
 
-    def kept(self) -> QuantizedWeight:
+    def rounded(self) -> QuantizedWeight:
         """The rounded weight."""
         q, parameters = self._codes()
-        return self.grid.kept(q.detach().to(self.grid.dtype), parameters.map(Tensor.detach))
+        return self.grid.make_weight(q.detach().to(self.grid.dtype), parameters.map(Tensor.detach))
 
     def _parameters(self) -> Parameters:
         """Scales and zero points of the trained ranges; before training, bit-identical to the initial ones."""
@@ -162,7 +162,7 @@ class _Learned:
 
     def _codes(self) -> tuple[Tensor, Parameters]:
         parameters = self._parameters()
-        wide = spread(parameters, self.grid, self.weight.shape)
+        wide = expand_parameters(parameters, self.grid, self.weight.shape)
         moved = self.weight / wide.scale + self.offset
         q = _through(moved, moved.detach().round())
         return (q if wide.shift is None else q + wide.shift).clamp(self.grid.lowest, self.grid.highest), parameters

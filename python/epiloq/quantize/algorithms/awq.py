@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epiloq.quantize.calibration.channels import alike
+from epiloq.quantize.calibration.channels import reduce_by_channel
 from epiloq.weights.codebooks import Calibrated
-from epiloq.weights.rounding import Codebook, Kept, rtn
+from epiloq.weights.rounding import Codebook, Rounded, rtn
 
 RATIOS = 20
 SMALLEST = 1e-4
@@ -39,7 +39,7 @@ def awq_scale(
     """
     if ratios < 1:
         raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
-    magnitudes = alike(mean_abs.float(), channels, "mean")
+    magnitudes = reduce_by_channel(mean_abs.float(), channels, "mean")
     best, least = torch.ones_like(magnitudes), torch.inf
     for step in range(ratios):
         scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
@@ -54,7 +54,7 @@ def awq_scale(
     return best
 
 
-def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Kept]) -> Kept:
+def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Rounded]) -> Rounded:
     """Round an already scaled weight ``[N, K]`` to nearest, with each group's range clipped by AWQ's search."""
     return rtn(weight, grid, hessian)
 

@@ -8,7 +8,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from epiloq.weights.rounding import Codebook, Kept, Parameters, check_finite, fit, over_rows
+from epiloq.weights.rounding import Codebook, Parameters, Rounded, check_finite, fit, over_rows
 
 LARGEST_DAMPENING = 10.0
 
@@ -17,7 +17,7 @@ LARGEST_DAMPENING = 10.0
 def gptq(
     weight: Tensor,
     hessian: Tensor,
-    grid: Codebook[Kept],
+    grid: Codebook[Rounded],
     *,
     moments: Tensor | None = None,
     act_order: bool = True,
@@ -25,7 +25,7 @@ def gptq(
     dampening: float = 0.01,
     block: int = 128,
     dtype: torch.dtype = torch.float64,
-) -> Kept:
+) -> Rounded:
     """Quantise a weight ``[N, K]`` so that its output error on the calibration inputs is small.
 
     It works with any grid. Layers that read the same input may be stacked along N if rows do not share scales: they
@@ -110,11 +110,11 @@ def without_dead(hessian: Tensor) -> Tensor:
     return matrix
 
 
-class _Groups(Generic[Kept]):
+class _Groups(Generic[Rounded]):
     """The parameters of groups while GPTQ proceeds in `order`: given, or fitted when a group is reached."""
 
     def __init__(
-        self, weight: Tensor, grid: Codebook[Kept], moments: Tensor | None, order: Tensor, static: bool
+        self, weight: Tensor, grid: Codebook[Rounded], moments: Tensor | None, order: Tensor, static: bool
     ) -> None:
         count, columns = weight.shape
         self.grid, self.moments, self.order, self.static = grid, moments, order, static
@@ -139,17 +139,17 @@ class _Groups(Generic[Kept]):
         self.fitted.append(found)
         self.parameters.append(found.map(lambda part: over_rows(part[:, 0], self.grid.rows, values.shape[1])))
 
-    def result(self, q: Tensor) -> Kept:
+    def result(self, q: Tensor) -> Rounded:
         """The result, from q ``[K, N]`` in the order of processing."""
         shifts = [part.shift for part in self.fitted if part.shift is not None]
         found = Parameters(torch.cat([part.scale for part in self.fitted], 1), torch.cat(shifts, 1) if shifts else None)
         moved = not torch.equal(self.order, self.order.sort().values)
         if not self.static and found.scale.shape[1] > 1 and moved:
-            return self.grid.kept(q.t().contiguous(), found, self.order)
-        return self.grid.kept(q[self.order.argsort()].t().contiguous(), found)
+            return self.grid.make_weight(q.t().contiguous(), found, self.order)
+        return self.grid.make_weight(q[self.order.argsort()].t().contiguous(), found)
 
 
-def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups[Kept], start: int, end: int) -> Tensor:
+def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups[Rounded], start: int, end: int) -> Tensor:
     """Quantise columns start to end with compensation inside the block; returns their scaled errors ``[end - start,
     N]``."""
     values, factor = rest[start:end], upper[start:end, start:end]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid, QuantizedWeight
-from epiloq.weights.rounding import Codebook, Parameters, check_finite, spread
+from epiloq.weights.rounding import Codebook, Parameters, check_finite, expand_parameters
 from epiloq.weights.scales import scales_in
 
 ROUNDS = 4
@@ -68,7 +68,7 @@ def refine(
         moved |= state.descend()
         if not moved:
             break
-    return value.grid.kept(state.codes.t().contiguous().to(value.grid.dtype), state.parameters, perm)
+    return value.grid.make_weight(state.codes.t().contiguous().to(value.grid.dtype), state.parameters, perm)
 
 
 def joined(parts: Sequence[Calibrated]) -> Calibrated:
@@ -79,7 +79,7 @@ def joined(parts: Sequence[Calibrated]) -> Calibrated:
     shifts = [part.parameters.shift for part in parts]
     known = [shift for shift in shifts if shift is not None]
     parameters = Parameters(torch.cat([part.scale for part in parts]), torch.cat(known) if known else None)
-    return first.grid.kept(torch.cat([part.q for part in parts]), parameters)
+    return first.grid.make_weight(torch.cat([part.q for part in parts]), parameters)
 
 
 class _State:
@@ -149,7 +149,7 @@ class _State:
         return moved
 
     def _spread(self) -> Parameters:
-        return spread(self.parameters, self.grid, self.shape).map(lambda part: part.float().t().contiguous())
+        return expand_parameters(self.parameters, self.grid, self.shape).map(lambda part: part.float().t().contiguous())
 
 
 def _best(

@@ -80,7 +80,7 @@ def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
     parts = _Parts(model)
     tokens = torch.arange(PROBE_TOKENS, device=parts.embedding.weight.device)[None] % parts.embedding.num_embeddings
     before = _logits(model, tokens)
-    head, said = parts.head.weight, model.config.tie_word_embeddings  # type: ignore[union-attr]
+    head, tie_word_embeddings = parts.head.weight, model.config.tie_word_embeddings  # type: ignore[union-attr]
     with _restored_on_error(model):
         tied = untie_head_(model)
         try:
@@ -95,7 +95,7 @@ def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
         except BaseException:
             if tied:
                 parts.head.weight = head
-                model.config.tie_word_embeddings = said  # type: ignore[union-attr]
+                model.config.tie_word_embeddings = tie_word_embeddings  # type: ignore[union-attr]
             raise
     return Rotated(tied, error)
 

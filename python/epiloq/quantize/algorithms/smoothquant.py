@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from epiloq.layer_filter import default_filter
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.channels import alike, channel_map, restored, widened
+from epiloq.quantize.calibration.channels import channel_map, reduce_by_channel, restored, widened
 from epiloq.quantize.calibration.inputs import Calibrate, Observed, observe, outputs
 from epiloq.quantize.calibration.static import input_grid, static_int8, token_error
 from epiloq.weights.codebooks import Calibrated
@@ -55,9 +55,9 @@ def smooth_scale(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_scale: alpha: expected 0 to 1, got {alpha}")
-    inputs = alike(amax.float(), channels, "amax")
+    inputs = reduce_by_channel(amax.float(), channels, "amax")
     columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
-    columns = alike(columns, channels, "amax")
+    columns = reduce_by_channel(columns, channels, "amax")
     scale = inputs.clamp(min=SMALLEST) ** alpha / columns.clamp(min=SMALLEST) ** (1 - alpha)
     return torch.where((inputs > 0) & (columns > 0), scale.clamp(min=SMALLEST), torch.ones_like(scale))
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import home_of, without_cache
+from epiloq.quantize.calibration.blocks import parameter_device, without_cache
 from epiloq.quantize.calibration.static import dynamic_int8
 from epiloq.weights.grid import InputGrid, QuantizedWeight
-from epiloq.weights.rounding import Parameters, spread
+from epiloq.weights.rounding import Parameters, expand_parameters
 from epiloq.weights.scales import scales_in
 
 RATE = 1e-3
@@ -96,7 +96,7 @@ def tune(
 
         def lost(window: Tensor) -> Tensor:
             with torch.no_grad():
-                wanted = _logarithms(teacher(window.to(home_of(teacher))).logits).to(home_of(model))
+                wanted = _logarithms(teacher(window.to(parameter_device(teacher))).logits).to(parameter_device(model))
             return (wanted.exp() * (wanted - _logarithms(state.logits(window)))).sum(-1).mean()
 
         checked = windows[:CHECKED]
@@ -106,7 +106,7 @@ def tune(
     if not after < before:
         return Tuned(dict(weights), {name: p.detach().clone() for name, p in state.norms.items()}, before, before)
     norms = {name: state.norm(name).detach().clone() for name in state.norms}
-    return Tuned({name: state.kept(name) for name in state.layers}, norms, before, after)
+    return Tuned({name: state.tuned_weight(name) for name in state.layers}, norms, before, after)
 
 
 def _descend(
@@ -142,7 +142,7 @@ class _Layer:
         self.value, self.grid = value, value.grid
         parameters = Parameters(value.scale.to(device), None if value.zero is None else value.zero.to(device))
         self.scale, self.order = parameters.scale, None if value.perm is None else value.perm.argsort().to(device)
-        zero = spread(parameters, self.grid, value.q.shape).shift
+        zero = expand_parameters(parameters, self.grid, value.q.shape).shift
         self.codes = value.q.to(device).float() - (0 if zero is None else zero)
         self.change = torch.zeros_like(self.scale, requires_grad=True)
 
@@ -152,10 +152,10 @@ class _Layer:
         return exact + (scales_in(exact.detach(), self.grid.scale_dtype).float() - exact).detach()
 
     def weight(self) -> Tensor:
-        found = self.codes * spread(Parameters(self.scales()), self.grid, self.codes.shape).scale
+        found = self.codes * expand_parameters(Parameters(self.scales()), self.grid, self.codes.shape).scale
         return found if self.order is None else found[:, self.order]
 
-    def kept(self) -> QuantizedWeight:
+    def tuned_weight(self) -> QuantizedWeight:
         scale = self.scales().detach().to(self.value.scale.device)
         # A sum with the difference need not give the rounded scale itself.
         return replace(self.value, scale=scales_in(scale, self.grid.scale_dtype).float())
@@ -166,7 +166,7 @@ class _State:
 
     def __init__(self, model: nn.Module, weights: Mapping[str, QuantizedWeight], inputs: Inputs | None) -> None:
         self.model, self.inputs = model, inputs
-        self.layers = {n: _Layer(value, home_of(model)) for n, value in weights.items()}
+        self.layers = {n: _Layer(value, parameter_device(model)) for n, value in weights.items()}
         self.norms = {n: p for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("norm.weight")}
         self.norm_changes = {n: torch.zeros_like(p, requires_grad=True) for n, p in self.norms.items()}
         found = {n: value.inputs for n, value in weights.items() if value.inputs is not None}
@@ -181,7 +181,7 @@ class _State:
             same = torch.equal(known.scale, grid.scale) and torch.equal(known.zero, grid.zero)
             if same and other.rpartition(".")[0] == parent:
                 return known, change
-        return grid, torch.zeros_like(grid.scale, device=home_of(self.model), requires_grad=True)
+        return grid, torch.zeros_like(grid.scale, device=parameter_device(self.model), requires_grad=True)
 
     def changes(self) -> list[Tensor]:
         """The trained parameters, each once."""
@@ -189,9 +189,9 @@ class _State:
         inputs = list({id(change): change for _, change in self.static.values()}.values())
         return [*scales, *self.norm_changes.values(), *inputs]
 
-    def kept(self, name: str) -> QuantizedWeight:
+    def tuned_weight(self, name: str) -> QuantizedWeight:
         """A layer's weight with the trained scales."""
-        value = self.layers[name].kept()
+        value = self.layers[name].tuned_weight()
         if name not in self.static:
             return value
         grid, change = self.static[name]
@@ -204,7 +204,7 @@ class _State:
     def logits(self, window: Tensor) -> Tensor:
         values = {f"{name}.weight": layer.weight() for name, layer in self.layers.items()}
         values |= {name: self.norm(name) for name in self.norms}
-        found: Tensor = functional_call(self.model, values, (window.to(home_of(self.model)),)).logits
+        found: Tensor = functional_call(self.model, values, (window.to(parameter_device(self.model)),)).logits
         return found
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""A scheme for each layer: the least loss for a number of bytes."""
+"""Choosing a scheme for each layer: the smallest loss within a size budget."""

@@ -11,12 +11,12 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)")
 
 @dataclass(frozen=True)
 class Budget:
-    """What the result may take; exactly one of the first two is given.
+    """The size limit of the result; exactly one of `file_bytes` and `bits` is given.
 
     file_bytes
-        Bytes of the weight files, all that stays in floating point included.
+        Size of the weight files in bytes, including everything that stays in floating point.
     bits
-        Bits per weight of the quantised layers, scales and zero points included.
+        Bits per weight of the quantised layers, including scales and zero points.
     candidates
         Names of the schemes to choose from; see `candidates.grids`.
     """
@@ -26,13 +26,13 @@ class Budget:
     candidates: tuple[str, ...] = ()
 
     @property
-    def said(self) -> str:
-        """As text, with the option that sets it."""
+    def text(self) -> str:
+        """The command-line option and value that set it, for messages."""
         return f"--bits {self.bits:g}" if self.file_bytes is None else f"--bytes {megabytes(self.file_bytes)}"
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes, such as 90MB or 1.5GiB. Raises ValueError for other text, or none at all."""
+    """Parse a number of bytes, such as 90MB or 1.5GiB. Raises ValueError for other or empty text."""
     found = _AMOUNT.fullmatch(text.strip())
     unit = None if found is None else UNITS.get(found.group(2).upper())
     if found is None or unit is None or float(found.group(1)) * unit < 1:
@@ -43,5 +43,5 @@ def parse_bytes(text: str) -> int:
 
 
 def megabytes(count: float) -> str:
-    """A number of bytes as `parse_bytes` takes it, rounded up, so that the printed number suffices."""
+    """Format a number of bytes for `parse_bytes`, rounded up, so that the printed budget is sufficient."""
     return f"{-(-count // 10**4) / 100:g}MB"

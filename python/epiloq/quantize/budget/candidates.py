@@ -1,4 +1,4 @@
-"""The schemes that a budget chooses from, and a layer's size in a checkpoint for each."""
+"""The candidate schemes of a budget, and the size of a layer in a checkpoint for each of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from epiloq.weights.grid import Grid
 from epiloq.weights.packed_weight import BITS
 
 DEFAULT = ("w4a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w8a16")
-"""What GPU kernels and the other engines take; w3a16-* and w2a16-* for less."""
+"""Supported by GPU kernels and the other engines; w3a16-* and w2a16-* allow smaller files."""
 LAYOUTS = ("compressed-tensors", "epiloq")
 """Formats that support layers of several schemes."""
 BASE = "w8a16"
-"""The scheme that every layer can have, whose rules decide which layers are quantised."""
+"""The scheme that every layer supports; its rules decide which layers are quantised."""
 AUTO = "auto"
-"""A scheme of the embedding or the head that a budget chooses."""
+"""Value of --head and --embedding that lets the budget choose the scheme."""
 HEADER = 112
-"""At most so many bytes beside its name describe a tensor in a file's header."""
+"""Upper bound on the bytes that describe a tensor in a file's header, without its name."""
 _NAME = re.compile(r"w(\d+)a16(?:-g(\d+))?")
 
 
@@ -38,7 +38,7 @@ def grids(names: Sequence[str], symmetric: bool) -> dict[str, Grid]:
             raise ValueError(
                 f"--candidates: expected w<bits>a16 or w<bits>a16-g<size> with bits of {known}, got {name!r}"
             )
-        # 8 bits lose little by the lack of zero points, and some readers know no others.
+        # 8-bit weights lose little without zero points, and some readers support no others.
         found[name] = Grid(bits, int(match.group(2) or -1), symmetric or bits == 8)
     if not found:
         raise ValueError("--candidates: expected at least one scheme, got none")
@@ -46,7 +46,8 @@ def grids(names: Sequence[str], symmetric: bool) -> dict[str, Grid]:
 
 
 class Sizes:
-    """Bytes of layers in a format, the model's type known, with so many for each tensor's header beside its name."""
+    """Size of layers in a format, in bytes, given the model's dtype and the header bytes per tensor without its
+    name."""
 
     def __init__(self, candidates: Mapping[str, Grid], layout: str, dtype: torch.dtype, header: int = 0) -> None:
         self.layout, self.dtype, self.header = FORMATS[layout], dtype, header
@@ -55,7 +56,8 @@ class Sizes:
         self._known: dict[tuple[str, int, int], int | None] = {}
 
     def of(self, candidate: str, shape: tuple[int, int]) -> int | None:
-        """Bytes of a layer ``[N, K]``, its tensors' headers included but for its name; None if it cannot be."""
+        """Bytes of a layer ``[N, K]``, including its tensors' headers without names; None if the format cannot
+        represent it."""
         key = (candidate, *shape)
         if key not in self._known:
             quantization = Quantization(self.grids[candidate])
@@ -68,7 +70,7 @@ class Sizes:
         return self._known[key]
 
     def options(self, layers: Mapping[str, nn.Linear]) -> dict[str, int]:
-        """The candidates that every one of some layers can have, and the bytes of all of them."""
+        """The candidates that all given layers support, each with the total bytes of these layers."""
         found = {}
         for name in self.grids:
             each = [self.of(name, (layer.out_features, layer.in_features)) for layer in layers.values()]

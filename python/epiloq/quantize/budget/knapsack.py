@@ -1,4 +1,4 @@
-"""One option for each item, the least loss within a weight: the multiple-choice knapsack by dynamic programming."""
+"""Multiple-choice knapsack by dynamic programming: one option per item, minimum total loss within a total size."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 CELLS = 1 << 15
-"""Weights are counted in so many units at most, rounded up, so that a choice never exceeds what it may."""
+"""Maximum number of units in which sizes are counted; they are rounded up, so that a choice never exceeds the limit."""
 
 
 def choose(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most: int) -> list[int]:
-    """The number of one option of each item, with the least sum of losses for a sum of sizes of at most `most`.
+    """Choose one option per item so that the sum of losses is minimal and the sum of sizes is at most `most`.
 
-    Exact where the sizes' greatest common divisor cuts the range into at most `CELLS` units; otherwise the sum of sizes
-    may stay below what is best by one unit an item, and what remains is spent on single items afterwards. Of equal
-    losses the smaller sum of sizes is taken. Raises ValueError where the smallest options exceed `most`.
+    Returns the options' indices.
+
+    Exact if the range divided by the sizes' greatest common divisor is at most `CELLS` units. Otherwise the result may
+    miss the optimum by one unit per item, and the remaining size is used by exchanging single options afterwards. Among
+    equal losses the smaller total size is chosen. Raises ValueError if even the smallest options exceed `most`.
     """
     least = [min(each) for each in sizes]
     room = min(most, sum(max(each) for each in sizes)) - sum(least)
@@ -45,13 +47,13 @@ def choose(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], mo
         option = int(chosen[cell])
         chosen_options.append(option)
         cell -= -(-steps[option] // unit)
-    return _spend(chosen_options[::-1], sizes, losses, most)
+    return _improve(chosen_options[::-1], sizes, losses, most)
 
 
-def _spend(
+def _improve(
     chosen: list[int], sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most: int
 ) -> list[int]:
-    """Take the single exchange that gains most for as long as one fits, which rounding may have made possible."""
+    """Repeat the single exchange with the largest gain while one fits; rounding of sizes may have left room."""
     left = most - sum(each[option] for each, option in zip(sizes, chosen, strict=True))
     while True:
         gains = [

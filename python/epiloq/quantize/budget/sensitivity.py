@@ -1,7 +1,8 @@
-"""What rounding each layer costs the model: the KL divergence from the model in floating point, measured.
+"""Cost of rounding each layer, measured as the KL divergence from the floating-point model.
 
-Layers that must have one scheme are rounded by one candidate, all else exact, and the model runs from their block on.
-Under other candidates they cost in proportion to their own output error, which one walk through the blocks gives.
+Layers that must share a scheme are rounded with one reference candidate while everything else is exact, and the model
+is run from their block onwards. The cost of other candidates is taken as proportional to the layers' own output error,
+which one pass through the blocks measures.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import rtn
 
 ROWS = 128
-"""Output channels of a layer that are rounded on trial; the others are taken to lose as much for their size."""
+"""Number of output channels of a layer that are rounded as a sample; the error is extrapolated to the others."""
 DAMPENING = 0.01
 LEAST = 1e-12
-"""Nats per token of what float32 cannot tell from nothing, so that fewer errors are preferred there too."""
+"""Nats per token, below the resolution of float32: a lower bound of costs, so that smaller errors are still
+preferred."""
 Losses = dict[tuple[str, ...], dict[str, float]]
-"""For layers that have one scheme, by name, and each candidate: nats per token."""
+"""Nats per token for each group of layers that share a scheme, by their names, and each candidate."""
 
 
 @torch.no_grad()
@@ -43,19 +45,19 @@ def losses(
     filter_fn: Filter,
     advance: Callable[[], None] = lambda: None,
 ) -> Losses:
-    """The divergence that every candidate costs for every layer, those that must have one scheme together.
+    """The divergence that each candidate costs for each layer, or jointly for layers that must share a scheme.
 
-    These are the layers that read one input, and all experts of a mixture: engines multiply the former as one matrix
-    and the latter as one stack.
+    These are layers that read the same input and all experts of a mixture, because engines multiply the former as one
+    matrix and the latter as one stack.
 
     windows
-        int64 ``[1, n]`` tokens each, which the layers' inputs are taken from.
+        int64 tokens ``[1, n]`` each, from which the layers' inputs are computed.
     probed
-        Likewise, on which the divergence is measured.
+        The same, for measuring the divergence.
     reference
-        The candidate that it is measured with.
+        The candidate with which the divergence is measured.
     compensate
-        Whether GPTQ rounds; otherwise to nearest.
+        Whether weights are rounded by GPTQ; otherwise to nearest.
     """
     found: Losses = {}
     chain = find_blocks(model, filter_fn, blocks)
@@ -66,7 +68,7 @@ def losses(
             layers = linears_of(block, name, filter_fn)
             walk = _Walk(block, recorded.calls[index], recorded.hidden)
             groups = input_groups(layers, [[partial(walk.run, window) for window in range(len(windows))]])
-            for together in _together(groups):
+            for together in _groups(groups):
                 trial = _Trial(layers, together, candidates, compensate)
                 found[trial.names] = trial.losses(reference, partial(probe.divergence, index))
             recorded.hidden = [walk.outputs[window] for window in range(len(windows))]
@@ -76,8 +78,8 @@ def losses(
     return found
 
 
-def _together(groups: Sequence[InputGroup]) -> list[list[InputGroup]]:
-    """Groups of one block that must have one scheme."""
+def _groups(groups: Sequence[InputGroup]) -> list[list[InputGroup]]:
+    """Join a block's groups that must share a scheme."""
     found: dict[str, list[InputGroup]] = {}
     for group in groups:
         first = group.names[0]
@@ -86,7 +88,7 @@ def _together(groups: Sequence[InputGroup]) -> list[list[InputGroup]]:
 
 
 class _Trial:
-    """Layers that are rounded together, and what they lose."""
+    """Layers that are rounded together, and their losses."""
 
     def __init__(
         self,
@@ -102,11 +104,12 @@ class _Trial:
 
     @staticmethod
     def _hessian(group: InputGroup) -> Tensor:
-        assert group.statistics is not None  # There is one rank.
-        return group.statistics.steady[0] / 2
+        assert group.statistics is not None  # one rank owns all groups
+        return group.statistics.shrunk[0] / 2
 
     def losses(self, reference: str, divergence: Callable[[], float]) -> dict[str, float]:
-        """Of each candidate: what `divergence` gives with the layers rounded by the reference, and in proportion."""
+        """Loss for each candidate: `divergence` with the layers rounded by the reference, scaled by the ratio of output
+        errors."""
         errors = {candidate: self._error(grid) for candidate, grid in self.candidates.items()}
         if errors[reference] == 0:
             return dict.fromkeys(errors, 0.0)
@@ -127,7 +130,7 @@ class _Trial:
         return value.dequantize()
 
     def _error(self, grid: Grid) -> float:
-        """The squared output error of all layers, of some of their rows in proportion to their size."""
+        """Squared output error of all layers, extrapolated from a sample of their rows."""
         total = 0.0
         for (names, hessian), measure in zip(self.hessians, self.measures, strict=True):
             diagonal = hessian.diagonal()
@@ -144,7 +147,7 @@ class _Trial:
 
 
 class _Walk:
-    """Runs of one block that keep what it gives to the next."""
+    """Runs of one block that record its outputs, the inputs of the next block."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> None:
         self.block, self.calls, self.hidden = block, calls, hidden
@@ -156,7 +159,8 @@ class _Walk:
 
 
 def _unrecoverable(hessian: Tensor) -> Tensor:
-    """What a unit of each column's rounding error costs after GPTQ's compensation: ``[K]``, in the layer's order."""
+    """Output error caused by a unit of rounding error in each column after GPTQ's compensation: ``[K]``, in the layer's
+    order."""
     matrix = without_dead(hessian.double())
     order = matrix.diagonal().argsort(descending=True, stable=True)
     upper = inverse_factor(matrix[order][:, order], DAMPENING)

@@ -1,4 +1,4 @@
-"""A model as a chain of blocks, found by structure, and the inputs of each without running the others."""
+"""A model as a chain of blocks, found by structure, and the inputs of each block without running the others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from epiloq.quantize.calibration.inputs import PROBE_TOKENS
 
 
 def block_lists(model: nn.Module, takes: Filter) -> list[str]:
-    """Names of the ``ModuleList``s in no other that hold weights to quantise, those with most first, then the longest.
-
-    Raises ValueError if there is none.
+    """Names of the outermost ``ModuleList``s that contain weights to quantise, ordered by the number of weights, then
+    by length. Raises ValueError if there is none.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     weights = {n: _weights(m, n, takes) for n, m in lists.items()}
@@ -38,9 +37,9 @@ def block_lists(model: nn.Module, takes: Filter) -> list[str]:
 
 
 def find_blocks(model: nn.Module, takes: Filter, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The repeated layers of a model by name, in order.
+    """The repeated blocks of a model by name, in order.
 
-    They are the children of the ``ModuleList`` that holds most of the weights to quantise; the longest, between equals.
+    They are the children of the ``ModuleList`` with the most weights to quantise, or of the longest one among equals.
     `names` overrides the choice. Raises ValueError if there is none, or if blocks share modules or weights.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
@@ -72,7 +71,7 @@ def _weights(module: nn.Module, name: str, takes: Filter) -> int:
 
 
 class _Hidden:
-    """Stands where a block's hidden states go among its arguments."""
+    """Placeholder for the hidden states among a block's arguments."""
 
 
 HIDDEN = _Hidden()
@@ -80,7 +79,7 @@ HIDDEN = _Hidden()
 
 @dataclass(frozen=True)
 class Call:
-    """A block's arguments but for its hidden states."""
+    """A block's arguments other than its hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -108,48 +107,48 @@ def first(output: Any) -> Tensor:
 
 @dataclass
 class Recorded:
-    """What the blocks of a model are called with: hidden states of the first, everything else of all."""
+    """Arguments of a model's blocks: hidden states of the first block, all other arguments of every block."""
 
     hidden: list[Tensor]
     """One for each window, on the CPU."""
     calls: list[list[Call]]
-    """``calls[block][window]``; equal tensors are one tensor, on the CPU."""
+    """``calls[block][window]``, on the CPU; equal tensors are stored once."""
     forms: Sequence[Any] = ()
     """Each block's output on a few tokens."""
 
 
 @torch.no_grad()
 def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tensor]) -> Recorded:
-    """Run the model on windows of tokens, ``[1, n]`` each, passing through its blocks without running them.
+    """Run the model on windows of tokens, ``[1, n]`` each, with its blocks replaced by recorders.
 
-    Raises ValueError if a block's input is not the output of the block before (as it is not where a model does
-    something in between, or where blocks pass on more than hidden states).
+    Raises ValueError if a block's input is not the previous block's output, for example if the model computes something
+    in between, or if blocks pass on more than hidden states.
     """
-    device = home_of(model)
+    device = parameter_device(model)
     with without_cache(model):
         recorder = _Recorder(_probe(model, blocks, windows[0][:, :PROBE_TOKENS].to(device)))
         with _replaced(blocks, recorder.stand_in):
             for window in windows:
-                with suppress(_Enough):
+                with suppress(_LastBlockReached):
                     model(window.to(device))
                 recorder.alive.clear()
     return recorder.found
 
 
-def home_of(model: nn.Module) -> torch.device:
-    """Where a model's first parameter is of those that have values."""
+def parameter_device(model: nn.Module) -> torch.device:
+    """Device of the first parameter that has values."""
     return next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
 
 
 class _Recorder:
-    """What blocks are replaced by: each notes its arguments and hands its hidden states on."""
+    """Replacement of a block that records its arguments and returns its hidden states unchanged."""
 
     def __init__(self, forms: Sequence[Any]) -> None:
         self.forms = forms
         self.found = Recorded([], [[] for _ in forms], forms)
         self.pool: list[Tensor] = []
         self.alive: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors of this window, which keeps their numbers from being used again, and what is kept for them."""
+        """Tensors of this window, kept alive so that their ids stay unique, each with its stored copy."""
 
     def keep(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -159,7 +158,7 @@ class _Recorder:
         return self.alive[id(value)][1]
 
     def stand_in(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        hidden, call = _parted(args, kwargs)
+        hidden, call = _split(args, kwargs)
         if index == 0:
             self.found.hidden.append(hidden.cpu())
         kept = Call(
@@ -168,17 +167,17 @@ class _Recorder:
         )
         self.found.calls[index].append(kept)
         if index + 1 == len(self.forms):
-            raise _Enough
+            raise _LastBlockReached
         return _like(self.forms[index], hidden)
 
 
-class _Enough(Exception):
-    """Ends a run of the model after its last block."""
+class _LastBlockReached(Exception):
+    """Raised to end a run of the model after its last block."""
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Keep a transformers model from making a key-value cache, which blocks would fill each time they run."""
+    """Temporarily disable the key-value cache of a transformers model, which would grow with each run of a block."""
     config = getattr(model, "config", None)
     configs = [] if config is None else [config, getattr(config, "get_text_config", lambda: config)()]
     before = [getattr(c, "use_cache", None) for c in configs]
@@ -192,18 +191,18 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def passing(blocks: Sequence[nn.Module], forms: Sequence[Any], hidden: Tensor) -> Iterator[None]:
-    """Let a model run without its blocks, whose last one gives `hidden`; `forms` are those of `Recorded`."""
+def bypassing_blocks(blocks: Sequence[nn.Module], forms: Sequence[Any], hidden: Tensor) -> Iterator[None]:
+    """Run the model without its blocks: the last one returns `hidden`. `forms` as in `Recorded`."""
 
     def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
-        return _like(forms[index], hidden if index + 1 == len(forms) else _parted(args, kwargs)[0])
+        return _like(forms[index], hidden if index + 1 == len(forms) else _split(args, kwargs)[0])
 
     with _replaced(blocks, stand_in):
         yield
 
 
 def _like(form: Any, hidden: Tensor) -> Any:
-    """Hidden states as a block gives them."""
+    """Hidden states in the form in which a block returns them."""
     return hidden if isinstance(form, Tensor) else (hidden, *form[1:])
 
 
@@ -222,8 +221,8 @@ def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iter
                 block.forward = forward
 
 
-def _parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """Hidden states, the first tensor among the arguments, and the rest."""
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """The hidden states, that is, the first tensor among the arguments, and the other arguments."""
     for position, value in enumerate(args):
         if isinstance(value, Tensor):
             return value, Call((*args[:position], HIDDEN, *args[position + 1 :]), kwargs)
@@ -259,7 +258,7 @@ def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> lis
         raise ValueError("calibrate: blocks: expected every block to run, in order")
     for index in range(len(blocks) - 1):
         output = seen[index][2]
-        hidden, call = _parted(*seen[index + 1][:2])
+        hidden, call = _split(*seen[index + 1][:2])
         passed = {id(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)} - {id(hidden)}
         others = (id(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
         same = torch.allclose(first(output), hidden, rtol=0, atol=0, equal_nan=True)

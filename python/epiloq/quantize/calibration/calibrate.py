@@ -1,4 +1,4 @@
-"""Quantise a model's weights block by block, each on the inputs that the quantised blocks before it produce."""
+"""Quantise a model's weights block by block, each on the inputs that the preceding quantised blocks produce."""
 
 from __future__ import annotations
 
@@ -43,35 +43,39 @@ def calibrate(
 ) -> Iterator[Block]:
     """Quantise the linear layers in `model`'s blocks, yielding each block when it is done.
 
-    The model itself ends with the weights dequantised (and folded), so it computes what the quantised one will, but
-    for the quantisation of activations; computed weights (`torch.nn.utils.parametrize`, pruning) become parameters.
-    Which layers share an input, what can be folded and what the blocks are is found by running the model. Beside the
-    model this holds one block's inputs, ``[n, hidden]`` for each window, and for one block two ``[K, K]`` matrices for
-    each distinct input and a few temporaries of a layer's size.
+    Afterwards the model contains the dequantised (and folded) weights, so it computes the same as the quantised one
+    except for the quantisation of activations; computed weights (`torch.nn.utils.parametrize`, pruning) become
+    parameters. The blocks, the layers that share an input and the possible foldings are found by running the model.
+    Memory in addition to the model: one block's inputs, ``[n, hidden]`` per window, and for one block two ``[K, K]``
+    matrices per distinct input and a few temporaries of a layer's size.
 
-    Several ranks share the windows and the layers. Each ends with the same model and yields the same blocks, bit for
-    bit those of one process (`ranks.STRANDS` says how) if all compute on the same kind of device and number of threads.
+    Several ranks divide the windows and the layers among them. All obtain the same model and yield the same blocks,
+    bit-identical to those of a single process (see `ranks.STRANDS`) if all use the same kind of device and number of
+    threads.
 
     Args:
-        model: ``model(tokens)`` runs it, in evaluation mode, whatever modes its modules have before and after.
-        windows: int64 ``[1, n]`` tokens each. Not looked at by algorithms without ``needs_inputs`` unless `static`.
-        inputs: how the layers' inputs will be rounded, which the search for SmoothQuant's alpha looks at.
-        alpha: of SmoothQuant, where it is not searched for; see `smooth_scale`.
-        static: fix scales of the layers' int8 inputs too, as the quantised (and folded) blocks before make them.
-        grids: layers by name that have another grid. With AWQ, those that read one input should have the same.
-        blocks: the name of the ``ModuleList`` of blocks; the one with most weights to quantise, by default. Several
-            where neither the algorithm nor `static` looks at inputs.
+        model: ``model(tokens)`` runs it in evaluation mode; the modules' modes are restored afterwards.
+        windows: int64 tokens ``[1, n]`` each. Not used by algorithms without ``needs_inputs`` unless `static`.
+        inputs: how the layers' inputs will be rounded, for the search for SmoothQuant's alpha.
+        alpha: of SmoothQuant, if it is not searched for; see `smooth_scale`.
+        static: also calibrate static scales of the layers' int8 inputs, as computed by the preceding quantised (and
+            folded) blocks.
+        grids: grids of layers, by name, that differ from `grid`. With AWQ, layers that read the same input should have
+            the same grid.
+        blocks: the name of the ``ModuleList`` of blocks; by default the one with the most weights to quantise. Several
+            are allowed if neither the algorithm nor `static` needs inputs.
         filter_fn: as for `epiloq.quantize_`, within the blocks.
-        finished: asked for each block's name; a Block that it returns (of an interrupted run) is used as it is.
-            The first rank's is asked for all ranks.
-        device: where a block is while it is worked on; by default where it is already.
-        ranks: the processes that do this together, which all call it alike; by default this one alone.
-        residence: where blocks are before and after; by default in memory. Of streamed ones the model has no values
-            at the end.
+        finished: called with each block's name; a Block that it returns (from an interrupted run) is used unchanged.
+            Only the first rank's is called.
+        device: device on which a block is processed; by default its own.
+        ranks: the processes that calibrate together, which must call this with the same arguments; by default one
+            process.
+        residence: where blocks are stored before and after; by default in memory. A model with streamed blocks has no
+            values afterwards.
 
     Raises:
-        ValueError: no blocks found, blocks that are no chain, no windows, inputs with NaN or infinity, static scales
-            beside weights that are not integers with zero points, or a weight that is computed in a way not known.
+        ValueError: no blocks found, blocks that do not form a chain, no windows, inputs with NaN or infinity, static
+            scales with weights that are not integers with zero points, or a weight computed in an unsupported way.
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
@@ -88,8 +92,8 @@ def calibrate(
         raise ValueError(f"calibrate: {algorithm.name}: expected one process, got {ranks.world}")
     work = Work(grid, inputs, algorithm, alpha, static, ranks or Ranks(), grids or {})
     if work.needs_inputs and not windows:
-        wish = algorithm.name if static is None else "static scales"
-        raise ValueError(f"calibrate: windows: expected at least one for {wish}, got none")
+        purpose = algorithm.name if static is None else "static scales"
+        raise ValueError(f"calibrate: windows: expected at least one for {purpose}, got none")
     with evaluating(model):
         for n, layer in chosen.items():
             bake_(n, layer)
@@ -137,7 +141,7 @@ def _walk(
 
 
 def _advance_(hidden: list[Tensor], block: nn.Module, calls: Sequence[Call], place: torch.device) -> None:
-    """Put a block's output in the place of its input, on the CPU, window by window."""
+    """Replace a block's input by its output, on the CPU, window by window."""
     for i, call in enumerate(calls):
         hidden[i] = call.run(block, hidden[i].to(place)).cpu()
 
@@ -145,7 +149,7 @@ def _advance_(hidden: list[Tensor], block: nn.Module, calls: Sequence[Call], pla
 def _guide(
     model: nn.Module, blocks: dict[str, nn.Module], windows: Sequence[Tensor], takes: Filter, work: Work
 ) -> list[TokenWeights] | None:
-    """Weights of tokens in this rank's windows, if the algorithm asks for any."""
+    """Weights of tokens in this rank's windows, if the algorithm uses any."""
     if not work.slices:
         return None
     layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
@@ -155,7 +159,8 @@ def _guide(
 
 @torch.no_grad()
 def install_(block: nn.Module, layers: dict[str, nn.Linear], done: Block) -> None:
-    """Put a finished block's values, weights dequantised, into the model's. Raises ValueError if they do not fit."""
+    """Copy a finished block's values, with weights dequantised, into the model. Raises ValueError if they do not
+    fit."""
     if set(layers) != set(done.weights):
         raise ValueError(f"calibrate: finished: {done.name}: expected the layers {sorted(layers)}")
     for name, layer in layers.items():

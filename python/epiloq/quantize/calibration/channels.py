@@ -1,7 +1,9 @@
-"""Which output channel of one linear layer each input channel of another is made of, found by running the model.
+"""Mapping from each input channel of a linear layer to the output channel of another layer that produces it, found by
+running the model.
 
-What attention hands to its output layer is linear in the values, head by head, and grouped heads use a value head
-several times over: the input of the output layer has more channels than the value layer, and each is one of those.
+The input of attention's output layer is linear in the values, head by head. With grouped heads several query heads use
+the same value head, so this input has more channels than the value layer, and each of them corresponds to one of the
+value layer's channels.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from torch import Tensor, nn
 from epiloq.quantize.calibration.inputs import last_inputs
 
 BASE = 8
-"""A channel's number is found digit by digit, each as a power of two from 2 to 2^8: none is 1, by which what does not
-depend on the producer would follow it, and none is less, for which float16 may have no normal numbers."""
+"""A channel's number is found digit by digit, each encoded as a power of two from 2 to 2^8. 1 is not used, because an
+input that does not depend on the producer would also scale by 1, nor smaller factors, for which float16 values may
+become subnormal."""
 
 
 @torch.no_grad()
 def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object]) -> Tensor | None:
-    """For each input channel of `consumer` the output channel of `producer` it is proportional to, int64 ``[K]``.
+    """For each input channel of `consumer`, the output channel of `producer` to which it is proportional, int64
+    ``[K]``.
 
-    The producer's rows are multiplied by powers of two, which floating point follows exactly, and every channel of the
-    consumer's input has to follow by one of them; None if it does not, or if a channel is zero throughout. It may be
-    one unit in the last place off: a value that is subnormal in the model's dtype (in float16, below 2^-14) has more
-    bits once it is multiplied, and what is summed from it may then round the other way. Whether something else reads
-    the producer is not looked at. The layers end as they were.
+    The producer's rows are multiplied by powers of two, which are exact in floating point, and every channel of the
+    consumer's input must scale by one of them. The result is None if one does not, or if a channel is always zero. A
+    difference of one unit in the last place is allowed: a value that is subnormal in the model's dtype (in float16,
+    below 2^-14) has more significant bits after the multiplication, so that a sum of such values may be rounded
+    differently. Other readers of the producer are not detected. The layers are restored.
 
     Args:
         run: a run of the model in which the consumer is called.
@@ -48,7 +52,8 @@ def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], obje
 def _followed(
     producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object], exact: Tensor, digits: Tensor
 ) -> Tensor | None:
-    """The digit of each of the consumer's channels, if its input follows powers of two in the producer's rows."""
+    """The digit of each of the consumer's channels, if its input scales by powers of two applied to the producer's
+    rows."""
     powers = 2.0 ** (digits + 1)
     with restored([producer]):
         producer.weight.mul_(powers.to(producer.weight.dtype)[:, None])
@@ -70,7 +75,7 @@ def _followed(
 
 @contextmanager
 def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Their weights and biases may be changed meanwhile. (Not every float16 number survives halving and doubling.)"""
+    """Restore their weights and biases afterwards. (Not every float16 number survives halving and doubling.)"""
     found = (getattr(module, name, None) for module in modules for name in ("weight", "bias"))
     tensors = [tensor for tensor in found if isinstance(tensor, Tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -83,7 +88,8 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Its float16 tensors are float32 meanwhile, in which powers of two are exact; then they are what they were."""
+    """Temporarily convert float16 tensors to float32, in which powers of two are exact; afterwards they are
+    restored."""
     narrow = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == torch.float16]
     before = [tensor.data for tensor in narrow]
     try:
@@ -96,13 +102,14 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
-    # Other values of a producer may lead tokens to other experts, and none to this one.
+    # With other producer values the tokens may be routed to other experts, and none to this one.
     found = last_inputs({"": layer}, run).get("", layer.weight.new_empty(0, layer.in_features))
     return found.detach().reshape(-1, layer.in_features).clone()
 
 
-def alike(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:
-    """``[K]`` values, those of channels with one number reduced ("amax", "mean") to one value; as they are for None."""
+def reduce_by_channel(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:
+    """Reduce ``[K]`` values by "amax" or "mean" to one value per distinct channel number; unchanged if `channels` is
+    None."""
     if channels is None:
         return values
     distinct = values.new_zeros(int(channels.max()) + 1)

@@ -1,9 +1,10 @@
-"""How much the end loss depends on each token's output of each layer: weights of tokens for guided Hessians.
+"""Weights of tokens for guided Hessians: how much the final loss depends on each token's output of each layer.
 
-A layer's output error at token t costs the model about ``sum_i g_ti^2 d_ti^2``, g the gradient of the end loss by the
-layer's output. Averaged over a slice of the output rows that is a weight of the token in ``sum_t w_t x_t x_t^T``
-(GuidedQuant, arXiv 2505.07004). Labels are drawn from the model's own prediction, so the squared gradients estimate the
-curvature of the divergence from the model (Fisher information), whatever the text says next (YAQA, arXiv 2505.22988).
+A layer's output error d at token t increases the loss by about ``sum_i g_ti^2 d_ti^2``, where g is the gradient of the
+final loss with respect to the layer's output. The mean of g^2 over a slice of the output rows is the token's weight in
+``sum_t w_t x_t x_t^T`` (GuidedQuant, arXiv 2505.07004). Labels are sampled from the model's own prediction rather than
+taken from the text, so the squared gradients estimate the curvature of the KL divergence from the model (Fisher
+information; YAQA, arXiv 2505.22988).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import home_of, without_cache
+from epiloq.quantize.calibration.blocks import parameter_device, without_cache
 
 TokenWeights = Mapping[str, Tensor]
-"""Of one window: float32 ``[tokens, slices]`` for each layer by name."""
+"""Weights of one window: float32 ``[tokens, slices]`` for each layer, by name."""
 
 
 def token_weights(
@@ -31,23 +32,24 @@ def token_weights(
     windows: Sequence[Tensor],
     slices: int = 1,
 ) -> list[TokenWeights]:
-    """The mean squared gradient of the end loss by each token's output of each layer, over slices of output rows.
+    """The squared gradient of the final loss with respect to each token's output of each layer, averaged over slices of
+    output rows.
 
-    One backward pass through the floating-point model; each block runs again in it, so activations of one block at a
-    time are held. The result takes 4 bytes for each token, layer and slice.
+    This is one backward pass through the floating-point model; each block is recomputed in it, so the activations of
+    only one block are in memory. The result takes 4 bytes per token, layer and slice.
 
     Args:
-        windows: int64 ``[1, n]`` tokens each; ``model(tokens).logits`` are ``[1, n, vocabulary]``.
-        slices: of each layer's rows, neighbours; 1 weights all rows alike.
+        windows: int64 tokens ``[1, n]`` each; ``model(tokens).logits`` is ``[1, n, vocabulary]``.
+        slices: number of slices of consecutive output rows per layer; with 1 all rows share the weights.
 
     Raises:
-        ValueError: a model without logits; a layer that does not see each token of a window once, in order (a routed
-            expert).
+        ValueError: a model without logits, or a layer that does not process each token of a window exactly once and in
+            order (such as a routed expert).
     """
     if slices < 1:
         raise ValueError(f"token_weights: slices: expected at least 1, got {slices}")
     found: list[TokenWeights] = []
-    device = home_of(model)
+    device = parameter_device(model)
     with evaluating(model), without_cache(model), torch.enable_grad(), _differentiable(model, blocks):
         for window in windows:
             weights: dict[str, Tensor] = {}
@@ -71,7 +73,7 @@ def _note(weights: dict[str, Tensor], slices: int, name: str, gradient: Tensor) 
 
 
 def _loss(model: nn.Module, window: Tensor) -> Tensor:
-    """The negative log-likelihood of labels drawn from the prediction, summed over positions."""
+    """Negative log-likelihood of labels sampled from the prediction, summed over positions."""
     logits = getattr(model(window), "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise ValueError(
@@ -79,7 +81,7 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
             f"{type(model).__name__}: choose an algorithm that is not guided"
         )
     logarithms = logits[0].float().log_softmax(-1)
-    # The same draw for a window wherever and after whatever it is seen.
+    # A window always has the same labels, on any rank and in any order.
     draw = torch.Generator().manual_seed(int(window.sum()))
     labels = torch.multinomial(logarithms.detach().exp().cpu(), 1, generator=draw).to(logits.device)
     return -logarithms.gather(1, labels).sum()
@@ -87,7 +89,8 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
 
 @contextmanager
 def _differentiable(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
-    """Follow gradients from the first block's input on, not to weights; run blocks again in the backward pass."""
+    """Compute gradients from the first block's input onwards, but not of weights; recompute blocks in the backward
+    pass."""
     wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = [vars(block).get("forward") for block in blocks]
     first = next(iter(blocks)).register_forward_pre_hook(_followed, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""What feeds which linear layer, found by running the model: no table of class names."""
+"""The producers of linear layers' inputs, found by running the model rather than from class names."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Observed:
     amax: dict[str, Tensor] = field(default_factory=dict)
     """The largest magnitude in each input channel of each linear layer, float32 ``[in_features]``."""
     feeds: dict[str, list[str]] = field(default_factory=dict)
-    """Candidates: a norm or linear layer, and the linear layers that seem to read its output."""
+    """Candidates for folding: a norm or linear layer, and the linear layers that appear to read its output."""
     probe: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """The arguments of the model's first call, sequences of token numbers shortened."""
+    """The arguments of the model's first call, with token sequences shortened."""
 
 
 class _Watch:
-    """Hooks that fill an Observed. Candidates are taken from the model's first call."""
+    """Hooks that fill an `Observed`. Candidates are found in the model's first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.seen, self.calls = model, Observed(), 0
@@ -59,7 +59,7 @@ class _Watch:
             return
         made, producer = self.made.get(id(x), (None, ""))
         if made is None or made() is not x:
-            # Not a norm's output as it is; perhaps a gated product with the last linear layer of this width.
+            # Not directly a norm's output; possibly a gated product with the last linear layer of this width.
             producer = self.last_linear.get(linear.in_features, "")
         if producer:
             self.seen.feeds.setdefault(producer, []).append(name)
@@ -105,7 +105,7 @@ def _shortened(value: object) -> object:
 
 
 def observe(model: nn.Module, calibrate: Calibrate) -> Observed:
-    """Run ``calibrate(model)`` and say what each linear layer's inputs were and what seems to produce them."""
+    """Run ``calibrate(model)`` and record each linear layer's inputs and their apparent producers."""
     watch = _Watch(model)
     with evaluating(model), watch.attached():
         calibrate(model)
@@ -124,7 +124,7 @@ def outputs(model: nn.Module, seen: Observed) -> list[Tensor]:
 
 @torch.no_grad()
 def last_inputs(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> dict[str, Tensor]:
-    """What each layer was last called with in a run."""
+    """The last input of each layer in a run."""
     found: dict[str, Tensor] = {}
     with watched(layers, found.__setitem__):
         run()
@@ -136,9 +136,9 @@ class InputGroup:
     """Layers that share an input.
 
     owner
-        The rank that quantises them.
+        The rank that quantises the layers.
     statistics
-        Of their input in all windows; None on ranks that do not own them.
+        Statistics of their input in all windows; None on other ranks than the owner.
     """
 
     names: list[str]
@@ -153,11 +153,11 @@ def input_groups(
     ranks: Ranks | None = None,
     guide: Sequence[TokenWeights] | None = None,
 ) -> list[InputGroup]:
-    """Layers by the input that they share, as the first run shows, each with the statistics of all runs of all ranks.
+    """Group layers by the input that they share in the first run, with the statistics of all runs of all ranks.
 
     Args:
-        strands: this rank's runs. Sums are taken within each strand first, and then of those, in order.
-        guide: weights of tokens for each of this rank's runs; each layer's are weightings of the input that it reads.
+        strands: this rank's runs. Statistics are summed within each strand, then over strands, in order.
+        guide: weights of tokens for each of this rank's runs; each layer's weights are a weighting of its input.
     """
     ranks = ranks or Ranks()
     names = ranks.share(shared(layers, strands[0][0]) if ranks.rank == 0 else None)
@@ -173,7 +173,7 @@ def input_groups(
         found = [_statistics(layers[g[0]], weights[0][i].shape[1] if weights else 0) for i, g in enumerate(names)]
         _fill({group[0]: statistics for group, statistics in zip(names, found, strict=True)}, layers, strand, weights)
         for own, statistics in zip(sums, found, strict=True):
-            # The first rank's are the first of all, so they need not be kept apart.
+            # The first rank's strands come first in the sum, so they can be accumulated directly.
             if own and ranks.rank == 0:
                 own[0].merge(statistics)
             else:
@@ -210,7 +210,8 @@ def _fill(
 def _collected(
     sums: list[list[InputStatistics]], index: int, owner: int, counts: Sequence[list[list[int]]], ranks: Ranks
 ) -> InputStatistics | None:
-    """On the owner, the sum of one input's statistics of all ranks, in order; what is sent is forgotten."""
+    """On the owner: the sum over all ranks, in order, of one input's statistics. Statistics that were sent are
+    released."""
     own, sums[index] = sums[index], []
     total: InputStatistics | None = None
     for source, of_rank in enumerate(counts):
@@ -229,9 +230,9 @@ def _collected(
 
 @torch.no_grad()
 def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
-    """Layers by the input that they share in a run."""
+    """Group layers by the input that they share in a run."""
     seen: dict[str, list[object]] = {name: [] for name in layers}
-    alive: list[Tensor] = []  # So that no address is used twice.
+    alive: list[Tensor] = []  # keeps ids unique
 
     def note(name: str, x: Tensor) -> None:
         alive.append(x)
@@ -239,7 +240,7 @@ def shared(layers: Mapping[str, nn.Linear], run: Callable[[], object]) -> list[l
 
     with watched(layers, note):
         run()
-    # A layer that the first call did not reach (an expert, say) is on its own.
+    # A layer that the first call did not reach (such as an expert) forms its own group.
     groups: dict[object, list[str]] = {}
     for name, inputs in seen.items():
         groups.setdefault(tuple(inputs) or name, []).append(name)

@@ -1,4 +1,4 @@
-"""How the processes that a launcher such as ``torchrun`` started find each other, and which device each has."""
+"""Rendezvous of the processes started by a launcher such as ``torchrun``, and the device of each."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MEETING = timedelta(minutes=5)
 """How long ranks wait for each other to start."""
 _FOREVER = timedelta(days=30)
 _READABLE = frozenset({"device", "instruction sets", "threads", "torch", "epiloq"})
-"""Facts whose values a message gives."""
+"""Facts whose values are shown in messages."""
 _ENDS = 1 << 20
-"""Bytes at either end of a file that tell it from another."""
+"""Bytes at the beginning and end of a file that identify it."""
 
 
-def device_of(wish: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The device of this rank: "auto" is a GPU where there is one, "cuda" the GPU of the rank's number on its host.
+def device_of(device: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The device of this rank: "auto" is a GPU if there is one, "cuda" the GPU with the rank's number on its host.
 
-    Raises ValueError for a GPU that is not there, or one number for several ranks.
+    Raises ValueError for a GPU that does not exist, or for a numbered GPU with several ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind, _, index = wish.partition(":")
+    kind, _, index = device.partition(":")
     if kind == "auto" and not index:
         kind = "cuda" if gpus else "cpu"
     if kind == "cpu" and not index:
         return kind
     if kind != "cuda" or not gpus or (index and not index.isdecimal()):
-        raise ValueError(f"expected auto, cpu, or cuda where torch sees a GPU, got {wish!r}")
+        raise ValueError(f"expected auto, cpu, or cuda where torch sees a GPU, got {device!r}")
     local = int(environment.get("LOCAL_RANK", 0))
     if index and int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"expected cuda without a number, for each of several ranks has its own, got {wish!r}")
+        raise ValueError(f"expected cuda without a number, for each of several ranks has its own, got {device!r}")
     number = int(index) if index else local
     if number >= gpus:
         raise ValueError(f"expected a GPU for each rank, but number {number} is not among the {gpus} that torch sees")
@@ -54,15 +54,15 @@ def joined(
     environment: Mapping[str, str] = os.environ,
     patience: float = PATIENCE,
 ) -> Iterator[Ranks]:
-    """This process among those that a launcher started with it, or alone.
+    """Join the processes that a launcher started together; yields this process's `Ranks`.
 
-    When a rank dies or leaves this by an exception, the others get ConnectionError in their next exchange, or
-    ``end(sentence)`` is called in another thread, which should end the process. Ranks that finish may leave early.
+    If a rank dies or leaves this context by an exception, the others get ConnectionError in their next exchange, or
+    ``end(reason)`` is called in another thread and should end the process. Ranks that finish may leave early.
 
     Args:
-        device: this rank's, as `device_of` gives it.
-        environment: of the process: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
-        patience: seconds of silence after which a rank counts as dead.
+        device: this rank's device, from `device_of`.
+        environment: environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the process.
+        patience: seconds without a heartbeat after which a rank counts as dead.
     """
     if int(environment.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
@@ -93,7 +93,7 @@ def joined(
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks unless all give the same facts, by their names in the message."""
+    """Raise ValueError on all ranks unless all have the same facts, given by the names to use in the message."""
     everyone = ranks.gather(dict(facts))
     with ranks.together():
         for rank, others in enumerate(everyone):
@@ -112,7 +112,8 @@ def _contrast(key: str, one: Any, other: Any) -> str:
 
 
 def fingerprint(folder: Path, files: Iterable[str]) -> str:
-    """What files hold, told by their lengths and both ends, which for safetensors have all names and shapes."""
+    """A hash of files' lengths, beginnings and ends; the beginning of a safetensors file contains all names and
+    shapes."""
     digest = hashlib.sha256()
     for name in sorted(files):
         size = (folder / name).stat().st_size

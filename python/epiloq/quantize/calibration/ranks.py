@@ -1,4 +1,4 @@
-"""The processes that calibrate a model together: which windows each has, and how they exchange what they found."""
+"""The processes that calibrate a model together: their windows, and their exchanges."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 STRANDS = 8
-"""Windows are summed in so many runs of neighbours, and the runs' sums in their order, however many ranks there are.
-
-So the sums are the same bit for bit on 1 to 8 ranks; further ranks have no windows, but quantise layers all the same.
+"""Number of runs of consecutive windows. Statistics are summed within each run, then over runs in order, for any number
+of ranks. So the sums are bit-identical on 1 to 8 ranks; further ranks have no windows, but also quantise layers.
 """
 _CHUNK = 1 << 30
-"""Bytes that are sent at once."""
+"""Bytes sent in one message."""
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """One process alone, whose exchanges hand everything back. `Group` is several.
-
-    A calibration calls the methods of all ranks in the same order.
+    """A single process, whose exchanges return their arguments. `Group` is several processes. All ranks must call the
+    methods in the same order.
     """
 
     rank = 0
     world = 1
     agreed: str | None = None
-    """The message of the error that `together` raised on every rank, for one of them to display."""
+    """The message of an error that `together` raised on every rank, so that only one of them displays it."""
 
     def strands(self, windows: int) -> list[range]:
-        """This rank's runs of windows, neighbours all; those of all ranks together are in order."""
+        """This rank's runs of consecutive windows; the runs of all ranks follow each other in order."""
         count = min(STRANDS, windows)
         return [
             range(s * windows // count, (s + 1) * windows // count)
@@ -44,30 +42,31 @@ class Ranks:
         ]
 
     def share(self, value: T | None, owner: int = 0) -> T:
-        """The value that the owner gives, on all ranks; tensors on a GPU arrive on the receiver's."""
+        """Broadcast the owner's value to all ranks; GPU tensors arrive on the receiver's GPU."""
         return value  # type: ignore[return-value]
 
     def move(self, value: T | None, source: int, target: int) -> T | None:
-        """The value that the source gives, on the target; None elsewhere, and where both are one the value itself."""
+        """Send the source's value to the target; returns None on other ranks, and the value itself if both are the same
+        rank."""
         return value
 
     def gather(self, value: T) -> list[T]:
-        """What every rank gives, in order, for small values."""
+        """Gather a small value from every rank, in order."""
         return [value]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise a ValueError that any rank raises inside on every rank. Inside, nothing is exchanged."""
+        """Raise a ValueError of any rank inside this context on every rank. Nothing may be exchanged inside."""
         yield
 
 
 class Group(Ranks):
-    """The ranks of the default process group of ``torch.distributed``, which has been made.
+    """The ranks of the default process group of ``torch.distributed``, which must be initialised.
 
     device
-        Where tensors arrive that were on a GPU.
+        Device on which GPU tensors are received.
     reason
-        Asked, when an exchange fails, why that is. The exchange then raises ConnectionError.
+        Called when an exchange fails, to explain it; the exchange then raises ConnectionError.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Group(Ranks):
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise ConnectionError, which says why, where an exchange fails."""
+        """Convert the failure of an exchange to ConnectionError with the reason."""
         try:
             yield
         except RuntimeError as error:
@@ -136,7 +135,7 @@ class Group(Ranks):
             yield
         except ValueError as error:
             own = error
-        first = next((said for said in self.gather(None if own is None else str(own)) if said is not None), None)
+        first = next((text for text in self.gather(None if own is None else str(own)) if text is not None), None)
         if first is not None:
             self.agreed = first
             raise (own if own is not None and str(own) == first else ValueError(first))
@@ -149,7 +148,7 @@ class Group(Ranks):
 
 
 def balanced(costs: Sequence[float], world: int) -> list[int]:
-    """A rank for each item of work, the most expensive first to whoever has least to do."""
+    """A rank for each item of work: the most expensive items first, each to the rank with the least work."""
     loads, found = [0.0] * world, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         found[index] = loads.index(min(loads))
@@ -158,7 +157,7 @@ def balanced(costs: Sequence[float], world: int) -> list[int]:
 
 
 def _packed(value: Any) -> tuple[bytes, list[Tensor]]:
-    """A value pickled without its tensors, whose shapes and types go with it, and those."""
+    """A value pickled with placeholders (shape and dtype) for its tensors, and the tensors."""
     tensors: list[Tensor] = []
 
     class Pickler(pickle.Pickler):
@@ -183,7 +182,7 @@ def _unpacked(head: bytes, tensors: list[Tensor]) -> Any:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The bytes of tensors, for not every backend knows every type."""
+    """The bytes of tensors, because not every backend supports every dtype."""
     for tensor in tensors:
         if tensor.numel():
             yield from tensor.flatten().view(torch.uint8).split(_CHUNK)

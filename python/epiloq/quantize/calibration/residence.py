@@ -1,4 +1,4 @@
-"""Where a model's blocks are while they are not worked on."""
+"""Where a model's blocks are stored while they are not being processed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Resident:
-    """Blocks that are in memory all the time."""
+    """Blocks that always stay in memory."""
 
     @contextmanager
     def held(self, name: str, block: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
-        """Have a block on a device, by default where it is, to be worked on; gives the device."""
+        """Hold a block on a device (by default its own) while it is processed; yields the device."""
         home = next(block.parameters()).device
         block.to(device or home)
         yield torch.device(device or home)
@@ -22,9 +22,9 @@ class Resident:
 
     @contextmanager
     def on_demand(self) -> Iterator[None]:
-        """Have the whole model run as it is called."""
+        """Load blocks on demand, so that the whole model can run."""
         yield
 
     def values(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model by name, with its value."""
+        """All parameters of the model, as pairs of name and value."""
         yield from model.named_parameters()

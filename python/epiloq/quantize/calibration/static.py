@@ -1,4 +1,4 @@
-"""Scales of activations that calibration fixes, one for all tokens of a layer's input, and which layers bear that."""
+"""Static activation scales: one scale for all tokens of a layer's input, and the choice of layers that tolerate it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from epiloq.weights.rounding import check_finite
 
 AUTO = "auto"
 LARGEST_ERROR = 0.1
-"""`AUTO` keeps an input dynamic if one scale for all tokens puts a token's output off by more than this part, on
-the root mean square over tokens. A scale for each token costs 0.01 to 0.02."""
+"""`AUTO` keeps an input dynamic if one scale for all tokens causes a larger relative output error than this (root mean
+square over tokens). With a scale per token the error is 0.01 to 0.02."""
 SAMPLED_WINDOWS = 4
 
 
 @dataclass(frozen=True)
 class Static:
-    """A wish for static int8 inputs with a zero point.
+    """Settings for static int8 inputs with a zero point.
 
     keep_dynamic
-        Layers that get a scale for each token instead: a pattern of their names, as a shell matches file names;
-        `AUTO` for those whose error with one scale is above `LARGEST_ERROR`, and those that no input reached, as an
-        expert may be. None: no layer.
+        Layers that get a scale per token instead: a shell-style pattern of their names; `AUTO` for layers whose error
+        with one scale exceeds `LARGEST_ERROR` and layers that no input reached, such as unused experts; None for no
+        layer.
     """
 
     keep_dynamic: str | None = None
 
     def keeps(self, names: Sequence[str], error: float) -> bool:
-        """Whether layers that share an input keep a scale for each token."""
+        """Whether layers that share an input keep a scale per token."""
         if self.keep_dynamic == AUTO:
             return error > LARGEST_ERROR
         return self.keep_dynamic is not None and any(fnmatchcase(name, self.keep_dynamic) for name in names)
@@ -45,7 +45,7 @@ class Static:
 
 @dataclass(frozen=True)
 class InputErrors:
-    """What quantising a layer's input costs its output, as `token_error` measures it, in either way."""
+    """Output error caused by quantising a layer's input with a static or a dynamic scale; see `token_error`."""
 
     static: float
     dynamic: float
@@ -53,7 +53,7 @@ class InputErrors:
 
 
 def input_grid(low: Tensor, high: Tensor) -> InputGrid:
-    """Scale and zero point of inputs that lie between two numbers, as ``epiloq.quantize_int8`` chooses them."""
+    """Scale and zero point for inputs in a range, as chosen by ``epiloq.quantize_int8``."""
     ends = torch.stack([low, high]).float()
     check_finite("inputs", ends)
     scale, zero = quantizer(ends)
@@ -62,13 +62,13 @@ def input_grid(low: Tensor, high: Tensor) -> InputGrid:
 
 
 def static_int8(x: Tensor, grid: InputGrid) -> Tensor:
-    """Tokens ``[T, K]`` through int8 and back, by one scale and zero point."""
+    """Round tokens ``[T, K]`` to int8 and back with one scale and zero point."""
     q, scale, zero = epiloq.quantize_int8(x.float(), scale=grid.scale, azp=grid.zero, symmetric=False)
     return _widened(q, scale, zero)
 
 
 def dynamic_int8(x: Tensor, symmetric: bool = False) -> Tensor:
-    """Tokens ``[T, K]`` through int8 and back, with a scale for each and, unless symmetric, a zero point."""
+    """Round tokens ``[T, K]`` to int8 and back with a scale per token and, unless symmetric, a zero point."""
     return _widened(*epiloq.quantize_int8(x.float(), symmetric=symmetric))
 
 
@@ -79,12 +79,12 @@ def _widened(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 def token_error(x: Tensor, quantised: Tensor, weight: Tensor) -> float:
     """The root mean square, over tokens, of each token's relative output error ``|(x' - x) W^T| / |x W^T|``.
 
-    Each token counts alike: a few tokens of language models are a thousand times larger than the others, and would
-    hide in a plain norm that a scale wide enough for them leaves nothing of the rest.
+    Every token has the same weight. In language models a few tokens are a thousand times larger than the others; in a
+    plain norm they would hide that a scale wide enough for them rounds all others to zero.
 
     Args:
         x, quantised: ``[T, K]``.
-        weight: ``[N, K]``, of all layers that read x.
+        weight: ``[N, K]``, the stacked weights of all layers that read x.
     """
     exact = (x.float() @ weight.t()).square().sum(-1)
     lost = ((quantised - x) @ weight.t()).square().sum(-1)
@@ -103,7 +103,7 @@ class InputWatch:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Look at what the layers are called with."""
+        """Record the inputs of the layers."""
         with watched(self.layers, self._note):
             yield
 
@@ -119,7 +119,7 @@ class InputWatch:
         self.ends[name] = torch.minimum(low.to(before[0]), before[0]), torch.maximum(high.to(before[1]), before[1])
 
     def collect(self, ranks: Ranks) -> None:
-        """Let the first rank have what all have seen: all ranges, and of the first windows the inputs."""
+        """Collect the records of all ranks on the first: all ranges, and the inputs of the first windows."""
         seen = ranks.gather(({n: (low.cpu(), high.cpu()) for n, (low, high) in self.ends.items()}, self._counts()))
         for source, (ends, counts) in enumerate(seen[1:], 1):
             for name, (low, high) in ends.items():
@@ -140,17 +140,17 @@ class InputWatch:
         return {name: len(samples) for name, samples in self.samples.items()}
 
     def freeze(
-        self, weights: Mapping[str, Calibrated], wish: Static
+        self, weights: Mapping[str, Calibrated], settings: Static
     ) -> tuple[dict[str, InputGrid], dict[str, InputErrors]]:
-        """Scales of the layers that become static, and every layer's errors.
+        """The scales of layers that become static, and the errors of all layers.
 
-        Raises ValueError for an input that is not finite, or that was never seen and may not stay dynamic.
+        Raises ValueError for non-finite inputs, and for a layer without inputs that may not stay dynamic.
         """
         grids: dict[str, InputGrid] = {}
         errors: dict[str, InputErrors] = {}
         for first, names in self.groups.items():
             if first not in self.ends:
-                if not wish.keeps(names, float("inf")):
+                if not settings.keeps(names, float("inf")):
                     raise ValueError(
                         f"calibrate: {', '.join(names)}: expected inputs to fix scales by, saw none: "
                         f"give more text, or let such layers stay dynamic (--keep-dynamic {AUTO})"
@@ -164,9 +164,9 @@ class InputWatch:
             x = torch.cat(self.samples[first])
             weight = torch.cat([weights[name].dequantize() for name in names])
             found = [token_error(x, quantise(x), weight) for quantise in (_by(grid), dynamic_int8)]
-            kept = wish.keeps(names, found[0])
+            kept = settings.keeps(names, found[0])
             errors |= dict.fromkeys(names, InputErrors(found[0], found[1], kept))
-            # Each its own, for files refuse tensors that share memory.
+            # Copies, because safetensors refuses tensors that share memory.
             grids |= {} if kept else {name: InputGrid(grid.scale.clone(), grid.zero.clone()) for name in names}
         return grids, errors
 

@@ -1,4 +1,4 @@
-"""What a layer's inputs looked like, gathered batch by batch."""
+"""Statistics of a layer's inputs, accumulated batch by batch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 from epiloq.weights.rounding import check_finite
 
-# Of a mixture of random experts, quantised by 2, 16 and 64 tokens, 4 to 64 helped alike; of thousands they are nothing.
+# For a mixture of random experts that see 2, 16 and 64 tokens, values from 4 to 64 helped equally; with thousands of
+# tokens the prior has no effect.
 PRIOR_TOKENS = 16
 
 
 class InputStatistics:
-    """Streaming statistics over tokens of ``[.., K]`` inputs; products are summed in `dtype`, float32 or float64.
+    """Streaming statistics over tokens of ``[…, K]`` inputs; products are summed in `dtype`, float32 or float64.
 
     weightings
-        How many weights each token has beside 1 (see `guide.token_weights`); each makes a Hessian of its own.
+        Number of additional weights of each token (see `guide.token_weights`); each yields its own Hessian.
     """
 
     def __init__(
@@ -34,9 +35,9 @@ class InputStatistics:
 
     @torch.no_grad()
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Count another batch in; `weights` ``[tokens, weightings]``, if there are any.
+        """Add a batch; `weights` is ``[tokens, weightings]``, if there are any.
 
-        Raises ValueError for weights of other tokens.
+        Raises ValueError if their number of tokens differs.
         """
         x = x.reshape(-1, x.shape[-1])
         if not x.numel():
@@ -57,7 +58,7 @@ class InputStatistics:
 
     @torch.no_grad()
     def merge(self, other: InputStatistics) -> None:
-        """Count in what was gathered elsewhere from further batches, if any."""
+        """Add statistics of other batches, if any."""
         if other.tokens:
             self._products += other._products
             self._weighted += other._weighted
@@ -85,10 +86,12 @@ class InputStatistics:
         return (self._magnitudes / max(self.tokens, 1)).float()
 
     @property
-    def steady(self) -> tuple[Tensor, Tensor]:
-        """`hessian` and `mean_abs`, as if `PRIOR_TOKENS` more had been seen: independent channels of the mean size.
+    def shrunk(self) -> tuple[Tensor, Tensor]:
+        """`hessian` and `mean_abs`, shrunk towards a prior of `PRIOR_TOKENS` tokens with independent channels of
+        average magnitude.
 
-        What quantises an expert that few tokens reached would else fit those few, and lose by it for all others.
+        Without it, the weight of an expert that few tokens reached would be fitted to these tokens and be worse for all
+        others.
         """
         hessian, mean_abs = self.hessian, self.mean_abs
         share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
@@ -98,12 +101,12 @@ class InputStatistics:
 
     @property
     def weighted(self) -> Tensor:
-        """`hessian` with each of the weights, ``[weightings, K, K]``, in any scale, steadied as `steady` is.
+        """`hessian` for each weighting, ``[weightings, K, K]``, in any scale, shrunk as `shrunk` is.
 
-        One of tokens that all have no weight is `steady`'s own.
+        A weighting in which all tokens have weight 0 yields the Hessian of `shrunk`.
         """
         check_finite("weighted inputs", self._weighted)
-        plain, _ = self.steady
+        plain, _ = self.shrunk
         share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
         found = []
         for products in self._weighted:

@@ -24,7 +24,7 @@ SETTINGS = "settings.json"
 
 
 class Store:
-    """Finished blocks of a run, one safetensors file each, which is renamed into place when it is complete.
+    """Finished blocks of a run, one safetensors file each, renamed into place when complete.
 
     settings
         Everything that determines the result, as JSON. A directory with other settings is refused with ValueError.
@@ -58,12 +58,12 @@ class Store:
         """Write a finished block."""
         from safetensors.torch import save_file
 
-        aside = self._file(block.name).with_suffix(".part")
+        temporary = self._file(block.name).with_suffix(".part")
         whole = {name: value.cpu().contiguous() for name, value in tensors_of(block).items()}
         input_errors = {name: asdict(errors) for name, errors in block.input_errors.items()}
         metadata = {"errors": json.dumps(block.errors), "input_errors": json.dumps(input_errors)}
-        save_file(whole, aside, metadata=metadata)
-        aside.replace(self._file(block.name))
+        save_file(whole, temporary, metadata=metadata)
+        temporary.replace(self._file(block.name))
 
     def has(self, name: str) -> bool:
         """Whether a block is stored."""
@@ -78,7 +78,7 @@ class Store:
         with safe_open(self._file(name), framework="pt") as file:
             keys: list[str] = file.keys()
             tensors = {key: file.get_tensor(key) for key in keys}
-            metadata = {name: json.loads(said) for name, said in file.metadata().items()}
+            metadata = {name: json.loads(text) for name, text in file.metadata().items()}
         names = [key.removeprefix("q/") for key in tensors if key.startswith("q/")]
         weights = {layer: self._weight(tensors, layer) for layer in names}
         state = {key.removeprefix("state/"): value for key, value in tensors.items() if key.startswith("state/")}
@@ -98,7 +98,7 @@ class Store:
         grid, divisor = self.grid_of(layer), tensors.get(f"divisor/{layer}")
         if isinstance(grid, Fp4Grid) and divisor is not None:
             grid = replace(grid, divisor=divisor.item())
-        weight = grid.kept(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
+        weight = grid.make_weight(tensors[f"q/{layer}"], parameters, tensors.get(f"perm/{layer}"))
         return replace(weight, inputs=_inputs(tensors, layer)) if isinstance(weight, QuantizedWeight) else weight
 
     def discard(self) -> None:

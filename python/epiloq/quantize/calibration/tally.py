@@ -1,4 +1,4 @@
-"""What a run adds up for its report while blocks come and go."""
+"""Figures accumulated over blocks for a run's report."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Tally:
     blocks: list[str] = field(default_factory=list)
     resumed: int = 0
     error_of: str = "weight"
-    """Of what the errors are: each layer's "weight", or its "output"."""
+    """Whether errors are relative to each layer's "weight" or "output"."""
     tuning: dict[str, float] | None = None
     """Steps of end-to-end tuning, and the KL divergence on calibration text before and after."""
     counts: Tensor = field(default_factory=lambda: torch.zeros((HIGHEST - LOWEST) * PER_OCTAVE, dtype=torch.int64))
 
     @contextmanager
     def timed(self, name: str, steps: int, title: str | None = None) -> Iterator[Advance]:
-        """A stage of the run, by the name that the report gives it."""
+        """Time a stage of the run, given its name in the report."""
         start = time.perf_counter()
         with self.stage(title or name, steps) as advance:
             yield advance
         self.seconds[name] = time.perf_counter() - start
 
     def add(self, block: Block, resumed: bool) -> None:
-        """Count a finished block in."""
+        """Add a finished block."""
         self.errors |= block.errors
         self.input_errors |= {name: asdict(found) for name, found in block.input_errors.items()}
         self.blocks.append(block.name)
@@ -52,7 +52,7 @@ class Tally:
             self.count(weight.scale)
 
     def count(self, scale: Tensor) -> None:
-        """Count a layer's scales in."""
+        """Add a layer's scales to the histogram."""
         logarithms = scale.float().log2().clamp(LOWEST, HIGHEST).cpu()
         self.counts += torch.histc(logarithms, len(self.counts), LOWEST, HIGHEST).to(torch.int64)
 

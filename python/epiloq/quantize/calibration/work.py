@@ -36,17 +36,17 @@ class Block:
     weights: dict[str, Calibrated]
     """By layer, named as in the model."""
     state: dict[str, Tensor]
-    """The block's other parameters and buffers, which folding may have changed, by their names in the block."""
+    """The block's other parameters and buffers by their names in the block; folding may have changed them."""
     errors: dict[str, float]
-    """Each layer's relative error: of its output on calibration inputs or, by algorithms that need none, of its
-    weight (Frobenius)."""
+    """Each layer's relative error: of its output on calibration inputs or, for algorithms without inputs, of its weight
+    (Frobenius norm)."""
     input_errors: dict[str, InputErrors] = field(default_factory=dict)
-    """What quantising each layer's input costs, where static scales were asked for."""
+    """Output error caused by quantising each layer's input, if static scales were requested."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """This rank's runs of a block, a window each."""
+    """This rank's runs of a block, one per window."""
 
     block: nn.Module
     calls: Sequence[Call]
@@ -55,10 +55,11 @@ class Runs:
     guide: Sequence[TokenWeights] | None = None
     """Weights of tokens in each window, for guided Hessians."""
     targets: Sequence[Tensor] | None = None
-    """What the block of the exact model puts out in each window, for algorithms that train."""
+    """Outputs of the exact model's block in each window, for algorithms that train."""
 
     def run(self, window: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The block's output in one of this rank's windows, counted from 0; `weights` replace those of their names."""
+        """The block's output for one of this rank's windows, counted from 0; `weights` replace the weights with their
+        names."""
         if weights is None:
             return self.calls[window].run(self.block, self.input(window))
         args, kwargs = self.calls[window].filled(self.input(window))
@@ -69,13 +70,13 @@ class Runs:
         return self.hidden[window].to(next(self.block.parameters()).device)
 
     def by_strand(self) -> list[list[Callable[[], Tensor]]]:
-        """All runs; windows of ranks are neighbours."""
+        """All runs, by strand."""
         return [[partial(self.run, window - self.strands[0][0]) for window in strand] for strand in self.strands]
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work on each block."""
+    """The processing of each block."""
 
     grid: Codebook[Calibrated]
     inputs: Codebook[Calibrated]
@@ -84,7 +85,7 @@ class Work:
     static: Static | None
     ranks: Ranks
     grids: Mapping[str, Codebook[Calibrated]] = field(default_factory=dict)
-    """Of layers by name that do not have `grid`."""
+    """Grids of layers, by name, that differ from `grid`."""
 
     def grid_of(self, layer: str) -> Codebook[Calibrated]:
         """The grid of a layer."""
@@ -92,7 +93,7 @@ class Work:
 
     @property
     def slices(self) -> int:
-        """Slices of a layer's rows that have Hessians of their own; rows that share scales are not parted."""
+        """Slices of a layer's rows with their own Hessians; rows that share scales are not separated."""
         return self.algorithm.slices if self.grid.rows == 1 else min(self.algorithm.slices, 1)
 
     @property
@@ -100,7 +101,7 @@ class Work:
         return self.algorithm.needs_inputs or self.static is not None
 
     def watch(self, layers: dict[str, nn.Linear], runs: Runs) -> InputWatch | None:
-        """What will look at the inputs of the block's layers, if scales are to be fixed by them."""
+        """The observer of the layers' inputs, if static scales are to be calibrated."""
         if self.static is None:
             return None
         return InputWatch(
@@ -149,7 +150,7 @@ class Work:
         return Block(name, {n: weights[n] for n in layers}, state, {n: errors[n] for n in layers})
 
     def _nearest(self, layers: dict[str, nn.Linear]) -> tuple[dict[str, Calibrated], dict[str, float]]:
-        """This rank's layers by an algorithm that looks at no inputs."""
+        """Quantise this rank's layers by an algorithm without inputs."""
         weights: dict[str, Calibrated] = {}
         errors: dict[str, float] = {}
         owners = balanced([layer.weight.numel() for layer in layers.values()], self.ranks.world)
@@ -163,7 +164,8 @@ class Work:
         return weights, errors
 
     def _shared_grids(self, layers: Mapping[str, nn.Linear]) -> dict[str, Codebook[Calibrated]]:
-        """The grid of each layer: of FP4 with the scale of whole weights that engines multiply as one."""
+        """The grid of each layer. For FP4 it includes the global scale, shared by weights that engines multiply as one
+        matrix."""
         grids = {name: self.grid_of(name) for name in layers}
         for names in together(layers):
             grid = grids[names[0]]
@@ -174,7 +176,7 @@ class Work:
     def _compensated(
         self, layers: dict[str, nn.Linear], groups: Sequence[InputGroup]
     ) -> tuple[dict[str, Calibrated], dict[str, float]]:
-        """This rank's layers by what is known of their inputs."""
+        """Quantise this rank's layers using the statistics of their inputs."""
         weights: dict[str, Calibrated] = {}
         errors: dict[str, float] = {}
         for group in groups:
@@ -193,7 +195,7 @@ class Work:
         runs: Runs,
         start: Mapping[str, Calibrated],
     ) -> tuple[dict[str, Calibrated], dict[str, float]]:
-        """A block's layers, trained together from where another algorithm has rounded them to."""
+        """Train a block's layers together, starting from the result of another algorithm."""
         assert isinstance(self.grid, Grid)  # `calibrate` refused other grids, and several ranks.
         own = {name: f"{name.removeprefix(prefix).lstrip('.')}.weight" for name in layers}
 
@@ -213,7 +215,8 @@ class Work:
         return weights, errors
 
     def _stacks(self, names: Sequence[str]) -> list[list[str]]:
-        """Layers of one input by what can be rounded together: rows that share scales are those of one layer."""
+        """Group layers with the same input that can be rounded together: rows that share scales must belong to one
+        layer."""
         if self.grid.rows != 1:
             return [[name] for name in names]
         stacks: dict[Codebook[Calibrated], list[str]] = {}
@@ -222,11 +225,11 @@ class Work:
         return list(stacks.values())
 
     def _round(self, layers: dict[str, nn.Linear], group: InputGroup) -> tuple[dict[str, Calibrated], dict[str, float]]:
-        """Layers that read one input, stacked, for their rows do not depend on each other."""
+        """Round layers that read the same input, stacked, because their rows are independent."""
         statistics, grid = group.statistics, self.grid_of(next(iter(layers)))
         assert statistics is not None
         try:
-            hessian, _ = statistics.steady
+            hessian, _ = statistics.shrunk
             guided = statistics.weighted if self.algorithm.slices else None
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
@@ -239,7 +242,7 @@ class Work:
         return dict(zip(layers, parts, strict=True)), _errors(layers, parts, statistics)
 
     def _rounded(self, weight: Tensor, hessian: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
-        """Rows of a weight whose errors cost what one Hessian says."""
+        """Round rows of a weight that share a Hessian."""
         moments = self._moments(hessian, weight)
         if not self.algorithm.compensate:
             return rtn(weight, grid, moments)
@@ -247,7 +250,7 @@ class Work:
         return refine(value, weight, hessian) if self.algorithm.refine else value
 
     def _guided(self, weight: Tensor, hessians: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
-        """A layer's weight, slices of its rows each by their own Hessian."""
+        """Round a layer's weight, each slice of rows with its own Hessian."""
         slices, grid = weight.tensor_split(len(hessians)), grid.for_weight(weight)
         return joined([self._rounded(part, own, grid) for part, own in zip(slices, hessians, strict=True) if len(part)])
 
@@ -259,7 +262,7 @@ class Work:
         return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
 
     def _fold(self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs) -> None:
-        """Fold the scales of the algorithm where that is exact and all who read a producer share their input."""
+        """Fold the algorithm's scales where that is exact and all readers of a producer share their input."""
         if self.algorithm.fold is None:
             return
         searches = self.algorithm.fold == "smoothquant-search"
@@ -286,7 +289,7 @@ class Work:
                 group.statistics.divide(scale)
 
     def _foldings(self, prefix: str, layers: dict[str, nn.Linear], runs: Runs) -> list[Folding]:
-        """What can be folded in a block, as its first run shows."""
+        """The possible foldings of a block, found in its first run."""
         block, x = runs.block, runs.input(0)
         seen = observe(block, lambda m: runs.calls[0].run(m, x))
         seen.probe = runs.calls[0].filled(x)
@@ -300,9 +303,9 @@ class Work:
         x: Tensor | None,
         grid: Codebook[Calibrated],
     ) -> Tensor:
-        """What the inputs of layers are divided by; `x` is a sample of them, for a search."""
+        """The scale by which the layers' inputs are divided; `x` is a sample of them, for a search."""
         if self.algorithm.fold == "awq":
-            return awq_scale(weights, *statistics.steady, grid, channels=channels)
+            return awq_scale(weights, *statistics.shrunk, grid, channels=channels)
         if self.algorithm.fold == "smoothquant":
             return smooth_scale(statistics.amax, weights, self.alpha, channels)
         assert x is not None
@@ -313,8 +316,8 @@ class Work:
 def _errors(
     layers: Mapping[str, nn.Linear], parts: Sequence[Calibrated], statistics: InputStatistics
 ) -> dict[str, float]:
-    """Relative errors of the layers' outputs on the inputs themselves, if any."""
-    seen = statistics.hessian if statistics.tokens else statistics.steady[0]
+    """Relative errors of the layers' outputs on the calibration inputs, if any."""
+    seen = statistics.hessian if statistics.tokens else statistics.shrunk[0]
     errors = {}
     for (name, layer), part in zip(layers.items(), parts, strict=True):
         lost = output_error(part.dequantize() - layer.weight.float(), seen)

@@ -13,12 +13,11 @@ from epiloq.weights.computed import computed_parts
 
 @torch.no_grad()
 def fold_batch_norm_(model: nn.Module) -> list[str]:
-    """Multiply every ``nn.BatchNorm2d`` that alone reads a ``nn.Conv2d`` into it; the norm becomes ``nn.Identity``.
-
-    An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which convolution is
-    what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers that are called
-    twice, and convolutions whose weight is computed (`torch.nn.utils.parametrize`), or whose weight or output something
-    else uses as well.
+    """Fold every ``nn.BatchNorm2d`` that is the only reader of an ``nn.Conv2d`` into it; the norm becomes
+    ``nn.Identity``. An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which
+    convolution is what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers
+    that are called twice, and convolutions whose weight is computed (`torch.nn.utils.parametrize`), or whose weight or
+    output something else uses as well.
 
     Returns the names of the norms that were folded.
 
@@ -59,7 +58,7 @@ def _module(model: nn.Module, node: Node) -> nn.Module:
 
 
 def _only_module(node: Node) -> Node | None:
-    """The module that a module node alone reads."""
+    """The module whose only reader is this node."""
     source = node.args[0] if node.op == "call_module" and node.args else None
     return source if isinstance(source, Node) and source.op == "call_module" and len(source.users) == 1 else None
 

@@ -34,12 +34,12 @@ def exchange_int8(
 ) -> GraphModule:
     """The model with its `Int8Conv2d` layers linked: activations folded into them, int8 from one to the next.
 
-    - A ReLU, ReLU6, clamp or hardtanh that alone reads an `Int8Conv2d` becomes its clamp.
-    - Where every reader of a layer's result is an `Int8Conv2d` and all expect one scale and zero point (layers that
-      were calibrated on one tensor do), the layer requantises its sums to those.
-    - Between them, int8 goes through what moves values alone: reshaping, permuting, concatenating, enlarging to
-      nearest neighbours, shuffling pixels, pooling maxima (`int8_kinds.MOVES`). The results are those of quantising
-      later, exactly; floats that need more memory afterwards are quantised before.
+    - A ReLU, ReLU6, clamp or hardtanh that is the only reader of an `Int8Conv2d` becomes its clamp.
+    - If every reader of a layer's result is an `Int8Conv2d` and all expect the same scale and zero point (as layers
+    calibrated on the same tensor do), the layer requantises its sums to these.
+    - Between them, int8 values pass through operations that only move values: reshape, permute, concatenate,
+      nearest-neighbour upsampling, pixel shuffle, max pooling (`kinds.MOVES`). The results are exactly those of
+      quantising afterwards. Operations that enlarge their input run on the quantised values.
     - With `calibrate`, functions of single values between layers (hard swish, sigmoid, factors and terms;
       `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each dequantised value
       gives, exactly. The layer before needs a scale of its own for that, of the range that `observer` ("min-max",
@@ -81,7 +81,7 @@ def exchange_int8(
 def _ranges(
     model: GraphModule, layers: Mapping[Node, Int8Conv2d], calibrate: Callable[[nn.Module], object], observer: str
 ) -> dict[Node, Tensor]:
-    """Ends, float32 [2], of the results of layers that ran and gave finite ones."""
+    """Ranges, float32 ``[2]``, of the results of layers that ran with finite results."""
     observers = {node: OBSERVERS[observer]() for node in layers}
 
     def watch(node: Node) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-# Functions of each element by itself, given one tensor (and numbers).
+# Elementwise functions of one tensor (and numbers).
 POINTWISE = frozenset(
     {
         *(torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.clamp, torch.clip, torch.abs, torch.neg, torch.exp),
@@ -37,16 +37,16 @@ POINTWISE = frozenset(
         *(nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Mish),
     }
 )
-# Steps that go.
+# Operations that are removed.
 NOTHING = frozenset({nn.Identity, nn.Dropout, nn.Dropout2d})
 
 
 @dataclass(frozen=True)
 class Move:
-    """A step whose results are values of its first argument, or of that list's tensors, on their grid."""
+    """An operation whose results are values of its first argument (or of that list's tensors), on their grid."""
 
-    grows: bool = False  # to more values than came: floats are better quantised before
-    carrier: torch.dtype | None = None  # the format that torch has it for: uint8 by its bits, others by value
+    grows: bool = False  # the output is larger than the input, so floats are quantised before
+    carrier: torch.dtype | None = None  # dtype to compute in: uint8 reinterprets the bits, others convert
     allowed: Callable[[dict[str, Any]], bool] = lambda options: True
 
 
@@ -81,7 +81,7 @@ def module_of(model: GraphModule, node: Node) -> nn.Module | None:
 
 
 def kind(model: GraphModule, node: Node) -> object:
-    """What the tables know a node by."""
+    """The key of a node in the tables."""
     module = module_of(model, node)
     if module is not None:
         return type(module)
@@ -89,26 +89,26 @@ def kind(model: GraphModule, node: Node) -> object:
 
 
 def move(model: GraphModule, node: Node) -> Move | None:
-    """The rule of a node that moves values."""
+    """The table entry of a node that moves values."""
     rule, module = MOVES.get(kind(model, node)), module_of(model, node)
     options = node.kwargs if module is None else vars(module)
     return rule if rule is not None and moved(node) and rule.allowed(dict(options)) else None
 
 
 def moved(node: Node) -> list[Node]:
-    """The tensors whose values a move passes on."""
+    """The tensors whose values an operation moves."""
     first = node.args[0] if node.args else None
     given = list(first) if isinstance(first, (list, tuple)) else [first]
     return [value for value in given if isinstance(value, Node)] if all(isinstance(v, Node) for v in given) else []
 
 
 def pointwise(model: GraphModule, node: Node) -> Node | None:
-    """The one tensor that a pointwise node is a function of."""
+    """The only tensor argument of a pointwise node."""
     return node.all_input_nodes[0] if kind(model, node) in POINTWISE and len(node.all_input_nodes) == 1 else None
 
 
 def is_about_size(node: Node) -> bool:
-    """Whether a node looks at a tensor's size alone."""
+    """Whether a node reads only a tensor's size."""
     return (node.op == "call_method" and node.target in ("size", "dim")) or (
         node.target is getattr and node.args[1] in ("shape", "ndim")
     )

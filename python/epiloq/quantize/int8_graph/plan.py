@@ -1,4 +1,4 @@
-"""Which results of a traced network are passed on as int8, on which grids, and the steps that this needs."""
+"""Plan for a traced network: which results are passed on as int8, on which grids, and the required graph changes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from epiloq.observers import quantizer
 from epiloq.quantize.int8_graph import kinds
 from epiloq.weights.prepared_int8_weight import Quantizer
 
-# Places of a range at which a function is looked at.
+# Number of points of a range at which a function is evaluated.
 _PLACES = 4096
 
 
 class Chain(NamedTuple):
-    """Pointwise nodes, each of which alone reads the one before, and what the first reads."""
+    """A chain of pointwise nodes, each the only reader of the previous one, and the source that the first one reads."""
 
     source: Node
     nodes: tuple[Node, ...]
 
     def of(self, model: GraphModule, values: Tensor) -> Tensor:
-        """Its function of each value."""
+        """The composed function of each value."""
         found = {self.source: values}
         for node in self.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), lambda argument: found[argument].clone())
@@ -43,9 +43,9 @@ class Chain(NamedTuple):
 
 
 class Plan:
-    """Decided from the end of the graph, where readers say what they expect, and then carried out from its beginning.
+    """Decided backwards from the end of the graph, from the grids that readers expect, then applied from its beginning.
 
-    `layers` may have int8 output; `ranges` are the ends of their results, where those were measured.
+    `layers` may have int8 output; `ranges` are the measured ranges of their results.
     """
 
     def __init__(self, model: GraphModule, layers: Mapping[Node, Int8Conv2d], ranges: Mapping[Node, Tensor]) -> None:
@@ -89,7 +89,7 @@ class Plan:
             self._tables[node] = chain
 
     def _expected(self, reader: Node, node: Node) -> Quantizer | None:
-        """The grid on which a reader takes int8."""
+        """The grid on which a reader expects int8."""
         layer = kinds.module_of(self._model, reader)
         if isinstance(layer, Int8Conv2d):
             return layer.input
