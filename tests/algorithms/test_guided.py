@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from epiloq.models.mixtures import take_apart_
+from epiloq.models.mixtures import unstack_experts_
 from epiloq.quantize import Float8Grid, Grid, InputStatistics
 from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
 from epiloq.quantize.calibration.calibrate import calibrate
@@ -127,7 +127,7 @@ def test_a_model_whose_loss_ignores_some_tokens_gains(seed: int) -> None:
 
 def test_refused(seed: int) -> None:
     mixture = qwen3()
-    take_apart_(mixture)
+    unstack_experts_(mixture)
     with pytest.raises(ValueError, match=r"experts.*expected each token of a window"):
         list(calibrate(mixture.eval(), [torch.randint(1, 40, (1, 9))], Grid(4, 16), GUIDED))
     model = llama().eval()

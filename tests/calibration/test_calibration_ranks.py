@@ -14,7 +14,7 @@ from torch import Tensor, multiprocessing, nn
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 
-from epiloq.models.mixtures import take_apart_
+from epiloq.models.mixtures import unstack_experts_
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.ranks import STRANDS, Group, Ranks, balanced
@@ -37,7 +37,7 @@ def llama() -> nn.Module:
 
 def mixture() -> nn.Module:
     model: nn.Module = qwen3()
-    take_apart_(model)
+    unstack_experts_(model)
     return model
 
 

@@ -219,7 +219,7 @@ def test_every_module_has_words() -> None:
     from epiloq.formats.epiloq_modules import KINDS
     from epiloq.inspection import directory
 
-    assert set(directory._WORDS) >= {name for name in KINDS if name not in ("Int8Linear", "W4A8Linear")}
-    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": (-1, -1)})[2] == "tensor"
-    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": (1, -1)})[2] == "channel"
-    assert directory._WORDS["Fp8WeightOnlyLinear"]({"block": [64, 32]})[2] == "64x32"
+    assert set(directory._VALUES) >= {name for name in KINDS if name not in ("Int8Linear", "W4A8Linear")}
+    assert directory._VALUES["Fp8WeightOnlyLinear"]({"block": (-1, -1)})[2] == "tensor"
+    assert directory._VALUES["Fp8WeightOnlyLinear"]({"block": (1, -1)})[2] == "channel"
+    assert directory._VALUES["Fp8WeightOnlyLinear"]({"block": [64, 32]})[2] == "64x32"

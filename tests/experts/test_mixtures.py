@@ -49,8 +49,8 @@ def test_apart_and_together(family: str, seed: int) -> None:
     make, names, projections = NAMES[family]
     model = make()
     before, parameters = logits(model), dict(model.named_parameters())
-    assert list(mixtures.stacked(model)) == names and mixtures.left_stacked(model) == {}
-    with mixtures.apart(model):
+    assert list(mixtures.stacked(model)) == names and mixtures.experts_left_stacked(model) == {}
+    with mixtures.unstacked_experts(model):
         found = {name: m for name, m in model.named_modules() if isinstance(m, ExpertLinears)}
         assert list(found) == names
         assert all(m.projections == projections for m in found.values())
@@ -61,7 +61,7 @@ def test_apart_and_together(family: str, seed: int) -> None:
         assert list(mixtures.routers(model)) == [name.replace("experts", "gate") for name in names]
     assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert torch.equal(logits(model), before)
-    with mixtures.apart(model):
+    with mixtures.unstacked_experts(model):
         gate = model.get_submodule(f"{names[-1]}.1.{projections[0]}")
         gate.weight = nn.Parameter(gate.weight * 2)
     stack = model.get_parameter(f"{names[-1]}.gate_up_proj")
@@ -75,7 +75,7 @@ def test_shared_by_two_layers(seed: int) -> None:
     one, other = (model.get_submodule(f"model.layers.{layer}.mlp") for layer in (1, 2))
     other.experts = one.experts
     before = logits(model)
-    with mixtures.apart(model):
+    with mixtures.unstacked_experts(model):
         assert isinstance(one.experts, ExpertLinears) and other.experts is one.experts
     assert torch.equal(logits(model), before)
     of_their_own = copy.deepcopy(model)
@@ -169,7 +169,7 @@ def test_a_router_that_is_a_linear_layer(seed: int) -> None:
 
 def test_experts_that_stay_are_named(seed: int) -> None:
     model = gpt_oss()
-    assert mixtures.left_stacked(model) == {
+    assert mixtures.experts_left_stacked(model) == {
         f"model.layers.{layer}.mlp.experts": "has_bias is True, expected False" for layer in range(2)
     }
     with pytest.warns(UserWarning, match=r"the experts of model.layers.1.mlp.experts \(has_bias is True"):
@@ -191,16 +191,16 @@ def test_experts_that_stay_are_named(seed: int) -> None:
 def test_other_structures(change: Callable[[Any], None], reason: str, seed: int) -> None:
     model = qwen3()
     change(model.model.layers[1].mlp.experts)
-    (found,) = mixtures.left_stacked(model).values()
+    (found,) = mixtures.experts_left_stacked(model).values()
     assert found.startswith(reason)
-    assert mixtures.take_apart_(model) == []
+    assert mixtures.unstack_experts_(model) == []
 
 
 def test_a_gate_of_ones_own(seed: int) -> None:
     model = qwen3()
     kind = type(model.model.layers[1].mlp.experts)
     model.model.layers[1].mlp.experts.__class__ = type("Own", (kind,), {"_apply_gate": lambda self, x: x})
-    assert list(mixtures.left_stacked(model).values()) == ["gated in a way of their own"]
+    assert list(mixtures.experts_left_stacked(model).values()) == ["gated in a way of their own"]
 
 
 @pytest.mark.parametrize("layout", ["epiloq", "deepseek-fp8"])

@@ -61,14 +61,14 @@ def test_apart_and_together(family: str, seed: int) -> None:
     """The same numbers, one memory, and a changed matrix is where it was taken from."""
     model = FAMILIES[family]()
     before, parameters = logits(model), dict(model.named_parameters())
-    with mixtures.apart(model):
+    with mixtures.unstacked_experts(model):
         (name, experts), *_ = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertLinears)]
         assert len(experts.layers(0)) == (2 if family == "nemotron_h" else 3)
         torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         assert all(layer.weight.untyped_storage().data_ptr() in storages for layer in experts.layers(3))
     assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
-    with mixtures.apart(model):
+    with mixtures.unstacked_experts(model):
         last = model.get_submodule(name).layers(2)[-1]
         last.weight = nn.Parameter(last.weight * 2)
     found, old = (tensors.get(f"{name}.down_proj") for tensors in (dict(model.named_parameters()), parameters))
@@ -122,14 +122,14 @@ def test_limits_are_found(seed: int) -> None:
 def test_other_gates_are_left(gate: Any, reason: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = deepseek_v4()
     monkeypatch.setattr(type(model.model.layers[0].mlp.experts), "_apply_gate", gate)
-    assert set(mixtures.left_stacked(model).values()) == {reason}
+    assert set(mixtures.experts_left_stacked(model).values()) == {reason}
 
 
 def test_gates_with_parameters_are_left(seed: int) -> None:
     model = minimax_m3()
     for layer in model.model.layers:
         layer.mlp.experts.act_fn = nn.PReLU()
-    assert set(mixtures.left_stacked(model).values()) == {"gated by parameters"}
+    assert set(mixtures.experts_left_stacked(model).values()) == {"gated by parameters"}
 
 
 class Launches(TorchDispatchMode):

@@ -69,7 +69,7 @@ def test_quantised_saved_and_opened(
     # The float model with the weights that the files' tensors stand for, read by the format's definition.
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    mixtures.take_apart_(dense)
+    mixtures.unstack_experts_(dense)
     apart = dense.get_submodule(EXPERTS)
     assert isinstance(apart, ExpertLinears)
     for name, layer in dense.named_modules():

@@ -302,7 +302,7 @@ def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed
     for name in ("rtn", algorithm):
         torch.manual_seed(seed)
         model = qwen3(num_experts=8)
-        mixtures.take_apart_(model)
+        mixtures.unstack_experts_(model)
         with torch.no_grad():
             expected = model(text).logits
             list(calibrate(model, [torch.tensor([[3, 5]])], TARGETS["w4a16-g32"].grid(), ALGORITHMS[name]))
@@ -315,7 +315,7 @@ def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed
 def test_calibrated(algorithm: str, seed: int) -> None:
     """Experts that few tokens reach, or none, are rounded all the same."""
     model, grid = qwen3(num_experts=8), TARGETS["w4a16-g32"].grid()
-    mixtures.take_apart_(model)
+    mixtures.unstack_experts_(model)
     before = {name: m.weight.clone() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = list(calibrate(model, [torch.tensor([[3, 5]])], grid, ALGORITHMS[algorithm]))
     errors = {name: value for block in found for name, value in block.errors.items()}

@@ -18,7 +18,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS, Format, Written, blank
 from epiloq.formats.weights import ModuleWeight, ScaledWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
-from epiloq.models.mixtures import left_beside
+from epiloq.models.mixtures import unquantised_neighbours
 from epiloq.models.sequential_experts import splitter
 
 
@@ -145,7 +145,7 @@ def perform(
                 f"{checkpoint.folder}, will be quantised to FP8, which the format always has",
                 stacklevel=2,
             )
-        target.close(layers.linears.keys() | left_beside(layers.model, target.quantised) | beside)
+        target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | beside)
         copy_other_files(checkpoint, temporary)
     return {
         "input": str(checkpoint.folder),

@@ -20,7 +20,7 @@ from epiloq.formats.io.architecture import distinct, model_config, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.weights import BlockWeight, ModuleWeight
-from epiloq.models.mixtures import left_beside, named_layers, release_, together_
+from epiloq.models.mixtures import named_layers, release_float_experts_, restack_experts_, unquantised_neighbours
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK as BLOCK
 from epiloq.nn.experts.gating import OwnGate
@@ -56,7 +56,7 @@ def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_sha
     _check_others(model)
     warn_of({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    left = {*linears, *left_beside(model, layers)}
+    left = {*linears, *unquantised_neighbours(model, layers)}
     writer = Writer(folder, largest_shard)
     for name, tensor in distinct(model).items():
         writer.add(name, tensor)
@@ -154,7 +154,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     try:
         layers = Layers(checkpoint, model)
         models.fill(layers)
-        release_(model)
+        release_float_experts_(model)
         return model
     finally:
-        together_(model)
+        restack_experts_(model)

@@ -62,7 +62,7 @@ def _from_dict(config: Any) -> Any:
 
 
 def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, **options: Any) -> Any:
-    """The configuration of a directory, which is bitsandbytes' own only if one of that package is `given`."""
+    """The configuration of a directory; bitsandbytes' own class is used only if `given` is one."""
     if isinstance(config, dict) and config.get("quant_method") == bitsandbytes.METHOD and given is None:
         return EpiloqConfig(**config)
     return _ORIGINAL_METHODS[2].__func__(cls, config, given, *more, **options)
@@ -80,7 +80,7 @@ def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, A
     return found
 
 
-# What reads a ``quantization_config``. The format epiloq has no ``quant_method`` there, which transformers refuses.
+# transformers' readers of a ``quantization_config``; they refuse epiloq's own format, which has no ``quant_method``.
 _READERS: tuple[tuple[type, str, Any], ...] = (
     (AutoHfQuantizer, "supports_quant_method", staticmethod(_supports)),
     (AutoQuantizationConfig, "from_dict", staticmethod(_from_dict)),

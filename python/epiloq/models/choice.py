@@ -20,11 +20,11 @@ def choose(
     patterns: Sequence[str],
     check: Callable[[nn.Module], None],
 ) -> tuple[list[list[str]], dict[str, str]]:
-    """Names of the layers to replace, those of one layer together, each known to be convertible; and what is left.
+    """Names of the layers to replace (all names of a layer in one list), which are convertible, and the layers left.
 
-    That is layers by name with the reason why they stay in floating point, but for those nobody expects to be replaced
-    (output heads, routers). ``check(layer)`` raises ValueError for one that cannot be converted. Raises ValueError as
-    `quantize_` says.
+    The latter are layers by name with the reason why they stay in floating point, without those that are never replaced
+    (output heads, routers). ``check(layer)`` raises ValueError for a layer that cannot be converted. Raises ValueError
+    as documented for `quantize_`.
     """
     words = _WORDS[kind]
     if isinstance(model, kind):
@@ -63,7 +63,7 @@ def choose(
             f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
             f"{skipped or 'layers that are quantised already do not count'}"
         )
-    # Names alone, so that the float layers are not kept alive.
+    # Names only, so that the float layers are not kept alive.
     return list(names.values()), left
 
 

@@ -13,7 +13,7 @@ from epiloq.weights.computed import refresh
 
 
 class TransposedConv1D(nn.Linear):
-    """The linear layer that a ``Conv1D`` of transformers is, on the same memory."""
+    """A ``Conv1D`` of transformers as a linear layer that shares its memory."""
 
     before: nn.Module
 
@@ -25,33 +25,33 @@ class TransposedConv1D(nn.Linear):
         made = cls(inputs, outputs, device="meta", dtype=module.weight.dtype)
         made.weight = nn.Parameter(module.weight.data.t(), requires_grad=module.weight.requires_grad)
         made.bias = module.bias
-        # No child, so that its tensors are not counted.
+        # not a child, so that its tensors are not counted twice
         made.__dict__["before"] = module
         return made.train(module.training)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is a ``Conv1D`` of transformers, which is not imported for it."""
+    """Whether a module is a ``Conv1D`` of transformers (without importing it)."""
     known = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return known is not None and type(module) is known
 
 
 def as_linear(module: nn.Module) -> nn.Linear | None:
-    """The linear layer that a module is, if it is one: itself, or a ``Conv1D`` transposed."""
+    """The module as a linear layer: itself, or a transposed ``Conv1D``; None for others."""
     if is_conv1d(module):
         return TransposedConv1D.of(module)
     return module if isinstance(module, nn.Linear) else None
 
 
 def transpose_(model: nn.Module) -> nn.Module:
-    """Put ``TransposedConv1D`` in the place of each ``Conv1D``, under every name, and give the model."""
+    """Replace each ``Conv1D``, under all its names, by a ``TransposedConv1D``; returns the model."""
     _replace(model, {module: TransposedConv1D.of(module) for module in model.modules() if is_conv1d(module)})
     return model
 
 
 @contextmanager
 def transposed(model: nn.Module) -> Iterator[None]:
-    """A model with each ``Conv1D`` as a linear layer; at the end those that are still there are as before."""
+    """Temporarily replace each ``Conv1D`` by a linear layer; those that remain at the end are restored."""
     transpose_(model)
     try:
         yield

@@ -11,7 +11,7 @@ from torch import nn
 from epiloq.layer_filter import Filter
 from epiloq.models.choice import choose
 from epiloq.models.conv1d import transposed
-from epiloq.models.mixtures import apart, left_stacked, settle_
+from epiloq.models.mixtures import experts_left_stacked, restack_complete_experts_, unstacked_experts
 from epiloq.models.multiplied_as_one import together
 from epiloq.observers import Observer, evaluating, input_quantizers
 from epiloq.weights.computed import carry_hooks_over
@@ -30,7 +30,8 @@ def quantize_layers(
     observer: Callable[[], Observer],
     ends: Sequence[str],
 ) -> dict[str, str]:
-    """`quantize_` but for the embedding and the head, whose names are given; the layers that were left, and why."""
+    """`quantize_` without the embedding and the head, whose names are given. Returns the layers left in floating point,
+    with reasons."""
     if chosen.static and calibrate is None:
         raise ValueError(
             f"quantize_: calibrate: scheme {chosen.name!r} needs a function that runs the model on sample inputs, "
@@ -40,14 +41,14 @@ def quantize_layers(
     with ExitStack() as stack:
         if chosen.layer is nn.Linear:
             stack.enter_context(transposed(model))
-            stack.enter_context(apart(model))
+            stack.enter_context(unstacked_experts(model))
         groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
         twice = {name for names in groups for name in names} & set(ends)
         if twice:
             raise ValueError(f"quantize_: head: {min(twice)} is chosen by filter_fn, too: expected one of both")
         _convert(model, groups, chosen, calibrate, observer)
     if chosen.layer is nn.Linear and filter_fn is None:
-        left |= {f"the experts of {name}": reason for name, reason in left_stacked(model).items()}
+        left |= {f"the experts of {name}": reason for name, reason in experts_left_stacked(model).items()}
     return left
 
 
@@ -58,7 +59,7 @@ def _convert(
     calibrate: Callable[[nn.Module], object] | None,
     observer: Callable[[], Observer],
 ) -> None:
-    """`quantize_`, given the names of the layers, of a model whose experts are taken apart."""
+    """`quantize_` for given layers of a model with unstacked experts."""
     inputs: list[dict[str, Any]] = [{}] * len(groups)
     if chosen.static and calibrate is not None:
         symmetric = chosen.options.get("symmetric", False)
@@ -73,12 +74,12 @@ def _convert(
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, quantised)
-        # As soon as a layer's experts are complete, their float weights are released.
-        settle_(model, names[0].rpartition(".")[0].rpartition(".")[0])
+        # Release float weights as soon as a layer's experts are complete.
+        restack_complete_experts_(model, names[0].rpartition(".")[0].rpartition(".")[0])
 
 
 def _shared_divisors(model: nn.Module, groups: list[list[str]]) -> list[dict[str, Any]]:
-    """The divisor of each layer of NVFP4, given its names: that of all layers which engines multiply as one."""
+    """NVFP4's divisor for each layer, given its names; it is shared by layers that engines multiply as one matrix."""
     found: dict[str, Any] = {}
     for names in together(names[0] for names in groups):
         weights: list[Any] = [model.get_submodule(name).weight for name in names]

@@ -1,4 +1,4 @@
-"""Layers that a module holds beside its children, where putting another one in a child's place changes nothing."""
+"""Layers that a module also references outside its children, so that replacing the child would have no effect."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 _DEPTH = 3
-"""Lists in lists that are looked into."""
+"""Maximum nesting of lists that are searched."""
 
 
 def held_elsewhere(model: nn.Module) -> dict[int, str]:
-    """Modules by id that an attribute other than a child's holds, directly or in lists, and the class that has it.
+    """Ids of modules that an attribute other than a child references, directly or in lists, and the class of its owner.
 
-    A class may keep its layers in a list of Python and register each under a name, for its state dict, as well.
+    For example, a class may keep its layers in a Python list and also register each one for the state dict.
     """
     found: dict[int, str] = {}
     for module in model.modules():

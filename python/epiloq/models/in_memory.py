@@ -1,4 +1,4 @@
-"""Saving of models that were quantised in memory by transformers."""
+"""Saving with transformers of models that were quantised in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 def check_not_opened_quantised(model: nn.Module) -> None:
-    """Raise ValueError for a model of transformers that another library's quantizer opened.
+    """Raise ValueError for a transformers model opened by another library's quantizer.
 
-    Its ``save_pretrained`` describes that library's layers alone, and the directory opens with random weights in the
-    place of others.
+    Its ``save_pretrained`` would describe only that library's layers, and the directory would open with random weights
+    for the others.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not type(quantizer).__module__.startswith("epiloq."):
@@ -24,10 +24,10 @@ def check_not_opened_quantised(model: nn.Module) -> None:
 
 
 def describe_on_saving(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of a model of transformers write its layers' description beside their tensors.
+    """Make ``save_pretrained`` of a transformers model also write the description of its quantised layers.
 
-    Without one, the directory would open with random weights in the place of quantised layers. Nothing is registered:
-    directories open as before. Other models, and those that have a quantizer, are left as they are.
+    Without it the directory would open with random weights for quantised layers. Nothing is registered, so directories
+    open as before. Other models and those with a quantizer are unchanged.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):

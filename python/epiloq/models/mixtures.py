@@ -1,9 +1,10 @@
-"""Mixtures of experts in models of transformers: their stacked matrices one by one for quantisers and files, and back.
+"""Mixtures of experts in transformers models: unstacking into one matrix per expert for quantisers and files, and back.
 
-transformers keeps the experts of a layer as two stacked parameters, checkpoints have a matrix an expert. `apart` puts
-``nn.ExpertLinears`` in their place, so that whatever knows ``nn.Linear`` knows experts; `together_` puts what runs them
-in its place: ``nn.GatedExperts``, or the module that was there. Those modules are found by structure, for
-transformers runs every class of the same structure by the same functions (its experts interface), whatever its name.
+transformers stores the experts of a layer as two stacked parameters, checkpoints one matrix per expert.
+`unstacked_experts` replaces them by ``nn.ExpertLinears``, so that all code for ``nn.Linear`` also handles experts.
+`restack_experts_` replaces these by ``nn.GatedExperts``, which runs them, or by the original module. The modules are
+found by structure rather than by name, because transformers runs all classes of the same structure with the same
+functions (its experts interface).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from epiloq.nn.base.quantized_layer import StoredTensors
 from epiloq.nn.experts.expert_linears import Projections
 from epiloq.nn.experts.gating import OwnGate
 
-# What transformers' experts interface says of a module, and must say of one that can be taken apart: the first two in
-# every version, the others since there is a choice.
+# Attributes of transformers' experts interface, and the values required for unstacking: the first two in every version,
+# the others in versions that have them.
 _MARKS = ("has_bias", "is_transposed")
 _TRAITS = {
     "has_bias": False,
@@ -32,19 +33,19 @@ _TRAITS = {
     "_is_expert_parallel": False,
 }
 _GATE_UP, _UP, _DOWN = ("gate_up_proj", "up_proj", "down_proj")
-# Where a module that was taken apart keeps the one that was there; no child, so that its tensors are not counted.
+# Attribute in which an unstacked module keeps the original one (not a child, so that its tensors are not counted).
 _BEFORE = "before"
 
 
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that hold stacked matrices of experts: parameters of three dimensions, beside torch's layers,
-    of which there are as many as the module says it has experts, or two whose matrices follow one another."""
+    """Modules, by name, with stacked expert matrices: three-dimensional parameters, outside of torch's own layers,
+    whose first dimension is the module's number of experts, or two whose matrices can follow one another."""
     found = {name: module for name, module in model.named_modules() if _count(module)}
     return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
 
 
 def reason_against(module: nn.Module) -> str | None:
-    """Why stacked experts cannot be taken apart; None if they can."""
+    """Why stacked experts cannot be unstacked; None if they can."""
     if not all(hasattr(module, mark) for mark in _MARKS):
         return "not called as the experts of transformers are"
     for trait, wanted in _TRAITS.items():
@@ -63,14 +64,15 @@ def reason_against(module: nn.Module) -> str | None:
     return None
 
 
-def left_stacked(model: nn.Module) -> dict[str, str]:
-    """Stacked modules, by name, that stay in floating point whatever is asked for, and why."""
+def experts_left_stacked(model: nn.Module) -> dict[str, str]:
+    """Stacked modules, by name, that always stay in floating point, with the reason."""
     reasons = {name: reason_against(module) for name, module in stacked(model).items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that weigh experts: beside them, or in what is, with a row for each; or one for a shared one."""
+    """Routers by name: siblings of experts, or their children, with one row per expert, or one row for a shared
+    expert."""
     found = {}
     for name, module in model.named_modules():
         counts = {count for child in module.children() if (count := _count(child))}
@@ -84,17 +86,16 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def why_stacked(model: nn.Module, layer: str) -> str:
-    """The end of a sentence that says why a layer of an expert is not there, or nothing."""
-    for name, reason in left_stacked(model).items():
+    """The end of an error message: why an expert's layer does not exist, or an empty string."""
+    for name, reason in experts_left_stacked(model).items():
         if layer.startswith(f"{name}."):
             return f", for {name} cannot be taken apart: {reason}"
     return ""
 
 
-def left_beside(model: nn.Module, quantised: Collection[str]) -> set[str]:
-    """Modules in floating point that are no linear layers but whose matrices a format might take for quantised.
-
-    Routers, and experts of which no layer is among those quantised.
+def unquantised_neighbours(model: nn.Module, quantised: Collection[str]) -> set[str]:
+    """Floating-point modules other than linear layers whose matrices readers of a format might assume to be quantised:
+    routers, and experts without quantised layers.
     """
     with_some = {name.rsplit(".", 2)[0] for name in quantised if name.count(".") > 1}
     apart = {name for name, module in model.named_modules() if isinstance(module, ExpertLinears)}
@@ -102,61 +103,60 @@ def left_beside(model: nn.Module, quantised: Collection[str]) -> set[str]:
 
 
 @torch.no_grad()
-def take_apart_(model: nn.Module, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Put ``ExpertLinears`` in the place of stacked experts of which ``takes(name)``, sharing memory; give their names.
-
-    Names of matrices are those that transformers would save.
+def unstack_experts_(model: nn.Module, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Replace stacked experts for which ``takes(name)`` by ``ExpertLinears`` that share their memory; returns their
+    names. Matrices have the names under which transformers would save them.
     """
     found = {name: m for name, m in stacked(model).items() if name and takes(name) and reason_against(m) is None}
     known: dict[type[nn.Module], Projections] = {}
     for name, module in found.items():
         if type(module) not in known:
             known[type(module)] = _projections(model, name)
-        put_(model, name, _apart(module, known[type(module)]))
+        replace_module_(model, name, _apart(module, known[type(module)]))
     return list(found)
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
-    """A model with its experts taken apart, and put together again at the end, however that comes."""
-    take_apart_(model)
+def unstacked_experts(model: nn.Module) -> Iterator[None]:
+    """Unstack a model's experts, and stack them again at the end, also after errors."""
+    unstack_experts_(model)
     try:
         yield
     finally:
-        together_(model)
+        restack_experts_(model)
 
 
-def together_(model: nn.Module) -> nn.Module:
-    """Put what runs them in the place of experts that were taken apart, and give the model.
-
-    Experts whose layers differ, or are of kinds without grouped products, stay as they are.
+def restack_experts_(model: nn.Module) -> nn.Module:
+    """Replace unstacked experts by the modules that run them; returns the model. Experts whose layers differ or have no
+    grouped product stay unstacked.
     """
-    # Names alone, so that what is replaced is released.
+    # Names only, so that replaced modules are released.
     for name in [name for name, module in model.named_modules() if isinstance(module, ExpertLinears) and name]:
-        settle_(model, name)
+        restack_complete_experts_(model, name)
     return model
 
 
-def release_(model: nn.Module) -> None:
-    """Let go of the float weights of experts that are apart and of which some layers are quantised."""
+def release_float_experts_(model: nn.Module) -> None:
+    """Release the float weights of unstacked experts with quantised layers."""
     for module in model.modules():
         if isinstance(module, ExpertLinears) and not _is_float(module):
             module.__dict__.pop(_BEFORE, None)
 
 
-def settle_(model: nn.Module, name: str) -> None:
-    """Put what runs them in the place of the experts of this name, if they are apart and can be run together."""
+def restack_complete_experts_(model: nn.Module, name: str) -> None:
+    """Replace the experts with this name by the module that runs them, if they are unstacked and can be run
+    together."""
     module = model.get_submodule(name)
     if isinstance(module, ExpertLinears):
         whole = GatedExperts.from_linears(module) or _as_before(module)
         if whole is not None:
-            put_(model, name, whole)
+            replace_module_(model, name, whole)
 
 
 def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tuple[str, nn.Module]]:
-    """A model's modules by name, ``GatedExperts`` as the linear layers that they stand for.
+    """A model's modules by name, with ``GatedExperts`` as the linear layers that they represent.
 
-    Those have no values on "meta", and all values if `device` is None.
+    These have no values if `device` is "meta", and are on their own device if it is None.
     """
     for name, module in model.named_modules():
         if isinstance(module, GatedExperts):
@@ -166,7 +166,7 @@ def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tupl
 
 
 def file_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict as files have it: of quantised layers their `file_state`."""
+    """A model's state dict as stored in files, with the `file_state` of quantised layers."""
     state: dict[str, Tensor] = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (GatedExperts, StoredTensors)) and not isinstance(_parent(model, name), GatedExperts):
@@ -178,10 +178,10 @@ def file_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _count(module: nn.Module) -> int:
-    """How many experts a module holds; 0 if it holds none."""
+    """Number of experts of a module; 0 if it has none."""
     if isinstance(module, (ExpertLinears, GatedExperts)):
         return module.experts
-    # Weights of convolutions, and packed ones, have three dimensions too.
+    # Convolution weights and packed weights also have three dimensions.
     if isinstance(module, StoredTensors) or type(module).__module__.startswith("torch.nn."):
         return 0
     shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
@@ -192,10 +192,9 @@ def _count(module: nn.Module) -> int:
 
 
 def _follows(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Whether stacks of as many matrices can be an expert's two layers: out of a width and back, gated or not.
-
-    Heads of attention are stacked as well (XLNet's ``[hidden, heads, width]``), but all alike, so shapes that are
-    equal tell nothing.
+    """Whether two stacks of equally many matrices can be an expert's two layers: to an inner width and back, gated or
+    not. Attention heads may also be stacked (XLNet's ``[hidden, heads, width]``), but with equal shapes, so equal
+    shapes do not qualify.
     """
     if first[0] != second[0] or first == second:
         return False
@@ -207,8 +206,8 @@ def _parent(model: nn.Module, name: str) -> nn.Module | None:
     return model.get_submodule(name.rpartition(".")[0]) if name else None
 
 
-def put_(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a module under every name that it has: layers may share their experts."""
+def replace_module_(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace a module under all its names, because layers may share experts."""
     old = model.get_submodule(name)
     for parent in list(model.modules()):
         for leaf in [leaf for leaf, child in parent._modules.items() if child is old]:
@@ -216,12 +215,12 @@ def put_(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _stacked(module: Any) -> tuple[str, str]:
-    """The names of the parameters of experts that can be taken apart."""
+    """The names of the parameters of experts that can be unstacked."""
     return _GATE_UP if getattr(module, "has_gate", True) else _UP, _DOWN
 
 
 def _in_one(module: nn.Module) -> int:
-    """How many matrices of an expert the first of these parameters holds."""
+    """Number of an expert's matrices in the first of these parameters."""
     return 2 if _stacked(module)[0] == _GATE_UP else 1
 
 
@@ -232,7 +231,7 @@ def _matrices(module: Any) -> list[Tensor]:
 
 
 def _act_fn(module: Any) -> nn.Module:
-    """What gates. Raises ValueError for what cannot be."""
+    """The gate's activation function. Raises ValueError for an unsupported one."""
     usual = type(module)._apply_gate.__module__ == "transformers.integrations.moe"
     found: nn.Module = module.act_fn if usual or _in_one(module) == 1 else OwnGate(module)
     return found
@@ -257,7 +256,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 @torch.no_grad()
 def _as_before(linears: ExpertLinears) -> nn.Module | None:
-    """The module that was taken apart, with the weights that its layers now have; None if any is quantised."""
+    """The original module with the current weights of its layers; None if any is quantised."""
     before: nn.Module | None = linears.__dict__.get(_BEFORE)
     if before is None or not _is_float(linears):
         return None
@@ -277,14 +276,14 @@ def _is_float(linears: ExpertLinears) -> bool:
 
 
 def _projections(model: nn.Module, name: str) -> Projections:
-    """The names of an expert's matrices in files that transformers would save; its usual ones where it stacks them."""
+    """The names under which transformers would save an expert's matrices; its usual names if it stacks them."""
     module: Any = model.get_submodule(name)
     usual = Projections() if _in_one(module) == 2 else Projections("")
     if not hasattr(model, "save_pretrained"):
         return usual
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Of two experts, so that the numbers of matrices and not of experts tell which is which.
+    # With two experts, so that matrices are distinguished by their own numbers rather than the experts'.
     first = torch.tensor([[[0.0], [1.0]][-_in_one(module) :]] * 2, device="cpu")
     down = torch.full((2, 1, 1), 2.0, device="cpu")
     stacks = {f"{name}.{part}": values for part, values in zip(_stacked(module), (first, down), strict=True)}

@@ -1,10 +1,10 @@
-"""Layers that engines multiply as one, whatever wrote their weights: told by names, for no input was seen."""
+"""Layers that engines multiply as one matrix, recognised by name, because no inputs are available."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# As vLLM and SGLang stack them in the models that have such names.
+# as stacked by vLLM and SGLang in models with these names
 _SETS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -15,7 +15,7 @@ _OF = {name: index for index, names in enumerate(_SETS) for name in names}
 
 
 def together(names: Iterable[str]) -> list[list[str]]:
-    """Names of layers, those that are multiplied as one in one list, in the order of the first of each."""
+    """Group names of layers that are multiplied as one matrix, in order of each group's first layer."""
     found: dict[tuple[str, int | str], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""Layers whose weight the code of a module around them reads, rather than call the layer: found in its source.
+"""Layers whose weight is read by the code of a parent module instead of calling the layer; found in the source.
 
-The methods that ``forward`` reaches are searched for ``self.layer.weight``, ``self.layers[i].weight`` and the like. Of
-a branch whose condition follows from attributes that no method changes (``self.training`` is false, for models are
-quantised for inference) the dead half counts for nothing.
+The methods that ``forward`` reaches are searched for ``self.layer.weight``, ``self.layers[i].weight`` and the like.
+Dead branches are skipped if the condition depends only on attributes that no method changes (``self.training`` is taken
+as false, because models are quantised for inference).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 _UNKNOWN = object()
 _EACH = "*"
-"""In a path, every module that a list holds."""
-# Methods that make a module, and code that all of them share.
+"""In a path: every module of a list."""
+# Methods that construct a module, and code shared by all modules.
 _MAKING, _BASES = ("__init__", "post_init"), ("torch.nn.modules.", "transformers.modeling_utils")
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -37,7 +37,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def read_by_parents(model: nn.Module) -> dict[str, str]:
-    """Modules by name whose ``weight`` is read by a module that holds them, and the class of that one."""
+    """Modules, by name, whose ``weight`` is read by a parent module, and the parent's class."""
     modules = dict(model.named_modules())
     found: dict[str, str] = {}
     pending = [(name, "forward") for name, module in modules.items() if module._modules]
@@ -63,7 +63,7 @@ def _joined(prefix: str, path: str) -> str:
 
 
 def _function(kind: type, name: str) -> Any:
-    """A method of a module's own, or what computes a property, without the wrappers around it."""
+    """A method, or a property's getter, of a module, without decorators."""
     found = inspect.getattr_static(kind, name, None)
     if found is inspect.getattr_static(nn.Module, name, None):
         return None
@@ -73,7 +73,7 @@ def _function(kind: type, name: str) -> Any:
 
 @cache
 def _source(function: Any) -> ast.AST | None:
-    """None where there is no source, as for functions made at run time."""
+    """None if there is no source, as for functions created at run time."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -87,7 +87,7 @@ def _functions(kind: type) -> list[tuple[str, Any]]:
 
 @cache
 def _changed(kind: type) -> frozenset[str]:
-    """Attributes that methods of a class assign, other than those that make it."""
+    """Attributes that methods of a class assign, other than constructors."""
     found = set[str]()
     for name, function in _functions(kind):
         if name in _MAKING or function.__module__.startswith(_BASES):
@@ -100,7 +100,7 @@ def _changed(kind: type) -> frozenset[str]:
 
 
 class _Search(ast.NodeVisitor):
-    """What of a module's methods matters: paths whose weight is read, and other methods that are used."""
+    """Collects from a module's methods the paths whose weight is read, and other methods that are used."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -130,7 +130,7 @@ class _Search(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        """Of ``for child in self.children``, of ``enumerate`` and of ``zip`` the names that children have inside."""
+        """Bind the loop variables of ``for child in self.children``, also through ``enumerate`` and ``zip``."""
         pairs = [(node.target, node.iter)]
         if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name):
             targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
@@ -159,7 +159,7 @@ class _Search(ast.NodeVisitor):
             self.visit(node)
 
     def _held(self, path: list[str]) -> list[tuple[str, nn.Module]]:
-        """The modules at a path, by their paths: several where it goes through each of a list's."""
+        """The modules at a path, by their own paths; several if the path passes through every module of a list."""
         found: list[tuple[str, nn.Module]] = [("", self.module)]
         for part in path:
             children = ((prefix, name, child) for prefix, held in found for name, child in held._modules.items())
@@ -167,7 +167,7 @@ class _Search(ast.NodeVisitor):
         return found
 
     def _path(self, node: ast.AST) -> list[str] | None:
-        """The names in ``self.a.b`` or ``self.a[i].b``, which may have another name by now."""
+        """The names in ``self.a.b`` or ``self.a[i].b``, resolving local aliases."""
         names: list[str] = []
         while isinstance(node, (ast.Attribute, ast.Subscript)):
             if isinstance(node, ast.Attribute):
@@ -180,7 +180,7 @@ class _Search(ast.NodeVisitor):
         return [*self.aliases.get(node.id, []), *reversed(names)]
 
     def _value(self, node: ast.AST) -> Any:
-        """What an expression is, as far as it follows from the module's attributes."""
+        """The value of an expression, if it follows from the module's attributes."""
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):

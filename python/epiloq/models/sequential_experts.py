@@ -1,4 +1,4 @@
-"""Stacked experts that transformers takes for a list of modules in files of some formats (Llama-4's, so far)."""
+"""Stacked experts that transformers replaces by lists of modules for files of some formats (so far Llama 4's)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Replace by lists of modules the stacked experts that transformers replaces in files of a method.
+    """Replace the stacked experts by lists of modules that transformers replaces for a quantisation method.
 
-    They have the same weights, ``[E, K, 2 N]`` and ``[E, N, K]`` before, a matrix a linear layer then. Gives the names
-    of those that were replaced, of which ``takes(name)``. Without a method, those of any.
+    The stacks ``[E, K, 2 N]`` and ``[E, N, K]`` become one linear layer per matrix. Only experts for which
+    ``takes(name)`` are replaced; returns their names. Without a method, those of any method are.
     """
     found = {name: kind for name, module in model.named_modules() if (kind := _kind(module, method)) and takes(name)}
     for name, kind in found.items():
@@ -24,7 +24,7 @@ def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lamb
         for expert, gate_up, down in zip(made, before.gate_up_proj.data, before.down_proj.data, strict=True):
             gate, up = gate_up.t().chunk(2)
             for layer, weight in ((expert.gate_proj, gate), (expert.up_proj, up), (expert.down_proj, down.t())):
-                # Without values it remains a view, which says what it is a part of.
+                # Without values it remains a view, so that the stack can be found from it.
                 weight = weight if weight.is_meta else weight.contiguous()
                 layer.weight = nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(parent), leaf, made.train(before.training))
@@ -32,8 +32,8 @@ def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lamb
 
 
 def splitter(model: nn.Module, method: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
-    """A function of a tensor of files and its name that gives tensors by name in files of a method: a matrix an expert
-    of those stacks that transformers replaces there, and any other tensor as it is."""
+    """Returns a function that splits a tensor, given by name, as stored in files of a method: stacks that transformers
+    replaces become one matrix per expert, other tensors are unchanged."""
     names = {name for name, module in model.named_modules() if _kind(module, method)}
 
     def split(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ def splitter(model: nn.Module, method: str) -> Callable[[str, Tensor], dict[str,
 
 
 def _kind(module: nn.Module, method: str | None) -> Any:
-    """The class of such a list for a module, if there is one."""
+    """The list class that replaces a module, if there is one."""
     if not type(module).__module__.startswith("transformers."):
         return None
     from transformers.quantizers import base

@@ -1,4 +1,5 @@
-"""Whether subclasses of ``nn.Linear`` (found by running them) and ``nn.Conv2d`` compute the same as those."""
+"""Whether subclasses of ``nn.Linear`` (tested by running them) and ``nn.Conv2d`` compute the same as their base
+class."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from epiloq.models.conv1d import TransposedConv1D
 
 _IN, _OUT, _ROWS = 3, 5, 2
 _SIZES = (1.0, 1e-3, 30.0, 1e6)
-# What hooks of torch.nn.utils compute a weight from.
+# parameters from which hooks of torch.nn.utils compute a weight
 _OF_HOOKS = ("weight_g", "weight_v", "weight_orig", "weight_mask", "weight_u", "bias_orig", "bias_mask")
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is ``nn.Linear``, or a subclass that computes the same of its weight and bias alone.
+    """Whether a module is ``nn.Linear``, or a subclass that computes the same from its weight and bias only.
 
-    Of torch's own subclasses none is, for each of them exists since other code handles it differently; but one whose
-    weight or bias torch.nn.utils.parametrize computes is what it was before. One whose ``forward`` was replaced (by
-    accelerate's hooks, say) computes what that does.
+    torch's own subclasses are not plain, because other code handles them specially. A layer whose weight or bias is
+    computed by torch.nn.utils.parametrize counts as its original class. A layer with a replaced ``forward`` (for
+    example by accelerate's hooks) is judged by that function.
     """
     if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
         return False
@@ -41,9 +42,10 @@ def is_plain(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_linear(module: nn.Linear) -> bool:
-    """Whether a copy of the layer of other sizes, with other values, gives ``x W^T + b``.
+    """Whether a copy of the layer with other sizes and values computes ``x W^T + b``.
 
-    In float32 on the CPU, whatever defaults hold: transformers opens models with the meta device's and their own type.
+    Tested in float32 on the CPU, regardless of defaults: transformers opens models with the meta device and their dtype
+    as default.
     """
     plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     small = copy.copy(module)
@@ -51,9 +53,9 @@ def _computes_linear(module: nn.Linear) -> bool:
     weight = torch.arange(1.0, _IN * _OUT + 1, **plain).view(_OUT, _IN).sqrt()
     bias = None if module.bias is None else torch.arange(1.0, _OUT + 1, **plain).sqrt()
     values = {"weight": weight, "bias": bias}
-    # Dictionaries of its own, for the copy shares those of the layer.
+    # its own dictionaries, because a copy shares the layer's
     small._parameters = {n: None if v is None else nn.Parameter(v, requires_grad=False) for n, v in values.items()}
-    # Small and large values of both signs: what limits its input or output is no plain layer either.
+    # Small and large values of both signs, because a layer that clamps its input or output is not plain either.
     sizes = torch.tensor(_SIZES, **plain)
     x = (torch.linspace(-1, 1, _ROWS * _IN, **plain) * sizes[:, None]).view(len(_SIZES), _ROWS, _IN)
     expected = nn.functional.linear(x, weight, bias)
@@ -61,7 +63,7 @@ def _computes_linear(module: nn.Linear) -> bool:
         small.training = training
         try:
             y = type(module).forward(small, x)
-        except Exception:  # Whatever a subclass raises on a plain input, it is no plain layer.
+        except Exception:  # a subclass that raises anything for a plain input is not plain
             return False
         if not isinstance(y, torch.Tensor) or y.shape != expected.shape or not torch.allclose(y, expected):
             return False
@@ -69,7 +71,7 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 
 def is_plain_conv2d(module: nn.Module) -> bool:
-    """Whether a module is ``nn.Conv2d``, or a subclass that neither computes anything else nor holds more tensors.
+    """Whether a module is ``nn.Conv2d``, or a subclass that computes nothing else and has no further tensors.
 
     Weight and bias may be computed by torch.nn.utils.parametrize.
     """

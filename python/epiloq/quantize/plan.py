@@ -14,7 +14,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import check_patterns, ignored, reasons
 from epiloq.models.conv1d import TransposedConv1D
-from epiloq.models.mixtures import take_apart_
+from epiloq.models.mixtures import unstack_experts_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.budget.vocabulary import assumed
@@ -66,7 +66,7 @@ def plan(settings: Settings, outline: Any) -> Plan:
     """Plan for a model without values. Raises ValueError, with a suggestion that works."""
     layout = settings.layout
     if layout is not None:
-        take_experts_apart_(outline, layout)
+        unstack_experts_for_format_(outline, layout)
     head, embedding = assumed(settings.head), assumed(settings.embedding)
     vocabulary = planned(outline, head, embedding, SCHEMES, str(settings.model))
     lists = _lists(settings, outline)
@@ -88,7 +88,7 @@ def plan(settings: Settings, outline: Any) -> Plan:
         layout = next((name for name in formats if parts[name] <= FEW), min(formats, key=lambda name: parts[name]))
         if layout != formats[0]:
             notes = (f"format {layout}: {_cannot(settings, wanted, unfit[formats[0]], formats[0])}",)
-        if take_experts_apart_(outline, layout):
+        if unstack_experts_for_format_(outline, layout):
             wanted, left = _layers(settings, outline, lists)
             unfit[layout] = _unfit(settings, wanted, layout, settings.scheme)
     if _part(wanted, unfit[layout]) > MOST:
@@ -100,11 +100,11 @@ def plan(settings: Settings, outline: Any) -> Plan:
     return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes, vocabulary)
 
 
-def take_experts_apart_(model: nn.Module, layout: str) -> list[str]:
+def unstack_experts_for_format_(model: nn.Module, layout: str) -> list[str]:
     """Unstack experts if the format stores one matrix per expert although the model's files stack them; returns the
     changes."""
     if layout == epiloq_modules.METHOD:
-        return take_apart_(model)
+        return unstack_experts_(model)
     return unstack_(model, layout)
 
 

@@ -17,7 +17,7 @@ from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.models.conv1d import transpose_
 from epiloq.quantize.calibration.residence import Resident
 from epiloq.quantize.calibration.store import Store
-from epiloq.quantize.plan import take_experts_apart_
+from epiloq.quantize.plan import unstack_experts_for_format_
 
 _MAPPED = 1 << 26
 """Bytes of mapped files that are read before their pages are released."""
@@ -131,7 +131,7 @@ def streamed(source: Checkpoint, layout: str, lists: tuple[str, ...]) -> Streame
     model = transpose_(renamed(model, source))
     check_types(model, source)
     untie_(model, source)
-    take_experts_apart_(model, layout)
+    unstack_experts_for_format_(model, layout)
     wanted = {name: (origins.get(_storage(p), name), p.shape) for name, p in model.named_parameters()}
     wanted |= {name: (name, buffer.shape) for name, buffer in _kept_buffers(model).items()}
     used = set[str]()
@@ -158,7 +158,7 @@ def opened(source: Checkpoint, layout: str, lists: tuple[str, ...], whole: bool 
     if isinstance(found, Streamed):
         return found.model, found
     model = transpose_(renamed(load_float(source), source))
-    take_experts_apart_(model, layout)
+    unstack_experts_for_format_(model, layout)
     return model, Resident()
 
 

@@ -20,7 +20,7 @@ from epiloq.formats.io.names import Names
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
-from epiloq.models.mixtures import file_state, stacked, take_apart_
+from epiloq.models.mixtures import file_state, stacked, unstack_experts_
 from epiloq.models.scaled_activation import SCALES, scale_activations_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.nn.base.quantized_layer import QuantizedLayer
@@ -172,7 +172,7 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
         return names
     # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
     matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
-    changed = take_apart_(model, lambda name: name in matrices)
+    changed = unstack_experts_(model, lambda name: name in matrices)
     changed += unstack_(model, None, lambda name: name in matrices)
     return Names(model) if changed else names
 

@@ -21,7 +21,7 @@ from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
-from epiloq.models.mixtures import left_beside, settle_, together_
+from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, unquantised_neighbours
 from epiloq.weights.grid import QuantizedWeight
 
 
@@ -72,7 +72,7 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
         return load_float(checkpoint), None
     layers = Layers(checkpoint, skeleton(checkpoint))
     fill(layers)
-    return together_(layers.model), layers.quantization
+    return restack_experts_(layers.model), layers.quantization
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def fill(layers: Layers) -> None:
     for name in layers.readers:
         parent, _, leaf = name.rpartition(".")
         setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
-        settle_(layers.model, parent.rpartition(".")[0])
+        restack_complete_experts_(layers.model, parent.rpartition(".")[0])
     layers.share_()
 
 
@@ -123,7 +123,7 @@ def save(
             is_conv1d = layer_name != name and isinstance(model.get_submodule(layer_name), TransposedConv1D)
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    target.close(linears | left_beside(model, target.quantised))
+    target.close(linears | unquantised_neighbours(model, target.quantised))
     copy_other_files(source, folder)
 
 

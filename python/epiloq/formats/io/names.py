@@ -19,7 +19,7 @@ class Names:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        transforms = without_stacking(get_model_conversion_mapping(model), apart(model))
+        transforms = without_stacking(get_model_conversion_mapping(model), unstacked_weights(model))
         self.renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self.converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self.prefix, self.state = model.base_model_prefix, model.state_dict()
@@ -78,7 +78,7 @@ def named_in(model: nn.Module, layer: str) -> str:
     return Names(model).of(f"{layer}.weight").removesuffix(".weight")
 
 
-def apart(model: nn.Module) -> list[str]:
+def unstacked_weights(model: nn.Module) -> list[str]:
     """Names in files of unstacked expert weights: those of each stack's first expert."""
     stacks = [(name, module.projections) for name, module in model.named_modules() if isinstance(module, ExpertLinears)]
     return [f"{name}.0.{projection}.weight" for name, projections in stacks for projection in projections.names]

@@ -1,8 +1,8 @@
-"""epiloq's own format in engines: base classes of those that vLLM and SGLang register; imports neither.
+"""epiloq's own format in engines: base classes of the classes registered with vLLM and SGLang; imports neither.
 
 Both engines have the same interface (SGLang's came from vLLM's): a configuration that gives each layer its method, a
-method that creates a layer's parameters and runs it, and parameters that know which rows of a loaded tensor are the
-rank's. Subclasses add what differs: how ranks are asked for, and how merged layers are told.
+method that creates a layer's parameters and runs it, and parameters that select the rank's rows of a loaded tensor.
+Subclasses add the differences: how to get the rank, and how merged layers are declared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FormatConfig:
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Files name the format, and no method, so that what does not know it refuses them."""
+        """Files name a format but no method, so that software without support refuses them."""
         ours = hf_quant_cfg.get("format") == METHOD and hf_quant_cfg.get("quant_method") in (None, "", METHOD)
         return METHOD if ours and user_quant in (None, METHOD) else None
 
@@ -61,7 +61,7 @@ class FormatConfig:
         return [f"{parent}.{name}" if parent else name for name in apart]
 
     def check_not_quantised(self, layer: nn.Module, prefix: str) -> None:
-        """Raise ValueError for a quantised layer that is no linear one: experts, embeddings, output heads."""
+        """Raise ValueError for a quantised layer that is not linear: experts, embeddings, output heads."""
         inside = [name for name in self.layers if name == prefix or name.startswith(f"{prefix}.")]
         if inside:
             raise ValueError(
@@ -84,7 +84,7 @@ class PartsMethod:
     def prepare(
         self, where: str, columns: tuple[int, int], in_features: int, sizes: list[int], dtype: torch.dtype
     ) -> None:
-        """Outline the parts: a rank's `columns` of `in_features`, and rows by part. `where` begins an error."""
+        """Create the parts: a rank's `columns` of `in_features`, and rows by part. `where` begins error messages."""
         count = len(sizes)
         if len(self.names) not in (1, count):
             raise ValueError(f"epiloq: {where}expected {count} layers, got {', '.join(self.names)}")
@@ -97,7 +97,7 @@ class PartsMethod:
         self.stored = sorted({name for part in self.parts for name in part.rules})
 
     def loader(self, layer: Any, given: Callable[..., None], is_replicated: bool) -> Callable[..., None]:
-        """The engine's loader; but for replicated layers, and files that hold merged layers as one."""
+        """The engine's loader, with support for replicated layers and for merged layers stored as one."""
 
         def load(parameter: Any, tensor: Tensor, shard: Any = None) -> None:
             if isinstance(shard, (int, str)):
@@ -111,7 +111,7 @@ class PartsMethod:
         return load
 
     def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Parts of a layer that the files hold merged, each with the first of the rank's rows in the tensor."""
+        """Parts of a layer that is stored merged, each with the index of the rank's first row in the tensor."""
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -126,7 +126,7 @@ class PartsMethod:
 
 
 class StoredTensor:
-    """A tensor by its name in files, for each part of a layer; the parameter itself holds nothing."""
+    """Receives a tensor, by its name in files, for each part of a layer; the parameter itself is empty."""
 
     stored_name: str
     parts: list[Part]
@@ -134,11 +134,11 @@ class StoredTensor:
     device: torch.device
 
     def take(self, index: int, tensor: Tensor, first: int, size: int) -> None:
-        """Keep `size` rows from the one on that is `first`, for a part."""
+        """Keep `size` rows from row `first` on, for a part."""
         self.parts[index].take(self.stored_name, tensor, (first, first + size), self.device)
 
     def rank_of(self, given: Mapping[str, Any]) -> int:
-        """The rank among those that divide the layer, by what the engine gives a loader."""
+        """The rank within the layer's tensor-parallel group, from the engine's arguments to a loader."""
         raise NotImplementedError
 
     def load_column_parallel_weight(self, loaded_weight: Tensor, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which of an engine's linear layers run on epiloq: by choice of the user, and by GPU."""
+"""Which of an engine's linear layers run on epiloq, depending on the user's choice and the GPU."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "w8a16-fp8": _INTEGER,
     "w4a16-fp4": _INTEGER,
 }
-"""The kinds of layers, each with the architectures that have tensor-core kernels for it."""
+"""Kinds of layers, with the architectures that have tensor-core kernels for them."""
 BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16")
-"""The kinds that epiloq runs unless it is told otherwise. Products of the others dequantise the whole weight in each
-call of more than 64 tokens: who serves long prompts may be better off with the engine's own."""
+"""The kinds that epiloq runs by default. The others dequantise the whole weight in each call with more than 64 tokens,
+so the engine's own kernels may be faster for long prompts."""
 _NEWEST = 90
 
 
 def chosen_layers() -> tuple[str, ...]:
-    """The kinds of layers of other formats that epiloq may run: of ``EPILOQ_ENGINE_LAYERS``, `BY_DEFAULT` without it.
-
-    The variable holds kinds, separated by commas, or "all" or "none". Layers of epiloq's own format do not depend on
-    it. Raises ValueError for other words.
+    """The kinds of layers of other formats that epiloq may run: those in ``EPILOQ_ENGINE_LAYERS``, by default
+    `BY_DEFAULT`. The variable contains kinds separated by commas, or "all" or "none". Layers of epiloq's own format do
+    not depend on it. Raises ValueError for other words.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -47,7 +46,7 @@ def chosen_layers() -> tuple[str, ...]:
 
 
 def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
-    """Whether this build has kernels for a kind of layer on a device, and otherwise why not.
+    """Whether this build has kernels for a kind of layer on a device, and the reason if not.
 
     `capability` is a CUDA device's compute capability, 90 for 9.0; None stands for a CPU, which runs every kind.
     """
@@ -58,7 +57,7 @@ def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
     if capability // 10 > _NEWEST // 10:
         return False, f"epiloq has no kernels of its own for compute capability {capability / 10}"
     built = {int(name.removeprefix("sm")) for name in _core.built_archs()}
-    # WGMMA is of 9.0 alone; older kernels run on newer devices.
+    # WGMMA exists on 9.0 only; other kernels also run on newer devices.
     usable = [arch for arch in KERNELS[kind] if arch in built and arch <= capability]
     if usable:
         return True, None

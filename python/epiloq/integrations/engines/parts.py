@@ -1,4 +1,4 @@
-"""Layers of epiloq's own format in engines that merge layers, and divide them among ranks."""
+"""Layers of epiloq's own format in engines, which merge layers and divide them among ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from epiloq.nn.base.prepared_linear import PreparedLinear, padded
 
 
 def layers_by_name(config: Mapping[str, Any]) -> dict[str, Group]:
-    """The kinds of the quantised layers of a ``quantization_config``. Raises FormatError for what is not read."""
+    """The kinds of the quantised layers of a ``quantization_config``, by name. Raises FormatError for unsupported
+    entries."""
     return {layer: group for group in epiloq_modules.parse(config) for layer in group.layers}
 
 
 @dataclass
 class Part:
-    """What a rank runs of one layer of a checkpoint, while its tensors come.
+    """The part of one checkpoint layer that a rank runs, while its tensors are loaded.
 
     name
-        The layer, for messages.
+        The layer's name, for messages.
     group
         Its kind; None for a layer in floating point.
     columns
-        The inputs that the rank has, of `in_features`.
+        The rank's inputs, out of `in_features`.
     """
 
     name: str
@@ -46,9 +47,10 @@ class Part:
         self.rules = rules_of(module, options, self.in_features)
 
     def take(self, name: str, tensor: Tensor, rows: tuple[int, int], device: torch.device) -> None:
-        """Keep what belongs to these rows of one of the layer's tensors, as the files have it.
+        """Keep the part of one of the layer's tensors that belongs to these rows, as stored.
 
-        Raises FormatError for one that such a layer has not, or an order of inputs that a rank has some of.
+        Raises FormatError for a tensor that such a layer does not have, and for activation order if the inputs are
+        divided among ranks.
         """
         if name not in self.rules:
             raise FormatError(f"{self.name}: expected of this layer {', '.join(self.rules)}, got {name}")
@@ -84,7 +86,7 @@ class Part:
 
 
 class PartsLinear(nn.Module):
-    """Modules of parts side by side: one product where they could be merged, else one for each.
+    """Modules of several parts with concatenated outputs: one product if they could be merged, otherwise one per part.
 
     ``forward(x, bias)`` takes `x` ``[.., in_features]`` of the rank and `bias` ``[out_features]`` or None.
     """
@@ -110,7 +112,7 @@ class PartsLinear(nn.Module):
 
 
 def product_of(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a layer for another bias than its own, or none."""
+    """The output of a layer with another bias, or none."""
     if isinstance(module, nn.Linear):
         return nn.functional.linear(x, module.weight, bias)
     layer = cast(FrozenLinear, module)
@@ -122,10 +124,10 @@ def product_of(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """Parts that one module can run, as one; otherwise the parts.
+    """Merge parts into one module if possible; otherwise return the parts.
 
-    That is where they are of one kind with the same options, units of rows are whole, and what all rows share is the
-    same. FP8 scales of whole tensors become those of channels.
+    Parts can be merged if they have the same kind and options, complete units of rows, and equal values of everything
+    that all rows share. FP8 scales per tensor become scales per channel.
     """
     first = parts[0]
     if len(parts) == 1 or any(part.window is None or part.group is None for part in parts):
@@ -161,7 +163,7 @@ def merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def _by_channel(part: Part) -> Part:
-    """With a scale for each row, of FP8 with one of the tensor: the same product."""
+    """Expand an FP8 scale per tensor to one per row; the product is the same."""
     group, window = cast(Group, part.group), cast(Window, part.window)
     if group.module != "Fp8Linear" or group.options["weight"] != "tensor" or "weight_scale" not in part.tensors:
         return part

@@ -1,8 +1,8 @@
-"""Which part of each tensor of a stored layer belongs to some of its rows and columns.
+"""Slices of a stored layer's tensors that belong to given rows and columns.
 
-A rank of tensor parallelism runs some outputs (rows of the weight) or some inputs (columns) of a layer. Tensors have
-rows and columns in units: a packed weight has panels of 16 rows, scales have groups of columns. Rows and columns that
-begin or end within a unit are taken from its beginning to its end; `Window` has how many are too many.
+A rank of tensor parallelism runs some outputs (rows of the weight) or some inputs (columns) of a layer. Tensors store
+rows and columns in units: a packed weight in panels of 16 rows, scales in groups of columns. Ranges that begin or end
+within a unit are extended to whole units; `Window` records the surplus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
 
 Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"
-"""What a dimension of a tensor runs along, and how many of these one index is; None: all ranks need all of it."""
+"""The axis of a tensor's dimension, and the rows or columns per index; None if all ranks need the whole dimension."""
 Rules: TypeAlias = "Mapping[str, tuple[Axis, ...]]"
 
 _ROW: Axis = ("rows", 1)
@@ -47,9 +47,8 @@ def _static(rules: Rules) -> Rules:
 
 
 def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Rules:
-    """How the tensors of a layer with so many input features are cut, by the class of its module; None: a float layer.
-
-    Raises FormatError for a class whose tensors are not known here.
+    """The axes of a layer's tensors, given its number of input features and the class of its module (None for a float
+    layer). Raises FormatError for an unsupported class.
     """
     if module is None:
         return {"weight": _WEIGHT}
@@ -75,12 +74,12 @@ def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Ru
 
 @dataclass(frozen=True)
 class Window:
-    """Rows and columns `first` to `last` of a layer ``[.., in_features]``, from a unit's beginning on.
+    """Rows and columns `first` to `last` of a layer ``[…, in_features]``, extended to whole units.
 
     first_row, first_column
-        Where what is taken begins: at or before the first that is wanted.
+        Begin of the slice: at or before the first requested index.
     last_column
-        Where it ends: at or after the last that is wanted, and in the layer of `in_features`.
+        End of the slice: at or after the last requested column, and at most `in_features`.
     """
 
     rows: tuple[int, int]
@@ -92,7 +91,7 @@ class Window:
 
     @classmethod
     def of(cls, rules: Rules, rows: tuple[int, int], columns: tuple[int, int], in_features: int) -> Window:
-        """The smallest such window of rows and columns in a layer that is cut by `rules`."""
+        """The smallest window that contains these rows and columns, for a layer with `rules`."""
         units = {"rows": 1, "columns": PADDING if "weight_q" in rules else 1}
         for axes in rules.values():
             for axis in axes:
@@ -106,16 +105,16 @@ class Window:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns that are taken."""
+        """Numbers of rows and columns of the slice."""
         return self.rows[1] - self.first_row, self.last_column - self.first_column
 
     @property
     def spare(self) -> tuple[int, int, int]:
-        """How many rows too many before, and columns before and behind."""
+        """Number of surplus rows before, and of surplus columns before and after."""
         return self.rows[0] - self.first_row, self.columns[0] - self.first_column, self.last_column - self.columns[1]
 
     def cut(self, tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """The part of a tensor that belongs to the window, which shares its memory."""
+        """The part of a tensor that belongs to the window, as a view."""
         ends = {"rows": (self.first_row, self.rows[1]), "columns": (self.first_column, self.last_column)}
         for dimension, axis in enumerate(axes):
             if axis is not None:

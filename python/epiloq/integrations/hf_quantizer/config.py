@@ -10,7 +10,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from epiloq.formats.epiloq_modules import METHOD
 
-# transformers itself gives "bitsandbytes" to that package's quantizers alone; config.json has the first name.
+# transformers reserves "bitsandbytes" for that package's quantizers, so a different name is used in memory; config.json
+# has the original one.
 HELD_AS = {"bitsandbytes": "bitsandbytes by epiloq"}
 _IN_FILES = {held: method for method, held in HELD_AS.items()}
 

@@ -1,4 +1,4 @@
-"""The tensors that stand for a quantised layer's module in the format of the directory that was opened."""
+"""The tensors of a quantised layer's module in the format of the directory that was opened."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from epiloq.weights.grid import QuantizedWeight
 
 
 def tensors_of(module: nn.Module, reader: Reader, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer's tensors but for a bias, as the directory had them that it was opened from; `dtype` is the model's.
+    """A layer's tensors without bias, in the format of the directory from which it was opened; `dtype` is the model's.
 
-    Raises FormatError where the format cannot represent it: what is written was read back and compared.
+    Raises FormatError if the format cannot represent it exactly, which is checked by reading the tensors back.
     """
     if reader.described is None:
         raise FormatError("expected a layer that the configuration describes")

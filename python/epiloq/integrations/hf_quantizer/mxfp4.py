@@ -1,4 +1,4 @@
-"""GPT-OSS's own checkpoints, ``quant_method`` "mxfp4": experts in blocks of FP4, all else in floating point."""
+"""GPT-OSS's own checkpoints, ``quant_method`` "mxfp4": FP4 experts, everything else in floating point."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MARKER = "gate_up_proj_blocks"
 
 
 class StoredExperts(nn.Module):
-    """The tensors of experts as a file holds them, until the module that runs them is made of them."""
+    """The tensors of experts as stored, until the module that runs them is created from them."""
 
     def __init__(self, experts: Fp4Experts, origin: str) -> None:
         super().__init__()
         self.origin = origin
-        # No child, so that transformers does not load it.
+        # not a child, so that transformers does not load it
         self.__dict__["outline"] = experts
         for part, shape in experts.shapes().items():
             dtype = experts.get_parameter(part).dtype if part.endswith("_bias") else torch.uint8
@@ -34,17 +34,18 @@ class StoredExperts(nn.Module):
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         outline: Fp4Experts = self.__dict__["outline"]
         return outline.experts
 
     def leave_to(self, read: Callable[[str], Tensor]) -> None:
-        """Let `opened_part` read the tensors by their last names, which nobody else will load."""
+        """Provide the reader with which `opened_part` loads tensors by the last part of their names; transformers will
+        not load them."""
         self.__dict__["read"] = read
         self._parameters.clear()
 
     def opened_part(self, part: range) -> Fp4Experts:
-        """The experts of `part` alone, whose tensors alone are copied from the files."""
+        """Only the experts of `part`; only their tensors are copied from the files."""
         outline: Fp4Experts = self.__dict__["outline"]
         read: Callable[[str], Tensor] = self.__dict__["read"]
         return outline.some(part, {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()})
@@ -62,10 +63,10 @@ class StoredExperts(nn.Module):
 
 
 def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Put `StoredExperts` in the place of the experts of which a checkpoint has blocks, for transformers to load.
+    """Replace experts that are quantised in a checkpoint by `StoredExperts`, into which transformers loads tensors.
 
-    `config` is the ``quantization_config``. Raises FormatError, which names file and tensor: an entry that is not read,
-    no such experts, experts of another model than GPT-OSS, or tensors of other types or shapes.
+    `config` is the ``quantization_config``. Raises FormatError, which names file and tensor, for unsupported entries,
+    no such experts, experts of other models than GPT-OSS, or tensors with wrong dtypes or shapes.
     """
     check_keys(config, _KNOWN, METHOD)
     left = names(config, "modules_to_not_convert", METHOD)
@@ -91,7 +92,7 @@ def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]
 
 
 def open_experts_(model: nn.Module) -> None:
-    """Put the modules that run them in the place of stored experts. Raises FormatError as `StoredExperts.opened`."""
+    """Replace stored experts by the modules that run them. Raises FormatError as `StoredExperts.opened` does."""
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredExperts)]:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredExperts)
@@ -99,7 +100,7 @@ def open_experts_(model: nn.Module) -> None:
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Experts:
-    """All experts of a layer, of what `file_state` gives of its parts, in their order."""
+    """All experts of a layer, joined from the `file_state` of its parts in order."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     made = like.some(range(like.whole or like.experts), whole)
     made.part = made.whole = None

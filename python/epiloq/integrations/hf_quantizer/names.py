@@ -1,4 +1,4 @@
-"""A checkpoint's tensors against those of a model in transformers, which has names of its own for some."""
+"""Check a checkpoint's tensors against a transformers model, which may rename some."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from epiloq.formats.layouts.base import FormatError
 
 
 def check(model: Any, checkpoint: Checkpoint) -> None:
-    """Raise FormatError, which names the tensor, unless a model finds all of its tensors in a checkpoint.
+    """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model.
 
-    Tensors that the model has no use for are left to transformers' own report.
+    Unexpected tensors are reported by transformers itself.
     """
     names, given = Names(model), set[str]()
     for name, entry in checkpoint.entries.items():

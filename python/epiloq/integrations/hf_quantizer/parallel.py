@@ -20,7 +20,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
-from epiloq.models.mixtures import put_, settle_
+from epiloq.models.mixtures import replace_module_, restack_complete_experts_
 from epiloq.nn import ExpertLinears, Fp4Experts
 from epiloq.parallel.experts import as_linears, join_experts
 from epiloq.parallel.ranks import check_same, ended, to_first, together
@@ -45,7 +45,7 @@ _STYLES: dict[str, ParallelStyle | None] = {
 }
 _EXPERTS = (ExpertLinears, mxfp4.StoredExperts)
 _SAMPLE = 4096
-"""Bytes at either end of each tensor by which ranks tell files apart."""
+"""Bytes at the beginning and end of each tensor that ranks compare to detect different files."""
 
 
 def is_parallel(model: Any) -> bool:
@@ -96,7 +96,7 @@ class Split:
         return read
 
     def _without(self, model: Any) -> dict[str, str]:
-        """Take rules that are about quantised layers alone out of the model's plan, and give them."""
+        """Remove the rules that concern only quantised layers from the model's plan, and return them."""
         modules = dict(model.named_modules())
         stored = {name for name, module in modules.items() if isinstance(module, (SharedLayer, StoredLinear))}
         mine, others = ({_generic(name) for name in names} for names in (stored, modules.keys() - stored))
@@ -126,8 +126,10 @@ class Split:
                 module = model.get_submodule(name)
                 own = part_of(module.experts, mesh.get_local_rank(), mesh.size())
                 is_fp4 = isinstance(module, mxfp4.StoredExperts)
-                put_(model, name, (module.opened_part(own) if is_fp4 else _opened_experts(module, own)).to(device))
-                settle_(model, name)
+                replace_module_(
+                    model, name, (module.opened_part(own) if is_fp4 else _opened_experts(module, own)).to(device)
+                )
+                restack_complete_experts_(model, name)
                 sum_experts(model.get_submodule(name), mesh)
                 self.names.append(name)
             for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
@@ -152,11 +154,11 @@ class Split:
                 gathered = to_first(_sent(part, name in self.experts), group)
                 if gathered is not None:
                     parts[name] = part
-                    put_(model, name, _received(gathered, part, name in self.experts))
+                    replace_module_(model, name, _received(gathered, part, name in self.experts))
             yield torch.distributed.get_rank(group) == 0
         finally:
             for name, part in parts.items():
-                put_(model, name, part)
+                replace_module_(model, name, part)
 
     def gathered(self, model: Any) -> dict[str, Tensor]:
         """The sharded floating-point tensors as a whole, by name; only on the first rank."""
@@ -174,21 +176,21 @@ class Split:
 
 
 def _sent(part: Any, is_experts: bool) -> Any:
-    """A part of a layer as it travels."""
+    """A part of a layer in the form in which it is sent."""
     if isinstance(part, Fp4Experts):
         return {name: tensor.cpu() for name, tensor in part.file_state().items()}
     return as_linears(part) if is_experts else bare(part)
 
 
 def _received(parts: list[Any], like: Any, is_experts: bool) -> nn.Module:
-    """The whole layer of its parts."""
+    """The whole layer, joined from its parts."""
     if isinstance(like, Fp4Experts):
         return mxfp4.joined(parts, like)
     return join_experts(parts) if is_experts else join(parts)
 
 
 def _opened_experts(module: Any, own: range) -> ExpertLinears:
-    module.__dict__.pop("forward", None)  # What transformers would do around experts that it cuts.
+    module.__dict__.pop("forward", None)  # transformers' wrapper around experts that it shards
     experts = []
     for expert in own:
         layers = zip(module.projections.names, module.layers(expert), strict=True)
@@ -199,7 +201,7 @@ def _opened_experts(module: Any, own: range) -> ExpertLinears:
 
 
 def _generic(name: str) -> str:
-    """A name as plans have it, with a star for each number."""
+    """A name in the form used by plans, with a star for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -236,7 +238,7 @@ def _outline(model: Any) -> Any:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> int:
-    """Of names, types, shapes and the bytes at both ends of every tensor."""
+    """A hash of names, dtypes, shapes and the first and last bytes of every tensor."""
     found = 0
     for name in sorted(checkpoint.entries):
         entry = checkpoint.entries[name]

@@ -13,7 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from epiloq.formats import epiloq_modules
 from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.io.names import apart, saved_by_layer, without_stacking
+from epiloq.formats.io.names import saved_by_layer, unstacked_weights, without_stacking
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, shared
 from epiloq.integrations.hf_quantizer import mxfp4
@@ -45,7 +45,7 @@ class EpiloqQuantizer(HfQuantizer):
         """Of a quantised key-value cache, or of activations, which are not used."""
         self.sharing: dict[str, str] = {}
         """Layers without a weight of their own, and the embeddings whose weights they share."""
-        self.apart: list[str] = []
+        self.unstacked_weights: list[str] = []
         """Weights of experts that are apart, which transformers would stack."""
         self.split: Split | None = None
         """How several ranks share the model."""
@@ -87,21 +87,21 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             if not checkpoint_files:
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
-            # What one rank finds wrong with its files ends the others, too.
+            # An error in one rank's files also ends the others.
             with together() if parallel else nullcontext():
                 checkpoint = self._store(model, Path(checkpoint_files[0]).parent)
             self.split = Split(model, checkpoint) if parallel else None
         return model
 
     def _store(self, model: Any, folder: Path) -> Checkpoint:
-        """Let transformers load a directory's quantised layers as its files hold them."""
+        """Let transformers load a directory's quantised layers as stored."""
         checkpoint = Checkpoint(folder)
         if self._is_mxfp4:
             mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
             return checkpoint
         self.readers = store_layers(model, checkpoint)
         self.scales = stored_scales(model, checkpoint, self.readers)
-        self.apart, self.sharing = apart(model), shared(checkpoint)
+        self.unstacked_weights, self.sharing = unstacked_weights(model), shared(checkpoint)
         return checkpoint
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -120,8 +120,9 @@ class EpiloqQuantizer(HfQuantizer):
         return quantize_(model, config.scheme, ignore=left, head=config.head, embedding=config.embedding)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
-        """What transformers changes as it loads, without stacking experts that are apart; newer ones name the model."""
-        kept = without_stacking(weight_conversions, self.apart)
+        """transformers' weight conversions, without stacking experts that are unstacked; newer versions also pass the
+        model."""
+        kept = without_stacking(weight_conversions, self.unstacked_weights)
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -169,7 +170,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True  # what is around the layers, which hand gradients on
+        return True  # everything except the quantised layers, which pass gradients on
 
     @property
     def is_compileable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Linear layers as a file has them, for transformers to load, and then the modules that run them."""
+"""Stored linear layers, which transformers loads, and their replacement by the modules that run them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
-from epiloq.models.mixtures import settle_, together_, why_stacked
+from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, why_stacked
 from epiloq.models.subclasses import is_plain
 from epiloq.vocabulary import forget_ties
 
 
 class SharedLayer(nn.Module):
-    """The place of a layer without a weight in the files, until it shares that of a quantised embedding."""
+    """Placeholder for a layer without a weight in the files, until it shares that of a quantised embedding."""
 
     def __init__(self, layer: nn.Embedding | nn.Linear) -> None:
         super().__init__()
         self.__dict__["layer"] = layer
-        # As a linear layer has them: transformers installs its tensor parallelism here before the layer is back.
+        # Attributes of a linear layer: transformers installs tensor parallelism here before the layer is replaced.
         self.out_features, self.in_features = layer.weight.shape
         self.register_parameter(BIAS, getattr(layer, BIAS, None))
 
@@ -42,7 +42,7 @@ class SharedLayer(nn.Module):
         return _outline(rows, columns, dtype)
 
     def opened(self) -> nn.Module:
-        """The layer that was there, whose bias is loaded, its weight without values."""
+        """The original layer, with its loaded bias and a weight without values."""
         if self.bias is not None:
             self.layer.bias = self.bias
         opened: nn.Module = self.layer
@@ -50,27 +50,27 @@ class SharedLayer(nn.Module):
 
 
 def _outline(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A weight for models that initialise a child's: one without values, which transformers takes for loaded."""
+    """A weight without values, for models that initialise children's weights; transformers treats it as loaded."""
     outline = torch.empty(rows, columns, dtype=dtype, device="meta")
     outline._is_hf_initialized = True  # type: ignore[attr-defined]
     return outline
 
 
 class StoredLinear(nn.Module):
-    """The tensors of a quantised linear layer as a file holds them, until the module that runs it is made of them."""
+    """The tensors of a quantised linear layer as stored, until the module that runs it is created from them."""
 
     def __init__(self, linear: nn.Linear, parts: Mapping[str, Entry], reader: Reader, origin: str, layer: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         self.reader, self.origin = reader, origin
-        # No child, so that transformers does not load it.
+        # not a child, so that transformers does not load it
         self.__dict__["outline"] = linear
         self.read: Callable[[], dict[str, Tensor]] | None = None
         self.beside: Callable[[], dict[str, Tensor]] | None = None
         self.layer, self.parts = layer, tuple(parts)
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
-        # A bias in the file is the layer's, though the model has none: old GPTQ files hold zeros.
+        # A bias in the file belongs to the layer even if the model has none: old GPTQ files contain zeros.
         if linear.bias is not None or BIAS in parts:
             self._expect(BIAS, self.dtype, (self.out_features,))
         else:
@@ -83,11 +83,11 @@ class StoredLinear(nn.Module):
 
     def _expect(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = torch.empty(shape, dtype=dtype, device="meta")
-        # Not by register_parameter, which takes __getattr__'s answer for an attribute that is there already.
+        # Not by register_parameter, which would refuse because __getattr__ returns a value for the name.
         self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def leave_to(self, read: Callable[[], dict[str, Tensor]]) -> None:
-        """Let `opened` read the tensors, which nothing else will load."""
+        """Provide the reader with which `opened` loads the tensors; transformers will not load them."""
         self._parameters.clear()
         self.register_parameter(BIAS, None)
         self.read = read
@@ -104,7 +104,7 @@ class StoredLinear(nn.Module):
         linear = self.outline
         if not isinstance(linear, TableOutline):
             linear = nn.Linear(self.in_features, self.out_features, BIAS in tensors, device="meta", dtype=self.dtype)
-        # One number in memory, for nobody reads its values.
+        # one number in memory, because its values are never read
         blank = torch.zeros((), device=device, dtype=self.dtype).expand(linear.weight.shape)
         linear.weight = nn.Parameter(blank, requires_grad=False)
         try:
@@ -115,13 +115,11 @@ class StoredLinear(nn.Module):
 
 
 def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
-    """Put a `StoredLinear` in the place of each quantised layer of `model`, which is on the device "meta".
+    """Replace each quantised layer of `model`, which is on the meta device, by a `StoredLinear`.
 
-    Experts of which the files hold a matrix each are apart from then on.
-
-    Gives the layers' readers by their names in the model. Raises FormatError, which names the file and the tensor: a
-    configuration that epiloq does not read, a quantised layer that the model lacks, a tensor that the files lack, one
-    that is not known, or one of another shape or type.
+    Experts stored as one matrix per expert become unstacked. Returns the layers' readers by their names in the model.
+    Raises FormatError, which names the file and the tensor, for an unsupported configuration, a quantised layer that
+    the model does not have, and tensors that are missing, unknown, or have a wrong shape or dtype.
     """
     names, found = names_in(model, checkpoint), dict[str, Reader]()
 
@@ -139,12 +137,12 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
         whose, dotted, rest = name.partition(".weight.")
-        if dotted and whose in known:  # of bitsandbytes, and no name that a module can have
+        if dotted and whose in known:  # bitsandbytes' names, which a module cannot have
             beside[whose][f"weight.{rest}"] = name
         elif name not in unused:
             layers[layer][part] = entry
     own_names = {layer: names.of(f"{layer}.weight").removesuffix(".weight") for layer in layers}
-    # epiloq's own format names the model's layers, the others those of the files.
+    # epiloq's own format uses the model's names of layers, other formats those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
     _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
     _ignore_unexpected(model, (name for parts in beside.values() for name in parts.values()))
@@ -176,7 +174,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
 
 
 def _forget_ties_among(model: Any, quantised: set[str]) -> None:
-    """Have a model no longer tie layers' float weights to each other where the files hold each of them quantised."""
+    """Make a model no longer tie float weights of layers that are quantised separately in the files."""
     layers = {
         name.removesuffix(".weight"): of.removesuffix(".weight") for name, of in model.all_tied_weights_keys.items()
     }
@@ -184,8 +182,8 @@ def _forget_ties_among(model: Any, quantised: set[str]) -> None:
 
 
 def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader]) -> dict[str, Tensor]:
-    """Scales of a key-value cache, or of activations, by their names in `model`: it has no use for them, but may be
-    saved. Given the readers of layers by their names in the model."""
+    """Unused scales (of a key-value cache or activations) by their names in `model`, kept so that they can be saved
+    again. `readers` are the layers' readers by name in the model."""
     names = Names(model)
     found = unused_scales(checkpoint, lambda layer: known.get(names.of(f"{layer}.weight").removesuffix(".weight")))
     kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
@@ -194,7 +192,7 @@ def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader
 
 
 def _ignore_unexpected(model: Any, names: Iterable[str]) -> None:
-    """Have transformers not warn of tensors that it does not load."""
+    """Suppress transformers' warnings of tensors that it does not load."""
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     model._keys_to_ignore_on_load_unexpected = {*ignored, *(re.escape(name) for name in names)}
 
@@ -231,7 +229,7 @@ def _submodule(model: Any, name: str) -> nn.Module | None:
 
 
 def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
-    """Put the modules that run them in the place of all stored layers, and experts together.
+    """Replace all stored layers by the modules that run them, and stack experts again.
 
     Raises FormatError, which names the layer.
     """
@@ -239,9 +237,9 @@ def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
-        settle_(model, parent.rpartition(".")[0])
+        restack_complete_experts_(model, parent.rpartition(".")[0])
     for name in sharing:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
     restore_(model, sharing)
-    together_(model)
+    restack_experts_(model)

@@ -21,7 +21,7 @@ _MERGED: Mapping[str, list[str]] = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
 }
-"""Of models that do not say which layers they merge."""
+"""Merged layers, for models that do not declare them."""
 
 
 class EpiloqConfig(FormatConfig, QuantizationConfig):
@@ -90,7 +90,7 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
 
 
 class StoredParameter(StoredTensor, BasevLLMParameter):
-    """A tensor by its name in files, for each part of a layer; it holds nothing itself."""
+    """Receives a tensor, by its name in files, for each part of a layer; itself empty."""
 
     def __new__(cls, *arguments: Any) -> StoredParameter:
         return super().__new__(cls, data=torch.empty(0))
@@ -105,7 +105,7 @@ class StoredParameter(StoredTensor, BasevLLMParameter):
 
 
 def register() -> None:
-    """Make ``quantization="epiloq"`` known; it may be called any number of times."""
+    """Register ``quantization="epiloq"``; may be called any number of times."""
     tables = (quantization.BASE_QUANTIZATION_METHODS, quantization.QUANTIZATION_METHODS)
     for table in (*tables, quantization.CPU_QUANTIZATION_METHODS):
         table[METHOD] = EpiloqConfig

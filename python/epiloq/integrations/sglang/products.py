@@ -1,4 +1,4 @@
-"""epiloq's products in the place of sgl-kernel's, in SGLang's int8 and FP8 linear layers."""
+"""epiloq's products instead of sgl-kernel's in SGLang's int8 and FP8 linear layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ TARGETS = {
     f"{_QUANTIZATION}.fp8_utils.fp8_scaled_mm": "fp8",
     f"{_QUANTIZATION}.fp8_utils.fp8_blockwise_scaled_mm": "fp8-block",
 }
-"""The functions that layers call, with sgl-kernel's arguments, and the kind of their layers. There are such on CUDA
-devices alone."""
+"""The functions with sgl-kernel's arguments that layers call (on CUDA devices only), and the kind of their layers."""
 
 
 def taken(kind: str, mat_a: Tensor, mat_b: Tensor) -> tuple[bool, str | None]:
-    """Whether epiloq runs a product ``[M, K] @ [K, N]`` of a kind of layer, and otherwise why not."""
+    """Whether epiloq runs a product ``[M, K] @ [K, N]`` of a kind of layer, and the reason if not."""
     if mat_a.is_cuda:
         major, minor = torch.cuda.get_device_capability(mat_a.device)
         possible, reason = runs_on(kind, 10 * major + minor)
@@ -38,7 +37,7 @@ def taken(kind: str, mat_a: Tensor, mat_b: Tensor) -> tuple[bool, str | None]:
 
 
 def around(kind: str) -> Callable[..., Tensor]:
-    """A hook that multiplies on epiloq what it takes, and leaves the rest to the original function."""
+    """A hook that runs supported products on epiloq, and the others with the original function."""
 
     def product(
         original: Callable[..., Tensor],
@@ -61,7 +60,7 @@ def around(kind: str) -> Callable[..., Tensor]:
 
 
 def register() -> None:
-    """Register a hook for each function that this SGLang has here; once, however often it is called."""
+    """Register a hook for each of these functions that this version of SGLang has. Repeated calls have no effect."""
     for target, kind in TARGETS.items():
         module, _, name = target.rpartition(".")
         try:

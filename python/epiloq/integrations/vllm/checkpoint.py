@@ -90,7 +90,7 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
 
 
 class StoredParameter(StoredTensor, BasevLLMParameter):
-    """A tensor by its name in files, for each part of a layer; it holds nothing itself."""
+    """Receives a tensor, by its name in files, for each part of a layer; itself empty."""
 
     def __new__(cls, *arguments: Any) -> StoredParameter:
         return super().__new__(cls, data=torch.empty(0))
@@ -105,5 +105,5 @@ class StoredParameter(StoredTensor, BasevLLMParameter):
 
 
 def register() -> None:
-    """Make ``quantization="epiloq"`` known; it may be called any number of times."""
+    """Register ``quantization="epiloq"``; may be called any number of times."""
     register_quantization_config(METHOD)(EpiloqConfig)

@@ -10,7 +10,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from epiloq.integrations.engines.choice import runs_on
 
 Answer: TypeAlias = tuple[bool, str | None]
-"""Whether something is so, and otherwise why not."""
+"""Whether it is supported, and the reason if not."""
 
 _DEPENDS_ON_BATCH = ("w8a16-fp8",)
 """Kinds without a product that gives a token the same bits in every batch (``epiloq.set_batch_invariant``)."""

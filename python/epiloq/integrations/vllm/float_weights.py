@@ -1,4 +1,4 @@
-"""epiloq's products of FP8 and FP4 weights by 16-bit activations as linear kernels of vLLM."""
+"""epiloq's products of FP8 and FP4 weights with 16-bit activations as linear kernels of vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 
 _FP8 = torch.float8_e4m3fn
 _TENSOR_CORES = 89
-"""The compute capability from which there are products of FP8 by FP8."""
+"""The lowest compute capability with FP8 tensor cores."""
 
 
 class EpiloqFp8WeightOnlyLinearKernel(engine.FP8ScaledMMLinearKernel):
@@ -41,11 +41,11 @@ class EpiloqFp8WeightOnlyLinearKernel(engine.FP8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Rows of the weight behind each other, and a scale in float32 for each row, block or all."""
+        """Make the weight row-major, and scales float32, per row, block or tensor."""
         weight_name, scale_name = self.layer_param_names[:2]
         shape, weight = self.config.weight_quant_key.scale.group_shape, getattr(layer, weight_name).data
         if tuple(shape) == (FP8_BLOCK, FP8_BLOCK):
-            # The engine renames scales of blocks, and leaves the weight as it is stored.
+            # The engine renames scales of blocks and leaves the weight as stored.
             scale_name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else scale_name
             scale, self.block = getattr(layer, scale_name).data, (FP8_BLOCK, FP8_BLOCK)
         else:
@@ -75,7 +75,7 @@ class EpiloqFp8OnOlderLinearKernel(EpiloqFp8WeightOnlyLinearKernel):
 
 
 class _Fp4:
-    """What both formats share: weights packed for epiloq's product, of which activations stay in 16 bits."""
+    """Shared by both formats: weights packed for epiloq's product; activations stay in 16 bits."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -104,14 +104,14 @@ class _Fp4:
 
 
 class EpiloqMxFp4LinearKernel(_Fp4, MxFp4LinearKernel):
-    """MXFP4: blocks of 32 with scales of powers of two."""
+    """MXFP4: blocks of 32 with power-of-two scales."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.pack(layer, None)
 
 
 class EpiloqNvFp4LinearKernel(_Fp4, NvFp4LinearKernel):
-    """NVFP4: blocks of 16 with FP8 scales, and a factor for all."""
+    """NVFP4: blocks of 16 with FP8 scales, and a global scale."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.pack(layer, layer.weight_global_scale.data.float().reshape(1))

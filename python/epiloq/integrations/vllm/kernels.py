@@ -62,7 +62,7 @@ class EpiloqInt8LinearKernel(CutlassInt8ScaledMMLinearKernel):
         if sums is None:
             y = epiloq.scaled_mm(q, weight, scale, weight_scale, bias, **rest)
         else:
-            # A static zero point is a factor of the sums.
+            # A static zero point is multiplied with the column sums.
             azp = None if self.config.is_static_input_scheme else azp
             y = epiloq.scaled_mm_azp(q, weight, scale, weight_scale, sums, azp, bias, **rest)
         return _cut(y, self.out_features).view(*x.shape[:-1], self.out_features)
@@ -126,7 +126,7 @@ class EpiloqFp8BlockLinearKernel(engine.Fp8BlockScaledMMLinearKernel):
         return _sizes(config)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """After the engine's preparation, scales in float32 (some checkpoints have powers of two alone)."""
+        """After the engine's preparation, convert scales to float32 (some checkpoints have E8M0 scales)."""
         super().process_weights_after_loading(layer)
         for name in ("weight_scale_inv", "weight_scale"):
             scale = getattr(layer, name, None)
@@ -138,13 +138,14 @@ class EpiloqFp8BlockLinearKernel(engine.Fp8BlockScaledMMLinearKernel):
 
 
 def register() -> None:
-    """Put the kernels before the engine's own on CUDA, and after them on a CPU; once, however often it is called.
+    """Insert the kernels before the engine's own on CUDA, and after them on a CPU.
 
-    All are listed, whatever is chosen: they answer for themselves, with a reason, and vLLM's messages show it.
+    Repeated calls have no effect. All kernels are listed whatever is chosen; unsupported ones decline with a reason,
+    which vLLM's messages show.
     """
     older, marlin = EpiloqFp8OnOlderLinearKernel, (engine.MarlinNvFp4LinearKernel, engine.MarlinMxFp4LinearKernel)
     first: tuple[type, ...] = ()
-    # Lists, what goes into them, and before what: kernels that multiply FP4 by FP4 stay first.
+    # Lists of kernels, the entries to insert, and before which: kernels that multiply FP4 by FP4 stay first.
     lists: tuple[tuple[Any, Any, Any], ...] = (
         (engine._POSSIBLE_INT8_KERNELS, EpiloqInt8LinearKernel, first),
         (engine._POSSIBLE_FP8_KERNELS, older, first),

@@ -23,7 +23,7 @@ _TYPES = {
     scalar_types.uint4: (4, True),
     scalar_types.uint8: (8, True),
 }
-"""Bits, and whether there are zero points, by the engine's name of a type of weights."""
+"""Bits, and whether there are zero points, for each of the engine's weight types."""
 _GROUPS_OF_KERNELS = (32, 64)
 
 
@@ -55,7 +55,7 @@ class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
         """Pack the engine's int32 words in the order of epiloq's kernels."""
         packed = self._packed(layer)
         self.numbers = (packed.bits, packed.n, packed.k, packed.group_size)
-        # Under the names of the words, so that these are released.
+        # under the names of the original tensors, so that these are released
         values: dict[str, Tensor | None] = {self.w_q_name: packed.q, self.w_s_name: packed.scale}
         values |= {self.w_zp_name or "weight_zero": packed.zero, self.w_gidx_name or "weight_perm": packed.perm}
         self.names = tuple(values)
@@ -94,7 +94,7 @@ class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
 
 
 def _groups(c: Any, bits: int) -> Answer:
-    """Whether words and groups are whole, and kernels have the group size."""
+    """Whether sizes fill words and groups, and kernels support the group size."""
     (full_k, _), (k, n), size = c.full_weight_shape, c.partition_weight_shape, c.group_size
     fields = period(bits)
     if k % fields or (c.zero_points and n % fields):
