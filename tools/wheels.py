@@ -107,10 +107,10 @@ def labelled(python: Path, wheel: Path, label: str, out: Path) -> Path:
         (root,) = Path(folder).iterdir()
         (information,) = root.glob("*.dist-info")
         metadata = information / "METADATA"
-        said, count = re.subn(r"(?m)^Version: (.*)$", rf"Version: \1+{label}", metadata.read_text("utf-8"), count=1)
+        message, count = re.subn(r"(?m)^Version: (.*)$", rf"Version: \1+{label}", metadata.read_text("utf-8"), count=1)
         if count != 1:
             sys.exit(f"{wheel.name}: expected a version in METADATA, found none")
-        metadata.write_text(said, "utf-8")
+        metadata.write_text(message, "utf-8")
         name = information.name.removesuffix(".dist-info")
         information.rename(root / f"{name}+{label}.dist-info")
         out.mkdir(parents=True, exist_ok=True)

@@ -113,9 +113,14 @@ def main() -> None:
             f"{arguments.kind} batch {batch}: epiloq {ours:.0f} tok/s, vLLM {theirs:.0f} tok/s, {ours / theirs:.2f} x"
         )
     if arguments.json:
-        said = {"kind": arguments.kind, "shape": arguments.shape, "tokens": arguments.tokens, "eager": arguments.eager}
+        message = {
+            "kind": arguments.kind,
+            "shape": arguments.shape,
+            "tokens": arguments.tokens,
+            "eager": arguments.eager,
+        }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(said | {"rates": rates}, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(message | {"rates": rates}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def test_blocks_of_a_model(seed: int) -> None:
 
 def test_refused(seed: int, tmp_path: Path) -> None:
     run, weights = problem()
-    for wrong, said in (({"steps": -1}, "steps"), ({"batch": 0}, "batch"), ({"windows": 0}, "windows")):
-        with pytest.raises(ValueError, match=f"{said}: expected"):
+    for wrong, message in (({"steps": -1}, "steps"), ({"batch": 0}, "batch"), ({"windows": 0}, "windows")):
+        with pytest.raises(ValueError, match=f"{message}: expected"):
             autoround(run, weights, **{"windows": 5, "grid": Grid(3)} | wrong)
     with pytest.raises(ValueError, match="targets: expected one for each of 5 windows, got 1"):
         autoround(run, weights, 5, Grid(3), targets=[torch.zeros(40, 12)])

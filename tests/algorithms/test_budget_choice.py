@@ -45,14 +45,14 @@ def test_a_choice_by_coarse_units_stays_within(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "count"),
+    ("message", "count"),
     [("90MB", 90_000_000), ("1.5 GiB", 3 << 29), ("7kB", 7000), ("123456B", 123456), (".5mb", 500_000)],
 )
-def test_sizes_are_read(said: str, count: int) -> None:
-    assert amount.parse_bytes(said) == count
+def test_sizes_are_read(message: str, count: int) -> None:
+    assert amount.parse_bytes(message) == count
 
 
-@pytest.mark.parametrize("said", ["", "90", "MB", "-3MB", "90 MBit", "1e9B", "0MB", "nan", "9O MB", "1..5MB"])
-def test_other_sizes_are_refused(said: str) -> None:
+@pytest.mark.parametrize("message", ["", "90", "MB", "-3MB", "90 MBit", "1e9B", "0MB", "nan", "9O MB", "1..5MB"])
+def test_other_sizes_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=r"--bytes: expected a number and a unit .* as in 90MB"):
-        amount.parse_bytes(said)
+        amount.parse_bytes(message)

@@ -112,14 +112,14 @@ def test_zero_weights_dead_channels_and_no_rounds(seed: int) -> None:
 def test_refused(seed: int) -> None:
     weight, hessian = layer()
     value = rtn(weight, Grid(4, 32))
-    for change, said in (
+    for change, message in (
         ({"weight": weight[:5]}, "weight: expected"),
         ({"weight": weight * float("nan")}, "weight: expected finite"),
         ({"hessian": hessian[:5]}, "hessian: expected"),
         ({"rounds": -1}, "rounds: expected"),
         ({"dampening": -1.0}, "dampening: expected"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             refine(value, **{"weight": weight, "hessian": hessian} | change)
 
 

@@ -58,8 +58,8 @@ def test_the_gap_is_that_between_rounding_and_the_model() -> None:
 
 
 def test_rows_that_are_missing_are_named() -> None:
-    said = scheme_table.table(FOUND).rpartition("Not measured: ")[2]
-    names = {name.strip("`.") for name in said.strip().split(", ")}
+    message = scheme_table.table(FOUND).rpartition("Not measured: ")[2]
+    names = {name.strip("`.") for name in message.strip().split(", ")}
     assert names == {row.name for row in scheme_table.ROWS} - set(FOUND)
 
 

@@ -119,12 +119,12 @@ def test_activations_are_rounded_as_the_result_does(seed: int, inputs: Any, monk
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"steps": -1}, "steps: expected at least 0, got -1"), ({"steps": 1, "rate": 0.0}, "rate: expected more than 0")],
 )
-def test_bad_arguments_are_named(options: dict[str, Any], said: str) -> None:
+def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
     model = tiny_model()
-    with pytest.raises(ValueError, match=f"tune: {said}"):
+    with pytest.raises(ValueError, match=f"tune: {message}"):
         tune(model, {}, model, text_windows(1), **options)
     with pytest.raises(ValueError, match="tune: windows: expected at least 1"):
         tune(model, {}, model, [], steps=1)

@@ -23,9 +23,9 @@ PLAN = Plan("tiny", ["w4a16-g32", "w8a8-int8"], ["eager"], [1, 3], 16)
 
 def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
-    said: list[str] = []
-    results = run_plan(PLAN, "cpu", said.append)
-    assert len(results) == len(said) == 5 * 3
+    text: list[str] = []
+    results = run_plan(PLAN, "cpu", text.append)
+    assert len(results) == len(text) == 5 * 3
     assert {(r.scheme, r.optimized) for r in results} >= {("none", False), ("w8a8-int8", True)}
     for result in results:
         count = result.batch * (16 if result.phase == "prefill" else 1)
@@ -97,8 +97,8 @@ def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.Capture
         parts = [share["share"] for share in own]
         assert len(own) > 3 and sum(parts) == pytest.approx(1) and parts == sorted(parts, reverse=True)
         assert all(share["calls"] > 0 for share in own)
-    said = capsys.readouterr().out
-    lines = said[said.index("share of a decode step") :].splitlines()
+    text = capsys.readouterr().out
+    lines = text[text.index("share of a decode step") :].splitlines()
     assert len(lines) == 1 + 3 * 4 and lines[4].endswith("others")
     assert picture.with_stem("m_shares").stat().st_size > 1000
     heads = {row["scheme"]: row["weight_megabytes"] for row in found["rows"]}

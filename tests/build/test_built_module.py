@@ -43,9 +43,9 @@ def imported(package: Path) -> tuple[int, str]:
 
 
 def refusal(package: Path) -> str:
-    status, said = imported(package)
-    assert status == 1 and said.startswith("ImportError: epiloq: ") and "reinstall epiloq" in said, said
-    return said
+    status, message = imported(package)
+    assert status == 1 and message.startswith("ImportError: epiloq: ") and "reinstall epiloq" in message, message
+    return message
 
 
 def test_what_was_built_together_is_imported(package: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_module_of_another_interface_is_refused(package: Path, old: str, new: 
     text = (package / "_core.pyi").read_text(encoding="utf-8")
     assert old in text
     (package / "_core.pyi").write_text(text.replace(old, new), encoding="utf-8")
-    said = refusal(package)
-    assert "was built for other Python files" in said and str(package / CORE.name) in said
+    message = refusal(package)
+    assert "was built for other Python files" in message and str(package / CORE.name) in message
 
 
 def test_a_library_of_other_sources_is_refused(package: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_library_of_other_sources_is_refused(package: Path) -> None:
     content = library.read_bytes()
     assert len(digest) == 12 and content.count(digest) == 1
     library.write_bytes(content.replace(digest, b"0123456789ab"))
-    said = refusal(package)
-    assert f"libepiloq.so was built from other sources (0123456789ab) than _core ({digest.decode()})" in said
+    message = refusal(package)
+    assert f"libepiloq.so was built from other sources (0123456789ab) than _core ({digest.decode()})" in message
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
@@ -97,8 +97,8 @@ def test_a_library_that_does_not_load_is_refused(package: Path, content: bytes |
 
 def test_a_module_for_another_python_is_named(package: Path) -> None:
     (package / CORE.name).rename(package / "_core.cpython-33m-x86_64-linux-gnu.so")
-    said = refusal(package)
-    assert "_core.cpython-33m-x86_64-linux-gnu.so, nothing for cpython" in said
+    message = refusal(package)
+    assert "_core.cpython-33m-x86_64-linux-gnu.so, nothing for cpython" in message
 
 
 def test_a_module_for_python_with_a_gil_is_named_by_one_without(monkeypatch: pytest.MonkeyPatch) -> None:

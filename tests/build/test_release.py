@@ -111,8 +111,8 @@ def test_a_label_names_the_compiler_of_the_kernels(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--label cu128: expected kernels of that CUDA, got those of none"):
         wheel_tools.check_label("cu128", tmp_path)
     (tmp_path / "CMakeFiles" / "3.31.6").mkdir(parents=True)
-    said = 'set(CMAKE_CUDA_COMPILER "/nvcc")\nset(CMAKE_CUDA_COMPILER_VERSION "12.8.93")\n'
-    (tmp_path / "CMakeFiles" / "3.31.6" / "CMakeCUDACompiler.cmake").write_text(said)
+    output = 'set(CMAKE_CUDA_COMPILER "/nvcc")\nset(CMAKE_CUDA_COMPILER_VERSION "12.8.93")\n'
+    (tmp_path / "CMakeFiles" / "3.31.6" / "CMakeCUDACompiler.cmake").write_text(output)
     assert wheel_tools.compiler(tmp_path) == "12.8.93"
     wheel_tools.check_label("cu128", tmp_path)
     wheel_tools.check_label("nightly", tmp_path)
@@ -172,6 +172,6 @@ def test_messages_on_the_page_are_those_of_the_code() -> None:
         if message in OTHERS_SAY or message == "Killed":
             continue
         wanted = message.partition(" (compute")[0] if "no kernel for" in message else message
-        for said, written in example.items():
-            wanted = wanted.replace(said, written)
+        for output, written in example.items():
+            wanted = wanted.replace(output, written)
         assert wanted in sources, message

@@ -34,10 +34,10 @@ from foreign_checkpoints import MODELS, write
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
 def test_models_open(seed: int, tmp_path: Path, name: str, kind: str) -> None:
     model = write(tmp_path / "model", MODELS[name](), KINDS[kind], shards=1)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as text:
         warnings.simplefilter("always")
         ours = models.from_directory(tmp_path / "model")
-    told = [str(each.message) for each in said if "activations stay in floating point" in str(each.message)]
+    told = [str(each.message) for each in text if "activations stay in floating point" in str(each.message)]
     assert len(told) == (kind == "int8")
     expected = logits(model)
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
@@ -73,7 +73,7 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "made", "said"),
+    ("kind", "name", "made", "text"),
     [
         ("int8", f"{UP}.SCB", lambda t: t[1:].clone(), r"up_proj.*SCB: expected torch.float32 \[192\]"),
         ("int8", f"{UP}.weight_format", lambda t: t + 3, "weight_format: expected 0"),
@@ -91,18 +91,18 @@ def test_tensors_that_disagree(
     kind: str,
     name: str,
     made: Callable[[Tensor], Tensor | None],
-    said: str,
+    text: str,
 ) -> None:
     write(tmp_path / "model", MODELS["llama"](), KINDS[kind], shards=1)
     change(tmp_path / "model", name, made)
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=text):
         models.from_directory(tmp_path / "model")
     result = run("inspect", tmp_path / "model", "--check")
     assert result.exit_code == 2, result.output
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"load_in_8bit": True}, "expected one of them to be true"),
         ({"load_in_4bit": False}, "expected one of them to be true"),
@@ -113,12 +113,12 @@ def test_tensors_that_disagree(
         ({"rotation": "hadamard"}, "rotation: epiloq does not know"),
     ],
 )
-def test_configurations(seed: int, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_configurations(seed: int, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     write(tmp_path / "model", MODELS["llama"](), KINDS["nf4"], shards=1)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config["quantization_config"] |= changes
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=text):
         models.from_directory(tmp_path / "model")
 
 

@@ -133,8 +133,8 @@ def test_numbers_that_the_configuration_denies(seed: int, tmp_path: Path) -> Non
         ({"expert_dtype": "fp8"}, rf"{EXPERTS}\.0\..*weight: expected torch.float8_e4m3fn"),
         ({"modules_to_not_convert": [f"{EXPERTS}.3"]}, rf"leaves {EXPERTS}\.3\..* in floating point"),
     ):
-        said = {**config, "quantization_config": config["quantization_config"] | change}
-        (folder / "config.json").write_text(json.dumps(said))
+        text = {**config, "quantization_config": config["quantization_config"] | change}
+        (folder / "config.json").write_text(json.dumps(text))
         with pytest.raises(FormatError, match=message):
             models.load(Checkpoint(folder))
 
@@ -169,8 +169,8 @@ def v4(folder: Path, grouped: bool) -> tuple[Path, Any]:
             tensors[f"{layer}.scale"] = scale.to(torch.float8_e8m0fnu)
     assert any(name.endswith(".ffn.experts.3.w2.scale") for name in tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    found = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4", "quantization_config": said}
+    text = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    found = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4", "quantization_config": text}
     (folder / "config.json").write_text(json.dumps(found))
     return folder, model.eval()
 

@@ -127,7 +127,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda c: c.update(format_version=1), "format_version: expected 3, got 1"),
         (lambda c: c.pop("modules"), "modules: expected a list"),
@@ -144,20 +144,20 @@ DOWN = "model.layers.1.mlp.down_proj"
         (lambda c: c["modules"][0]["layers"].remove(DOWN), f"{DOWN}.weight_scale: not a tensor of this model"),
     ],
 )
-def test_bad_configurations(saved: Path, tmp_path: Path, change: Callable[[Any], object], said: str) -> None:
+def test_bad_configurations(saved: Path, tmp_path: Path, change: Callable[[Any], object], message: str) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "model.safetensors").symlink_to(saved / "model.safetensors")
     config = json.loads((saved / "config.json").read_text())
     change(config["quantization_config"])
     (bad / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=re.escape(said)) as caught:
+    with pytest.raises(FormatError, match=re.escape(message)) as caught:
         models.load(Checkpoint(bad))
     assert str(bad) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         (f"{DOWN}.weight", None, f"{DOWN}: .*weight"),
         (f"{DOWN}.weight", torch.zeros(36, 99, dtype=torch.int8), f"{DOWN}: .*expected torch.int8 .*36, 100"),
@@ -167,13 +167,13 @@ def test_bad_configurations(saved: Path, tmp_path: Path, change: Callable[[Any],
         ("model.norm.weight", torch.ones(7), r"model.norm.weight: expected torch.float32 \[36\], got F32 \[7\]"),
     ],
 )
-def test_bad_states(saved: Path, tmp_path: Path, name: str, value: Tensor | None, said: str) -> None:
+def test_bad_states(saved: Path, tmp_path: Path, name: str, value: Tensor | None, message: str) -> None:
     tensors = {n: t for n, t in load_file(saved / "model.safetensors").items() if n != name}
     (tmp_path / "config.json").write_text((saved / "config.json").read_text())
     save_file(tensors | ({} if value is None else {name: value}), tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=message):
         models.load(Checkpoint(tmp_path))
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FormatError, match=message):
         layers = Layers(Checkpoint(tmp_path))
         list(map(layers.weight, layers.readers))
 

@@ -128,14 +128,14 @@ def test_activations_are_limited(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json"])
 def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str) -> None:
     """What older AutoGPTQ and AutoAWQ wrote; the first names the file of weights too."""
-    pack, said = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
+    pack, message = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
     if beside == "quant_config.json":
-        pack, said = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        pack, message = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     exact = foreign.write_as(tmp_path / "in", foreign.llama(), pack, None, shards=1)
     if beside == "quantize_config.json":
-        said["model_file_base_name"] = "gptq_model-4bit-32g"
+        message["model_file_base_name"] = "gptq_model-4bit-32g"
         (tmp_path / "in" / "model.safetensors").rename(tmp_path / "in" / "gptq_model-4bit-32g.safetensors")
-    (tmp_path / "in" / beside).write_text(json.dumps(said))
+    (tmp_path / "in" / beside).write_text(json.dumps(message))
     for layer, values in weights(tmp_path / "in").items():
         torch.testing.assert_close(values, exact.get_parameter(layer), rtol=1e-6, atol=0)
     convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", "compressed-tensors"))
@@ -146,18 +146,18 @@ def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str)
 @pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json"])
 def test_transformers_opens_what_is_described_beside(seed: int, tmp_path: Path, beside: str) -> None:
     """The same logits as with the description in config.json; a directory in floating point is opened as ever."""
-    pack, said = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
+    pack, message = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
     method: dict[str, Any] = {"quant_method": "gptq"}
     if beside == "quant_config.json":
-        pack, said = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        pack, message = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
         method = {"quant_method": "awq"}
     model, tokens = foreign.llama(), torch.randint(0, 256, (1, 9))
-    foreign.write_as(tmp_path / "usual", model, pack, said | method)
+    foreign.write_as(tmp_path / "usual", model, pack, message | method)
     shutil.copytree(tmp_path / "usual", tmp_path / "in")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "in" / beside).write_text(json.dumps(said))
+    (tmp_path / "in" / beside).write_text(json.dumps(message))
     results = [opened(tmp_path / name) for name in ("in", "usual")]
     assert any(type(module).__module__.startswith("epiloq.nn") for module in results[0].modules())
     found, expected = (result(tokens).logits for result in results)
@@ -165,7 +165,7 @@ def test_transformers_opens_what_is_described_beside(seed: int, tmp_path: Path, 
     results[0].save_pretrained(tmp_path / "again")
     assert torch.equal(opened(tmp_path / "again")(tokens).logits, expected)
     foreign.write_as(tmp_path / "float", model, lambda name, layer: None, None)
-    (tmp_path / "float" / beside).write_text(json.dumps(said))
+    (tmp_path / "float" / beside).write_text(json.dumps(message))
     torch.testing.assert_close(opened(tmp_path / "float")(tokens).logits, model(tokens).logits)
 
 

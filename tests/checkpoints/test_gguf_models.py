@@ -178,15 +178,15 @@ SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
 @torch.no_grad()
 def test_scaled_positions_are_applied(seed: int, tmp_path: Path, how: str) -> None:
     """As llama.cpp does; transformers, given the same scaling in its own words, is the reference."""
-    arch, said, values, extra = SCALINGS[how]
-    model = reference(arch, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **said})
+    arch, message, values, extra = SCALINGS[how]
+    model = reference(arch, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **message})
     plain = reference(arch)
     plain.load_state_dict(model.state_dict())
     write(tmp_path / "tiny.gguf", model, arch, values=values, extra=extra)
     ids = tokens()
     expected = model(ids).logits
     close(gguf_model.load(tmp_path / "tiny.gguf")(ids).logits, expected)
-    assert torch.allclose(plain(ids).logits, expected, atol=1e-2) == (not said)
+    assert torch.allclose(plain(ids).logits, expected, atol=1e-2) == (not message)
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ def test_scaled_positions_of_gemma3_are_those_of_global_layers(seed: int, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arch", "values", "extra", "said"),
+    ("arch", "values", "extra", "message"),
     [
         (
             "llama",
@@ -255,10 +255,10 @@ def test_scaled_positions_of_gemma3_are_those_of_global_layers(seed: int, tmp_pa
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(
-    seed: int, tmp_path: Path, arch: str, values: dict[str, Any], extra: dict[str, torch.Tensor], said: str
+    seed: int, tmp_path: Path, arch: str, values: dict[str, Any], extra: dict[str, torch.Tensor], message: str
 ) -> None:
     write(tmp_path / "tiny.gguf", reference(arch), arch, MIXED, values=values, extra=extra)
-    with pytest.raises(FormatError, match=said) as caught:
+    with pytest.raises(FormatError, match=message) as caught:
         gguf_model.load(tmp_path / "tiny.gguf")
     assert str(tmp_path / "tiny.gguf") in str(caught.value) and "\n" not in str(caught.value)
 

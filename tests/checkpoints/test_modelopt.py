@@ -77,10 +77,10 @@ def assert_opened(folder: Path, exact: Any, kind: type[nn.Module], tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:.*key-value cache stays")
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_opened_everywhere(algorithm: str, seed: int, tmp_path: Path) -> None:
-    pack, said, kind = KINDS[algorithm]
-    config = FLAT | said | {"quant_algo": algorithm}
+    pack, text, kind = KINDS[algorithm]
+    config = FLAT | text | {"quant_algo": algorithm}
     exact = foreign.write_as(tmp_path / "in", foreign.llama(), lambda _, linear: pack(linear), config, shards=1)
-    if "kv_cache_scheme" in said:
+    if "kv_cache_scheme" in text:
         tensors = load_file(tmp_path / "in" / "model.safetensors")
         for part in "kv":
             tensors[f"model.layers.0.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.5)
@@ -102,7 +102,7 @@ def test_described_beside_config_json(cache: str | None, seed: int, tmp_path: Pa
         return None if name.startswith("model.layers.1.") or name.endswith("o_proj") else nvfp4(linear)
 
     exact = foreign.write_as(tmp_path / "in", foreign.llama(), pack, None, shards=1)
-    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": cache, "group_size": 16, "exclude_modules": left}
+    text = {"quant_algo": "NVFP4", "kv_cache_quant_algo": cache, "group_size": 16, "exclude_modules": left}
     producer = {"name": "modelopt", "version": "0.23.0"}
     if cache == "NVFP4_AFFINE":
         tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -110,7 +110,7 @@ def test_described_beside_config_json(cache: str | None, seed: int, tmp_path: Pa
             tensors[f"model.layers.0.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.5)
             tensors[f"model.layers.0.self_attn.{part}_proj.{part}_bias"] = torch.rand(1, 2, 1, 8)
         save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": said}))
+    (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": text}))
     if cache is None:
         assert_opened(tmp_path / "in", exact, Fp4Linear, tmp_path)
         assert not (tmp_path / "epiloq" / "hf_quant_config.json").exists()
@@ -220,10 +220,10 @@ def test_written(scheme: str, seed: int, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "modelopt" / "model.safetensors")
     assert same(tensors, load_file(tmp_path / "converted" / "model.safetensors"))
     for folder in (tmp_path / "modelopt", tmp_path / "converted"):
-        said = json.loads((folder / "config.json").read_text())["quantization_config"]
-        assert (said["quant_method"], "lm_head" in said["ignore"]) == ("modelopt", True)
+        text = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert (text["quant_method"], "lm_head" in text["ignore"]) == ("modelopt", True)
         algorithms = {"w4a16-nvfp4": "W4A16_NVFP4", "fp8-token": "FP8_PER_CHANNEL_PER_TOKEN"}
-        assert said["quant_algo"] == algorithms.get(scheme, "FP8_PB_WO")
+        assert text["quant_algo"] == algorithms.get(scheme, "FP8_PB_WO")
         assert same(weights(folder), weights(tmp_path / "compressed-tensors"))
     shape = tuple(tensors[f"{UP}.weight"].shape)
     if "fp8" in scheme:
@@ -263,6 +263,6 @@ def test_factors_without_a_reciprocal_are_not_rounded(seed: int, tmp_path: Path)
             assert result.exit_code == 0, result.output
             assert same(weights(tmp_path / "held-ct"), weights(tmp_path / "held"))
         else:
-            said = " ".join(result.output.split())
-            assert result.exit_code == 2 and "float32 has no number whose reciprocal it is" in said, said
+            text = " ".join(result.output.split())
+            assert result.exit_code == 2 and "float32 has no number whose reciprocal it is" in text, text
             assert not (tmp_path / "refused-ct").exists()

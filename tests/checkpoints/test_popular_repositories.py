@@ -176,21 +176,21 @@ UNDESCRIBED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], s
 
 @pytest.mark.parametrize("how", sorted(UNDESCRIBED))
 def test_numbers_that_no_configuration_describes(how: str, tmp_path: Path, seed: int) -> None:
-    change, said = UNDESCRIBED[how]
+    change, message = UNDESCRIBED[how]
     folder = changed(tmp_path / "model", change)
     with pytest.raises(FormatError) as refused:
         from_directory(folder)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     with pytest.raises(FormatError):
         Layers(Checkpoint(folder))
 
 
 def test_and_the_quantiser_refuses_them_too(tmp_path: Path, seed: int) -> None:
-    for how, (change, said) in UNDESCRIBED.items():
+    for how, (change, message) in UNDESCRIBED.items():
         folder = changed(tmp_path / how, change)
         command = ("--scheme", "w8a16", "--algorithm", "rtn", "--output", tmp_path / "out")
         found = run("quantize", folder, *command)
-        assert found.exit_code == 2 and (said in found.output or "disagrees" in found.output), found.output
+        assert found.exit_code == 2 and (message in found.output or "disagrees" in found.output), found.output
         assert not (tmp_path / "out").exists()
 
 

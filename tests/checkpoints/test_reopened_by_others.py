@@ -66,8 +66,8 @@ def test_names_of_files_and_of_modules(seed: int, tmp_path: Path, scheme: str) -
     text = ("--calibration", tmp_path / "text", "--windows", 8, "--length", 32)
     result = run("quantize", tmp_path / "model", "--scheme", scheme, "--output", tmp_path / "out", *text)
     assert result.exit_code == 0, result.output
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert {"embed_out", "lm_head"} <= set(said["ignore"])
+    message = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {"embed_out", "lm_head"} <= set(message["ignore"])
     found, expected = logits(stock(tmp_path / "out")), logits(models.load(Checkpoint(tmp_path / "out"))[0])
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 

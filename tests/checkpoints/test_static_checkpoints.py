@@ -137,8 +137,8 @@ def test_scales_that_disagree_with_the_configuration(made: Path, tmp_path: Path)
         ({f"{name}.input_scale": torch.ones(2)}, "input_scale"),
         ({f"{name}.input_zero_point": torch.ones(1)}, "input_zero_point"),
     ]
-    for index, (tensors, said) in enumerate(cases):
-        with pytest.raises(FormatError, match=said):
+    for index, (tensors, message) in enumerate(cases):
+        with pytest.raises(FormatError, match=message):
             models.load(Checkpoint(changed(made, tmp_path / str(index), tensors)))
 
 
@@ -160,14 +160,14 @@ def test_other_groups_are_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--scheme", "w8a8-int8", "--algorithm", "rtn", "--keep-dynamic", "auto"), "no static scales"),
         (("--scheme", "w8a8-int8-static", "--algorithm", "rtn"), "needs calibration text"),
         (("--scheme", "w8a8-int8-static", "--alpha", "1.5"), "alpha"),
     ],
 )
-def test_requests_that_make_no_sense(made: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_requests_that_make_no_sense(made: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     result = run("quantize", made / "model", "--output", tmp_path / "out", *options)
-    assert result.exit_code in (1, 2) and said in result.output
+    assert result.exit_code in (1, 2) and message in result.output
     assert list(tmp_path.iterdir()) == []

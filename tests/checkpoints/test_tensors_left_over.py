@@ -42,9 +42,9 @@ def test_fewer_layers_than_the_files_hold(tmp_path: Path, command: str, seed: in
     else:
         text = ("--text", tmp_path / "text.txt")
         found = run(command, model, *{"inspect": (), "eval": text, "compare": (model, *text)}[command])
-    said = " ".join(found.output.split())
-    assert found.exit_code == 2 and "model.layers.1" in said and "not a tensor of this model" in said
-    assert "whose model.layers has 1 by config.json" in said
+    reported = " ".join(found.output.split())
+    assert found.exit_code == 2 and "model.layers.1" in reported and "not a tensor of this model" in reported
+    assert "whose model.layers has 1 by config.json" in reported
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
@@ -74,11 +74,11 @@ def test_tables_that_older_versions_stored_are_no_news(tmp_path: Path, seed: int
     model = save(tmp_path / "model")
     plain = from_directory(model).state_dict()
     add(model, **rotary_frequencies_of_old(2))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         found = from_directory(model).state_dict()
         Layers(Checkpoint(model))
-    assert [str(one.message) for one in said if "rotary" in str(one.message)] == []
+    assert [str(one.message) for one in reported if "rotary" in str(one.message)] == []
     assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
 
 

@@ -64,8 +64,8 @@ def test_a_file_is_no_model(teacher: Path, tmp_path: Path, command: str) -> None
         "convert": (tmp_path / "out", "--format", "awq"),
     }.get(command, ())
     result = run(command, text(teacher), *more)
-    said = " ".join(result.output.split())
-    assert result.exit_code == 2 and "expected a model directory, found a file" in said, result.output
+    message = " ".join(result.output.split())
+    assert result.exit_code == 2 and "expected a model directory, found a file" in message, result.output
 
 
 def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path) -> None:
     config = json.loads((teacher / "config.json").read_text()) | {"hidden_size": "x"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     result = run("inspect", tmp_path / "model")
-    said = " ".join(result.output.split())
-    assert result.exit_code == 2 and "config.json: transformers cannot read it" in said and "hidden_size" in said
+    message = " ".join(result.output.split())
+    assert result.exit_code == 2 and "config.json: transformers cannot read it" in message and "hidden_size" in message
 
 
 def test_evaluation_in_windows_that_the_model_has(teacher: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_help_lists_what_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("quantise",), "did you mean quantize?"),
         (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "did you mean w4a16-g64?"),
@@ -80,12 +80,12 @@ def test_help_lists_what_may_be_chosen() -> None:
     ],
 )
 def test_a_wrong_name_is_answered_with_the_right_one(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in result.stderr and result.stdout == ""
+    assert message in result.stderr and result.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,13 +167,13 @@ WITHOUT_TYPER = (
 
 
 @pytest.mark.parametrize(
-    ("option", "code", "said"), [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "epiloq[cli]")]
+    ("option", "code", "message"), [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "epiloq[cli]")]
 )
-def test_without_typer_it_does_what_it_can(option: str, code: int, said: str) -> None:
+def test_without_typer_it_does_what_it_can(option: str, code: int, message: str) -> None:
     command = [sys.executable, "-c", WITHOUT_TYPER, option]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == code
-    assert said in (result.stdout if code == 0 else result.stderr)
+    assert message in (result.stdout if code == 0 else result.stderr)
     assert "Traceback" not in result.stderr
 
 

@@ -132,9 +132,9 @@ def test_the_package_reads_what_epiloq_writes(teacher: Path, tmp_path: Path) -> 
     schemas = pytest.importorskip("compressed_tensors.quantization")
     result = quantize(teacher, tmp_path / "out", "--scheme", "fp8-block", "--format", "compressed-tensors")
     assert result.exit_code == 0, result.output
-    said = Checkpoint(tmp_path / "out").quantization
-    assert said is not None
-    group = schemas.QuantizationConfig.model_validate(said).config_groups["group_0"]
+    text = Checkpoint(tmp_path / "out").quantization
+    assert text is not None
+    group = schemas.QuantizationConfig.model_validate(text).config_groups["group_0"]
     preset = schemas.preset_name_to_scheme("FP8_BLOCK", ["Linear"])
     for part in ("weights", "input_activations"):
         ours, theirs = (getattr(scheme, part) for scheme in (group, preset))

@@ -65,11 +65,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("form", LAYOUTS)
 def test_the_package_reads_it(folders: Path, form: str) -> None:
     """Its own preset describes the layers, and its compressor gives the weight that ours stands for."""
-    said = json.loads((folders / form / "config.json").read_text())["quantization_config"]
-    (group,) = said["config_groups"].values()
+    message = json.loads((folders / form / "config.json").read_text())["quantization_config"]
+    (group,) = message["config_groups"].values()
     scheme = preset_name_to_scheme(PRESETS[form], ["Linear"])
     expected = json.loads(scheme.model_dump_json(exclude_none=True))["weights"]
-    assert said["format"] == group["format"] == LAYOUTS[form] and group["input_activations"] is None
+    assert message["format"] == group["format"] == LAYOUTS[form] and group["input_activations"] is None
     for key in ("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "scale_dtype"):
         assert group["weights"][key] == expected[key], key
     found = tensors_of(folders / form)
@@ -176,7 +176,7 @@ def test_fp4_activations_stay_in_floating_point(folders: Path, tmp_path: Path, p
 
 
 @pytest.mark.parametrize(
-    ("form", "change", "said"),
+    ("form", "change", "message"),
     [
         ("nvfp4", {"group_size": 32}, "expected symmetric FP4, tensor_group of 16 or group of 32"),
         ("nvfp4", {"symmetric": False}, "expected symmetric FP4"),
@@ -187,14 +187,14 @@ def test_fp4_activations_stay_in_floating_point(folders: Path, tmp_path: Path, p
     ],
 )
 def test_other_descriptions_are_refused(
-    folders: Path, tmp_path: Path, form: str, change: dict[str, Any], said: str
+    folders: Path, tmp_path: Path, form: str, change: dict[str, Any], message: str
 ) -> None:
     folder = changed(folders / form, tmp_path / "model", None, {})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
     (folder / "config.json").write_text(json.dumps(config))
     result = run("inspect", folder)
-    assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
+    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
 
 
 def test_a_global_scale_of_zero_is_refused(folders: Path, tmp_path: Path) -> None:

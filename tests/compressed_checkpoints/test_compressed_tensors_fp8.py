@@ -143,9 +143,9 @@ def test_opened_and_saved_by_transformers(teacher: Path, tmp_path: Path, activat
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_package_reads_what_epiloq_writes(ours: Path, scheme: str) -> None:
     schemas = pytest.importorskip("compressed_tensors.quantization")
-    said = Checkpoint(ours / scheme).quantization
-    assert said is not None
-    group = schemas.QuantizationConfig.model_validate(said).config_groups["group_0"]
+    message = Checkpoint(ours / scheme).quantization
+    assert message is not None
+    group = schemas.QuantizationConfig.model_validate(message).config_groups["group_0"]
     activation, weight = SCHEMES[scheme]
     assert (group.weights.type, group.weights.strategy, group.weights.dynamic) == ("float", weight, False)
     assert (group.input_activations.strategy, group.input_activations.dynamic) == (activation, True)
@@ -202,7 +202,7 @@ def test_inspected_and_evaluated(ours: Path, tmp_path: Path, scheme: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("scheme", "change", "said"),
+    ("scheme", "change", "message"),
     [
         ("fp8-token", lambda t: {"weight_scale": t["weight_scale"][1:]}, r"weight_scale: expected .* \[96, 1\]"),
         ("fp8-token", lambda t: {"weight_scale": t["weight_scale"].flatten()}, r"weight_scale: expected .* \[96, 1\]"),
@@ -215,7 +215,7 @@ def test_inspected_and_evaluated(ours: Path, tmp_path: Path, scheme: str) -> Non
     ],
 )
 def test_tensors_that_disagree(
-    ours: Path, tmp_path: Path, scheme: str, change: Callable[[dict[str, Tensor]], dict[str, Any]], said: str
+    ours: Path, tmp_path: Path, scheme: str, change: Callable[[dict[str, Tensor]], dict[str, Any]], message: str
 ) -> None:
     shutil.copytree(ours / scheme, tmp_path / "in")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -223,7 +223,7 @@ def test_tensors_that_disagree(
     changed = {**tensors, **{f"{UP}.{part}": tensor for part, tensor in change(layer).items()}}
     held = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
     save_file(held, tmp_path / "in" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(FormatError, match=said) as error:
+    with pytest.raises(FormatError, match=message) as error:
         models.load(Checkpoint(tmp_path / "in"))
     assert UP in str(error.value) and "model.safetensors" in str(error.value)
 
@@ -238,7 +238,7 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "said"),
+    ("part", "change", "message"),
     [
         ("weights", {"strategy": "block", "block_structure": [128, 128]}, r"input_activations: .*\(group\).*'token'"),
         ("weights", {"strategy": "group", "group_size": 32}, "weights: expected symmetric FP8"),
@@ -254,13 +254,13 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
         ("targets", [], "config_groups: targets: expected names"),
     ],
 )
-def test_configurations_that_no_layer_runs(part: str, change: Any, said: str) -> None:
+def test_configurations_that_no_layer_runs(part: str, change: Any, message: str) -> None:
     config = ct_config.config({"layer": described("token", "channel")}, ["lm_head"])
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_0"] = group | {
         part: {**group.get(part, {}), **change} if isinstance(change, dict) else change
     }
-    with pytest.raises(FormatError, match=f"compressed-tensors: {said}"):
+    with pytest.raises(FormatError, match=f"compressed-tensors: {message}"):
         ct_config.parse(config)
 
 
@@ -268,9 +268,9 @@ def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
     shutil.copytree(ours / "fp8-token", tmp_path / "in")
     file = tmp_path / "in" / "config.json"
     config = json.loads(file.read_text())
-    said = config["quantization_config"] | {"format": "naive-quantized", "quantization_status": "frozen"}
-    del said["config_groups"]["group_0"]["format"]
-    file.write_text(json.dumps(config | {"quantization_config": said}))
+    message = config["quantization_config"] | {"format": "naive-quantized", "quantization_status": "frozen"}
+    del message["config_groups"]["group_0"]["format"]
+    file.write_text(json.dumps(config | {"quantization_config": message}))
     expected, _ = models.load(Checkpoint(ours / "fp8-token"))
     assert torch.equal(logits(models.load(Checkpoint(tmp_path / "in"))[0]), logits(expected))
 
@@ -285,8 +285,8 @@ def test_what_is_left_out_is_as_the_package_has_it() -> None:
         group = schemas.QuantizationConfig.model_validate(config).config_groups["group_0"].model_dump(mode="json")
         for part in ("weights", "input_activations"):
             usual = schemas.QuantizationArgs(type="float").model_dump(mode="json")
-            said = {key: value for key, value in group[part].items() if value != usual.get(key) or key == "type"}
-            config["config_groups"]["group_0"][part] = said
+            message = {key: value for key, value in group[part].items() if value != usual.get(key) or key == "type"}
+            config["config_groups"]["group_0"][part] = message
         assert ct_config.parse(config)(["layer"], nn.Linear) == one
 
 

@@ -58,9 +58,9 @@ def test_as_the_readers_of_vllm_expect(folders: Path, scheme: str) -> None:
     """CompressedTensorsW4A8Fp8 takes int4 in groups of 128, symmetric, packed in words, with scales of the model's
     type; CompressedTensorsW4A8Int a byte for each; tokens are quantised at run time, symmetric."""
     kind, layout = TYPES[scheme]
-    said = json.loads((folders / scheme / "config.json").read_text())["quantization_config"]
-    (group,) = said["config_groups"].values()
-    assert said["format"] == group["format"] == layout
+    message = json.loads((folders / scheme / "config.json").read_text())["quantization_config"]
+    (group,) = message["config_groups"].values()
+    assert message["format"] == group["format"] == layout
     weights_of, inputs = group["weights"], group["input_activations"]
     number = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
     assert {key: weights_of[key] for key in number} == number

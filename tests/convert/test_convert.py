@@ -58,8 +58,8 @@ def test_weights_stay(teacher: Path, tmp_path: Path, kind: str, source: str, tar
     back = convert.perform(convert.prepare(tmp_path / "out", tmp_path / "back", source))
     assert back["bytes_after"] == report["bytes_before"]
     assert same(dict(Checkpoint(tmp_path / "back").tensors()), dict(Checkpoint(tmp_path / "in").tensors()))
-    said = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "back")]
-    assert said[0] == said[1]
+    message = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "back")]
+    assert message[0] == message[1]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

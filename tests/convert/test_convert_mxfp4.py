@@ -116,6 +116,6 @@ def test_refused(folders: Path, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.down_proj.weight_scale"][0, 0] -= 40
     save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
     result = run("convert", wide, tmp_path / "out", "--format", "deepseek-fp8")
-    said = " ".join(result.output.split())
-    assert result.exit_code == 2 and "layers.1.mlp.down_proj" in said and "more than 2^17" in said, said
+    message = " ".join(result.output.split())
+    assert result.exit_code == 2 and "layers.1.mlp.down_proj" in message and "more than 2^17" in message, message
     assert not (tmp_path / "out").exists()

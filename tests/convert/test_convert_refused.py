@@ -81,7 +81,7 @@ def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "said"),
+    ("kind", "target", "message"),
     [
         ("int8 channel", "awq", "cannot represent 8 bits"),
         ("w8a8", "gptq", "cannot represent quantised activations"),
@@ -91,11 +91,11 @@ def test_scales_that_would_be_rounded(teacher: Path, tmp_path: Path) -> None:
         ("int4 asymmetric", "gguf", "there are deepseek-fp8, compressed-tensors, gptq, awq, modelopt, epiloq"),
     ],
 )
-def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, said: str) -> None:
+def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, message: str) -> None:
     written(teacher, tmp_path / "in", "compressed-tensors", SAYABLE[kind][0], unchanged)
     result = run("convert", tmp_path / "in", tmp_path / "out", "--format", target)
     assert result.exit_code == 2
-    assert said in " ".join(result.output.replace("│", " ").split())
+    assert message in " ".join(result.output.replace("│", " ").split())
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

@@ -184,11 +184,15 @@ def test_compare_with_the_teacher(teacher: Path, quantised: Path, tmp_path: Path
         a, b = exact.get_submodule(name).weight.detach(), rounded.get_submodule(name).weight.dequantize()
         assert layer["largest"] == pytest.approx(float((a - b).abs().max()), rel=1e-5)
         assert layer["relative"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-4)
-    said = found["answers"]
-    assert said["tokens"] == 320 and 0 < said["kl_mean"] < said["kl_largest"] and 0.5 < said["top1_agreement"] <= 1
+    message = found["answers"]
+    assert (
+        message["tokens"] == 320
+        and 0 < message["kl_mean"] < message["kl_largest"]
+        and 0.5 < message["top1_agreement"] <= 1
+    )
     for folder, key in ((teacher, "perplexity_a"), (quantised, "perplexity_b")):
         assert run("eval", folder, *options[:-1], tmp_path / "e.json").exit_code == 0
-        assert said[key] == pytest.approx(json.loads((tmp_path / "e.json").read_text())["perplexity"], rel=1e-5)
+        assert message[key] == pytest.approx(json.loads((tmp_path / "e.json").read_text())["perplexity"], rel=1e-5)
     assert "down_proj" in result.output and "same top-1 token" in result.output
 
 

@@ -180,10 +180,10 @@ def checked(tmp_path: Path, folder: Path, call: Callable[[], str]) -> str:
     """What a call says, after its time, its memory and the disk were looked at."""
     before, start = sorted(tmp_path.rglob("*")), time.process_time()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = call()
+    message = call()
     assert time.process_time() - start < 5 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500_000
-    assert sorted(tmp_path.rglob("*")) == before and "\n" not in said.strip() and "Traceback" not in said
-    return said
+    assert sorted(tmp_path.rglob("*")) == before and "\n" not in message.strip() and "Traceback" not in message
+    return message
 
 
 def refused(*arguments: object) -> str:
@@ -197,13 +197,13 @@ def refused(*arguments: object) -> str:
 
 @pytest.mark.parametrize("how", WHEN_OPENED)
 def test_what_cannot_be_opened_is_told_in_a_sentence(folders: dict[str, Path], tmp_path: Path, how: str) -> None:
-    name, damage, said = WHEN_OPENED[how]
+    name, damage, message = WHEN_OPENED[how]
     folder, text = tmp_path / "bad", folders["float"].with_name("text.txt")
     shutil.copytree(folders[name], folder)
     damage(folder)
 
     def opened() -> str:
-        with pytest.raises(FormatError, match=said) as caught:
+        with pytest.raises(FormatError, match=message) as caught:
             models.from_directory(folder)
         return str(caught.value)
 
@@ -251,7 +251,7 @@ WHEN_RUN: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("how", WHEN_RUN)
 def test_what_cannot_run_is_told_in_a_sentence(folders: dict[str, Path], tmp_path: Path, how: str) -> None:
-    damage, said = WHEN_RUN[how]
+    damage, message = WHEN_RUN[how]
     folder, text = tmp_path / "bad", folders["float"].with_name("text.txt")
     shutil.copytree(folders["float"], folder)
     damage(folder)
@@ -262,7 +262,7 @@ def test_what_cannot_run_is_told_in_a_sentence(folders: dict[str, Path], tmp_pat
         ("quantize", folder, *request),
     ):
         output = checked(tmp_path, folder, lambda command=command: refused(*command))  # type: ignore[misc]
-        assert re.search(said, output), output
+        assert re.search(message, output), output
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -323,6 +323,6 @@ def test_a_source_that_vanishes_is_named(
         return found
 
     monkeypatch.setattr(convert, "prepare", prepared)
-    said = refused("convert", folder, tmp_path / "out", "--format", "compressed-tensors")
-    assert f"{folder}/" in said and "was there when the run began" in said
+    message = refused("convert", folder, tmp_path / "out", "--format", "compressed-tensors")
+    assert f"{folder}/" in message and "was there when the run began" in message
     assert not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "F3
 
 
 @pytest.mark.parametrize(
-    ("header", "size", "said"),
+    ("header", "size", "message"),
     [
         ({"a": entry(0, 8), "b": entry(8, 24)}, 20, r"b: not a whole .* bytes 8 to 24 of tensors, got 20 bytes"),
         ({"a": entry(0, 8), "b": entry(2**40, 2**40 + 8)}, 16, r"b: .*expected bytes 1099511627776"),
@@ -72,9 +72,9 @@ def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "F3
         (b"[" * 100_000, 0, "not a whole safetensors file: header"),
     ],
 )
-def test_bad_headers(tmp_path: Path, header: object, size: int, said: str) -> None:
+def test_bad_headers(tmp_path: Path, header: object, size: int, message: str) -> None:
     file = write(tmp_path / SINGLE, header, bytes(size))
-    with pytest.raises(FormatError, match=said) as caught:
+    with pytest.raises(FormatError, match=message) as caught:
         read_header(file)
     assert str(caught.value).startswith(str(file)) and "\n" not in str(caught.value)
 
@@ -208,9 +208,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damage_is_told_in_a_sentence(saved: Path, tmp_path: Path, how: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "bad")
-    damage, said = DAMAGE[how]
+    damage, message = DAMAGE[how]
     damage(folder)
-    with pytest.raises(FormatError, match=said) as caught:
+    with pytest.raises(FormatError, match=message) as caught:
         Layers(Checkpoint(folder)).weight(UP)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
     before = sorted(path for path in tmp_path.rglob("*"))
@@ -222,7 +222,7 @@ def test_damage_is_told_in_a_sentence(saved: Path, tmp_path: Path, how: str) -> 
     for command in commands:
         result = run(*command)
         assert result.exit_code == 2, result.output
-        assert re.search(said, result.output) and str(folder) in result.output, result.output
+        assert re.search(message, result.output) and str(folder) in result.output, result.output
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 

@@ -39,7 +39,7 @@ def group(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "change", "said"),
+    ("layout", "change", "message"),
     [
         ("gptq", lambda found: found.update(bits=4.9), "bits: expected 2 to 8, got 4.9"),
         ("gptq", lambda found: found.update(bits=float("inf")), "bits: expected 2 to 8, got inf"),
@@ -57,7 +57,7 @@ def group(found: dict[str, Any]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("command", ["inspect", "convert"])
 def test_descriptions(
-    directories: Path, tmp_path: Path, command: str, layout: str, change: Callable[[dict[str, Any]], None], said: str
+    directories: Path, tmp_path: Path, command: str, layout: str, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -69,7 +69,7 @@ def test_descriptions(
     (folder / "config.json").write_text(json.dumps(config))
     result = run(command, folder, *((tmp_path / "out", "--format", "epiloq") if command == "convert" else ()))
     assert result.exit_code == 2, result.output
-    assert said in " ".join(result.output.split()) and "config.json" in result.output
+    assert message in " ".join(result.output.split()) and "config.json" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -83,8 +83,8 @@ def test_groups_of_columns(directories: Path, tmp_path: Path, change: Callable[[
     save_file(tensors | {name: change(tensors[name]).clone()}, folder / "model.safetensors")
     for command in (("inspect", folder), ("convert", folder, tmp_path / "out", "--format", "compressed-tensors")):
         result = run(*command)
-        said = " ".join(result.output.split())
-        assert result.exit_code == 2 and f"{name}: expected the group of each of 64 columns" in said, result.output
+        message = " ".join(result.output.split())
+        assert result.exit_code == 2 and f"{name}: expected the group of each of 64 columns" in message, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -95,7 +95,7 @@ def test_formats_come_when_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "changes", "said"),
+    ("module", "changes", "message"),
     [
         ("OnlineQuantLinear", {"group_size": [32]}, r"OnlineQuantLinear: group_size: expected int, got \[32\]"),
         ("OnlineQuantLinear", {"symmetric": []}, r"symmetric: expected bool, got \[\]"),
@@ -108,7 +108,7 @@ def test_formats_come_when_they_are_asked_for() -> None:
         ("TableLinear", {"block_size": 0}, "block_size: expected at least 1, got 0"),
     ],
 )
-def test_options_of_modules(module: str, changes: dict[str, Any], said: str) -> None:
+def test_options_of_modules(module: str, changes: dict[str, Any], message: str) -> None:
     from epiloq.formats import epiloq_modules
 
     usual: dict[str, dict[str, Any]] = {
@@ -123,5 +123,5 @@ def test_options_of_modules(module: str, changes: dict[str, Any], said: str) -> 
         return epiloq_modules.config([epiloq_modules.Group(module, options, ["a"])])
 
     assert epiloq_modules.parse(described(usual[module]))[0].options == usual[module]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         epiloq_modules.parse(described(usual[module] | changes))

@@ -87,8 +87,8 @@ def answers(*arguments: object) -> bool:
         raise result.exception
     assert result.exit_code in (0, 2), result.output
     if result.exit_code == 2:
-        said = [line for line in result.stderr.splitlines() if not BESIDE.match(line)]
-        assert len(said) == 1 and said[0].startswith(f"epiloq {arguments[0]}: "), result.stderr
+        message = [line for line in result.stderr.splitlines() if not BESIDE.match(line)]
+        assert len(message) == 1 and message[0].startswith(f"epiloq {arguments[0]}: "), result.stderr
     return result.exit_code == 0
 
 

@@ -98,10 +98,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damage_is_told_in_a_sentence(whole: bytes, tmp_path: Path, how: str) -> None:
-    damage, said = DAMAGE[how]
+    damage, message = DAMAGE[how]
     path = tmp_path / "tiny.gguf"
     path.write_bytes(damage(whole))
-    with pytest.raises(FormatError, match=said) as caught:
+    with pytest.raises(FormatError, match=message) as caught:
         gguf_model.load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     result = run("inspect", path, "--check")
@@ -115,24 +115,24 @@ def test_special_files(tmp_path: Path) -> None:
     (tmp_path / "device.gguf").symlink_to("/dev/zero")
     (tmp_path / "dangling.gguf").symlink_to("nowhere")
     (tmp_path / "folder.gguf").mkdir()
-    for name, said in (
+    for name, message in (
         ("fifo", "found a FIFO"),
         ("device", "found a character device"),
         ("dangling", "link to nowhere"),
         ("folder", "found a directory"),
         ("absent", "missing"),
     ):
-        with pytest.raises(FormatError, match=said):
+        with pytest.raises(FormatError, match=message):
             GgufFile(tmp_path / f"{name}.gguf")
         result = run("inspect", tmp_path / f"{name}.gguf")
-        assert result.exit_code == 2 and said in result.stderr, result.stderr
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
 
 
 def test_inspect_says_how_each_kind_runs(whole: bytes, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(whole)
     result = run("inspect", tmp_path / "tiny.gguf", "--check", "--json", tmp_path / "facts.json")
     assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
+    message = " ".join(result.output.split())
     for part in (
         "LlamaForCausalLM, format gguf (llama)",
         "Q4_0: 4 tensors",
@@ -144,5 +144,5 @@ def test_inspect_says_how_each_kind_runs(whole: bytes, tmp_path: Path) -> None:
         "dequantised, then rounded to the model's type (exact in float32)",
         "F32: 3 tensors",
     ):
-        assert part in said, said
+        assert part in message, message
     assert (tmp_path / "facts.json").is_file()

@@ -34,7 +34,7 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
 
 
 @pytest.mark.parametrize(
-    ("base", "change", "said"),
+    ("base", "change", "message"),
     [
         (CT, {"transform_config": HADAMARD}, "transform_config: expected none.*'R4'"),
         (CT, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: .*'sparse-24-bitmask'"),
@@ -76,9 +76,9 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (FP8, {"quant_method": "quanto"}, "quant_method: expected one of .*'quanto'"),
     ],
 )
-def test_refused(base: dict[str, Any], change: dict[str, Any], said: str) -> None:
+def test_refused(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
     assert parse(base)(["model.layers.0.mlp.up_proj"], nn.Linear) is not None
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         parse(base | change)
 
 

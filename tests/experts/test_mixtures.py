@@ -246,11 +246,11 @@ class HeadsStacked(nn.Module):
 class OwnExperts(nn.Module):
     """Experts of nobody's library: two stacks of matrices, or one that says how many it has."""
 
-    def __init__(self, *shapes: tuple[int, ...], **said: int) -> None:
+    def __init__(self, *shapes: tuple[int, ...], **message: int) -> None:
         super().__init__()
         for i, shape in enumerate(shapes):
             self.register_parameter(f"w{i}", nn.Parameter(torch.randn(shape)))
-        for name, value in said.items():
+        for name, value in message.items():
             setattr(self, name, value)
 
 

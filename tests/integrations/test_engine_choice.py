@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("message", "expected"),
     [
         (None, BY_DEFAULT),
         ("all", tuple(KERNELS)),
@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[2]
         (" w8a16 ,int8,", ("int8", "w8a16")),
     ],
 )
-def test_the_variable(monkeypatch: pytest.MonkeyPatch, said: str | None, expected: tuple[str, ...]) -> None:
+def test_the_variable(monkeypatch: pytest.MonkeyPatch, message: str | None, expected: tuple[str, ...]) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    if said is not None:
-        monkeypatch.setenv(VARIABLE, said)
+    if message is not None:
+        monkeypatch.setenv(VARIABLE, message)
     assert chosen_layers() == expected
     for kind in KERNELS:
         possible, reason = runs_on(kind, None)
@@ -36,9 +36,9 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch, said: str | None, expecte
         assert possible or reason == f"{VARIABLE} leaves out {kind}"
 
 
-@pytest.mark.parametrize("said", ["int4", "all,int8", "int8 fp8"])
-def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    monkeypatch.setenv(VARIABLE, said)
+@pytest.mark.parametrize("message", ["int4", "all,int8", "int8 fp8"])
+def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    monkeypatch.setenv(VARIABLE, message)
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected all, none, or some of int8, fp8, fp8-block"):
         chosen_layers()
 

@@ -54,11 +54,11 @@ def configured(layers: dict[str, Any]) -> EpiloqConfig:
     described = {
         name: (type(m).__name__, epiloq_modules.KINDS[type(m).__name__].options_of(m)) for name, m in layers.items()
     }
-    said = epiloq_modules.config(epiloq_modules.groups_of(described))
+    message = epiloq_modules.config(epiloq_modules.groups_of(described))
     method = get_quantization_config("epiloq")
-    assert method.override_quantization_method(said, None) == "epiloq"
-    assert method.override_quantization_method(said | {"quant_method": "gptq"}, None) is None
-    return method.from_config(said)
+    assert method.override_quantization_method(message, None) == "epiloq"
+    assert method.override_quantization_method(message | {"quant_method": "gptq"}, None) is None
+    return method.from_config(message)
 
 
 def load(layer: nn.Module, tensors: dict[str, Tensor], *shard: Any) -> None:
@@ -164,8 +164,8 @@ def test_hooks_hand_products_over(seed: int, kind: str, monkeypatch: pytest.Monk
     assert hooked is not original and len(HookRegistry._hooks[target]) == 1
     dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
     blocks = kind == "fp8-block"
-    for n, said, expected in ((64, "all", []), (61, "all", [kind]), (64, "none", [kind])):
-        monkeypatch.setenv(VARIABLE, said)
+    for n, message, expected in ((64, "all", []), (61, "all", [kind]), (64, "none", [kind])):
+        monkeypatch.setenv(VARIABLE, message)
         a, b = (torch.randint(-40, 40, (rows, K)).float().to(dtype) for rows in (5, n))
         shapes = ((5, 2), (2, 1)) if blocks else ((5, 1), (n,))
         scales = [torch.rand(shape, dtype=torch.float32) for shape in shapes]

@@ -56,10 +56,10 @@ def configured(**layers: Any) -> EpiloqConfig:
         for name, layer in layers.items()
         if not isinstance(layer, nn.Linear)
     }
-    said = epiloq_modules.config(epiloq_modules.groups_of(described))
+    message = epiloq_modules.config(epiloq_modules.groups_of(described))
     method = get_quantization_config("epiloq")
-    assert method.override_quantization_method(said | {"quant_method": ""}, None, hf_config=None) == "epiloq"
-    config = method.from_config(said)
+    assert method.override_quantization_method(message | {"quant_method": ""}, None, hf_config=None) == "epiloq"
+    config = method.from_config(message)
     config.packed_modules_mapping = HEADS
     return config
 

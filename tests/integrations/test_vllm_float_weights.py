@@ -42,9 +42,9 @@ def _only_epiloq(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def layer_of(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str, shards: list[dict[str, Tensor]]) -> Any:
     """A merged layer with a checkpoint's shards, loaded by the engine's loaders."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    said = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
+    message = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
     with vllm_on_cpu.engine():
-        config = CompressedTensorsConfig.from_config(said)
+        config = CompressedTensorsConfig.from_config(message)
         layer = vllm_on_cpu.merged(config, SIZES, K, "model.layers.0.mlp.gate_up_proj")
         for index, tensors in enumerate(shards):
             vllm_on_cpu.load(layer, tensors, index)

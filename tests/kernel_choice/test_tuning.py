@@ -246,13 +246,13 @@ def test_what_may_be_tuned() -> None:
     assert problems_of(nn.Linear(100, 30), (4,), ("fp8-token",)) == [
         Problem("scaled_mm", 4, 32, 112, (("dtype", "float8_e4m3fn"),))
     ]
-    for wrong, said in (
+    for wrong, message in (
         (dict(what=nn.ReLU(), tokens=(1,)), "what: found no linear layer"),
         (dict(what=[(0, 4)], tokens=(1,)), "what: expected sizes"),
         (dict(what=[(4, 4)], tokens=(0,)), "tokens: expected integers"),
         (dict(what=[(4, 4)], tokens=(1,), schemes=("w9",)), "schemes: expected some of"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             problems_of(**wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="what: expected a model, quantised layers or shapes"):
         problems_of(3, (1,))  # type: ignore[arg-type]

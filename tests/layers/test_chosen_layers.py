@@ -198,10 +198,10 @@ def test_layers_to_ignore(patterns: str | list[str], left: list[str]) -> None:
     assert quantised(model) == [name for name in ("0.0", "0.1", "1.0", "1.1", "2") if name not in left]
 
 
-@pytest.mark.parametrize(("pattern", "said"), [("*.q_proj", "none is like"), ("re:(", "expected a regular expression")])
-def test_patterns_that_say_nothing(pattern: str, said: str) -> None:
+@pytest.mark.parametrize(("pattern", "text"), [("*.q_proj", "none is like"), ("re:(", "expected a regular expression")])
+def test_patterns_that_say_nothing(pattern: str, text: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ValueError, match=f"quantize_: ignore: .*{said}"):
+    with pytest.raises(ValueError, match=f"quantize_: ignore: .*{text}"):
         epiloq.quantize_(model, "w8a16", ignore=pattern)
     assert type(model[0]) is nn.Linear
 

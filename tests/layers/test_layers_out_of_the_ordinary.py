@@ -82,8 +82,8 @@ def test_convolutions_that_compute_something_else_are_left_and_named(seed: int) 
     )
     x = torch.randn(2, 3, 11, 9)
     expected = model(x)
-    said = said_of(model, "conv-w8a16")
-    assert said == (
+    text = said_of(model, "conv-w8a16")
+    assert text == (
         "quantize_: left in floating point: 0 (Centred is not a plain convolution); "
         "2 (Halved is not a plain convolution); 5 (Gained is not a plain convolution)"
     )
@@ -171,8 +171,8 @@ def test_what_shows_only_for_some_inputs_or_modes(seed: int) -> None:
     """Large values, training, and a call that does more than ``forward``."""
     kinds = (Limited, OfSmallInputs, DroppedOut, Tripled)
     model = nn.Sequential(*(kind(32, 32) for kind in kinds), nn.Linear(32, 32)).eval()
-    said = said_of(model, "w8a16")
-    assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is not a plain" in said for kind in kinds)
+    text = said_of(model, "w8a16")
+    assert kept(model) == ["0", "1", "2", "3"] and all(f"{kind.__name__} is not a plain" in text for kind in kinds)
     images = nn.Sequential(TripledConv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
     assert "0 (TripledConv2d is not a plain" in said_of(images, "conv-w8a16") and kept(images) == ["0"]
 

@@ -45,17 +45,17 @@ def freed(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("change", "said"), [(wrapped, "TwoTensor"), (freed, "memory has been freed")])
-def test_weights_without_an_address_are_no_shared_ones(change, said: str, seed: int) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("change", "text"), [(wrapped, "TwoTensor"), (freed, "memory has been freed")])
+def test_weights_without_an_address_are_no_shared_ones(change, text: str, seed: int) -> None:  # type: ignore[no-untyped-def]
     """All of them have the address 0: none of two layers is the other's, and neither can be quantised."""
     model = change(Language())
     found = find(model)
     assert (found.embeddings, found.heads, found.tied) == (("embed",), ("lm_head",), False)
-    with pytest.raises(ValueError, match=rf"up: WeightOnlyLinear: linear\.weight: expected a dense tensor.*{said}"):
+    with pytest.raises(ValueError, match=rf"up: WeightOnlyLinear: linear\.weight: expected a dense tensor.*{text}"):
         epiloq.quantize_(model, "w8a16")
-    with pytest.raises(ValueError, match=rf"layer 'down': Int8Linear: linear\.weight: expected.*{said}"):
+    with pytest.raises(ValueError, match=rf"layer 'down': Int8Linear: linear\.weight: expected.*{text}"):
         epiloq.quantize_(model, "w8a8-int8", lambda module, name: name == "down")
-    with pytest.raises(ValueError, match=rf"layer 'embed': QuantizedEmbedding: embedding\.weight: .*{said}"):
+    with pytest.raises(ValueError, match=rf"layer 'embed': QuantizedEmbedding: embedding\.weight: .*{text}"):
         epiloq.quantize_(model, None, embedding="w8a16")
 
 

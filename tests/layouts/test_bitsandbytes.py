@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_named(seed: int) -> None:
     shape = (8, 64)
     good = packed(shape, "nf4", nested=False)
     nested = packed(shape, "nf4", nested=True)
-    for tensors, said in (
+    for tensors, message in (
         (without(good, STATE), "quant_state.bitsandbytes__nf4: expected a tensor, found none"),
         (good | {STATE: torch.ones(3)}, "quant_state: expected JSON in uint8, got torch.float32"),
         (good | {STATE: torch.full((9,), 91, dtype=torch.uint8)}, "quant_state: expected JSON"),
@@ -141,16 +141,16 @@ def test_what_does_not_fit_is_named(seed: int) -> None:
         (without(nested, "weight.nested_quant_map"), "nested_quant_map: expected a tensor"),
         (nested | {STATE: state(nested_blocksize=256)}, "nested_offset: expected a number, got None"),
     ):
-        with pytest.raises(FormatError, match=said):
+        with pytest.raises(FormatError, match=message):
             layout.table_state(tensors, shape)
     rows = {"weight": torch.ones(4, 8, dtype=torch.int8), "SCB": torch.ones(4)}
-    for tensors, said in (
+    for tensors, message in (
         (without(rows, "SCB"), "SCB: expected a tensor"),
         (rows | {"SCB": torch.ones(5)}, r"SCB: expected torch.float32 \[4\]"),
         (rows | {"weight_format": torch.tensor(2, dtype=torch.uint8)}, "weight_format: expected 0"),
         (rows | {"weight": torch.ones(4, 8)}, "weight: expected torch.int8"),
     ):
-        with pytest.raises(FormatError, match=said):
+        with pytest.raises(FormatError, match=message):
             layout.int8_scale(tensors, (4, 8))
 
 

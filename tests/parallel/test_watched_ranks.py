@@ -69,8 +69,8 @@ def test_a_stopped_rank_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFix
     """One that neither ends nor answers: the others wait for it in C++, within their group's half hour."""
     ranks = Ranks(tmp_path, 2, watched(_stop), stopped=(1,))
     assert ranks.codes == [1, -signal.SIGKILL] and ranks.seconds < SECONDS
-    said = capfd.readouterr().err
-    assert re.search(r"^epiloq\.parallel: rank 1 has died or hangs: nothing was heard of it for \d+ s$", said, re.M)
+    text = capfd.readouterr().err
+    assert re.search(r"^epiloq\.parallel: rank 1 has died or hangs: nothing was heard of it for \d+ s$", text, re.M)
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,7 @@ def test_explain_checks_its_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "kind", "message"),
+    ("name", "text", "kind", "message"),
     [
         ("scaled_mm", {"m": 1}, TypeError, "expected m, n, k and optionally .*arch.*got no n"),
         ("scaled_mm", {"m": 1, "n": 2, "K": 3}, TypeError, "expected .*got K, which is not one of them"),
@@ -184,7 +184,7 @@ def test_explain_checks_its_sizes() -> None:
     ],
 )
 def test_explain_names_what_sizes_do_not_fit(
-    name: str, said: dict[str, object], kind: type[Exception], message: str
+    name: str, text: dict[str, object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=f"^epiloq.{name}: {message}"):
-        epiloq.explain(name, **said)
+        epiloq.explain(name, **text)

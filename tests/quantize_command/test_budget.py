@@ -47,7 +47,7 @@ def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--bytes", "1kB"), r"need --bytes 0\.\d+MB, 0\.\d MB of them for what stays"),
         (("--bits", 4.01), r"need --bits \d\.\d+; or add smaller --candidates"),
@@ -71,10 +71,10 @@ def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
         ),
     ],
 )
-def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], said: str) -> None:
+def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], message: str) -> None:
     result = quantize(teacher, tmp_path / "out", *options)
     assert result.exit_code == 2
-    assert re.search(said, result.output), result.output
+    assert re.search(message, result.output), result.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,8 +184,8 @@ def test_transformers_reads_it(teacher: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     result = quantize(teacher, tmp_path / "out", "--bits", 5.2, "--symmetric")
     assert result.exit_code == 0, result.output
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert len(said["config_groups"]) > 1
+    message = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert len(message["config_groups"]) > 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     expected = logits(models.load(Checkpoint(tmp_path / "out"))[0])
     assert float((logits(theirs) - expected).norm() / expected.norm()) < 1e-5
@@ -199,11 +199,11 @@ def test_the_package_reads_zero_points_too(teacher: Path, tmp_path: Path) -> Non
     result = quantize(teacher, tmp_path / "out", "--bits", 5.2)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    said = config.QuantizationConfig.model_validate({k: v for k, v in found.items() if k != "dequantize"})
+    message = config.QuantizationConfig.model_validate({k: v for k, v in found.items() if k != "dequantize"})
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     float_model = models.load_float(Checkpoint(teacher))
     for name, layer in layers_of(tmp_path / "out").items():
-        schemes = [(target, scheme) for scheme in said.config_groups.values() for target in scheme.targets]
+        schemes = [(target, scheme) for scheme in message.config_groups.values() for target in scheme.targets]
         module = float_model.get_submodule(name)
         named = [scheme for target, scheme in schemes if target == name]
         by_class = [scheme for target, scheme in schemes if match.is_match(name, module, target)]
@@ -218,11 +218,11 @@ def test_the_package_reads_zero_points_too(teacher: Path, tmp_path: Path) -> Non
 def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option: str, vast: object) -> None:
     """As much as the model in floating point takes is a mistake; a little more than needed gives the largest."""
     refused = quantize(teacher, tmp_path / "none", option, vast)
-    said = " ".join(refused.output.split())
+    message = " ".join(refused.output.split())
     found = re.search(
-        rf"not less than the size of .* expected {option} ([\d.]+)(MB)? to {option} ([\d.]+)(MB)?, which", said
+        rf"not less than the size of .* expected {option} ([\d.]+)(MB)? to {option} ([\d.]+)(MB)?, which", message
     )
-    assert refused.exit_code == 2 and found is not None and not (tmp_path / "none").exists(), said
+    assert refused.exit_code == 2 and found is not None and not (tmp_path / "none").exists(), message
     least, unit, most = float(found[1]), found[2] or "", float(found[3])
     assert 0 < least < most
     for asked, has in ((least, "w4a16"), (most, "w8a16"), (most * 1.1, "w8a16")):

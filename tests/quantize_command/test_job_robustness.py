@@ -37,9 +37,9 @@ def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, mon
     """The second is told who is at work, before a weight is read and when both have passed the checks."""
     settings = Settings(teacher, tmp_path / "out", "w8a16", "rtn")
     second = jobs.prepare(settings)
-    said = rf"out: process {os.getpid()} on .*, since 20.*, is at work on it"
+    message = rf"out: process {os.getpid()} on .*, since 20.*, is at work on it"
     with held(tmp_path / ".out.partial" / jobs.LOCK):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             jobs.perform(second)
         monkeypatch.setattr(jobs, "opened", lambda *_: pytest.fail("loaded"))
         result = quantize(teacher, tmp_path / "out", *W8)

@@ -179,5 +179,5 @@ def test_of_two_conversions_at_once_the_later_leaves_the_first(
     monkeypatch.setattr(checkpoint.Writer, "close", meanwhile)
     result = run("convert", quantised, tmp_path / "out", "--format", "gptq")
     assert result.exit_code == 1 and f"{tmp_path / 'out'} was created in the meantime" in result.output, result.output
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert said["format"] == "epiloq" and [path.name for path in tmp_path.iterdir()] == ["out"]
+    message = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert message["format"] == "epiloq" and [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -95,9 +95,9 @@ def test_the_first_format_that_fits_is_taken(teacher: Path, tmp_path: Path) -> N
     result = quantize(teacher, tmp_path / "out", "--scheme", "w4a16-g128")
     assert result.exit_code == 0, result.output
     before, _, _ = result.output.partition("of weights")
-    said = " ".join(before.split())
-    assert "warning: format gptq: compressed-tensors cannot hold 14 of 14 layers" in said
-    assert "for compressed-tensors type --scheme w4a16-g32 --format compressed-tensors" in said
+    message = " ".join(before.split())
+    assert "warning: format gptq: compressed-tensors cannot hold 14 of 14 layers" in message
+    assert "for compressed-tensors type --scheme w4a16-g32 --format compressed-tensors" in message
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["group_size"]) == ("gptq", 128)
     assert in_floating_point(tmp_path / "out") == set() and run("inspect", tmp_path / "out").exit_code == 0

@@ -69,14 +69,14 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_requests(tmp_path: Path, teacher: Path, request_: str) -> None:
-    options, said = REQUESTS[request_]
+    options, message = REQUESTS[request_]
     shutil.copytree(teacher, tmp_path / "model")
     changed = json.loads((teacher / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
     (tmp_path / "text.txt").write_text(text(teacher).read_text())
     before = sorted(tmp_path.rglob("*"))
     result = quantize(tmp_path / "model", tmp_path / "out", *options)
-    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split()), result.output
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split()), result.output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -109,7 +109,7 @@ def without_tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (bert, "expected a causal language model, got BertForMaskedLM"),
         (without_blocks, "found none"),
@@ -119,18 +119,18 @@ def without_tokenizer(folder: Path) -> Path:
     ],
 )
 def test_models(
-    request: pytest.FixtureRequest, tmp_path: Path, teacher: Path, make: Callable[[Path], Path], said: str
+    request: pytest.FixtureRequest, tmp_path: Path, teacher: Path, make: Callable[[Path], Path], message: str
 ) -> None:
     folder = make(tmp_path / "model")
     request.getfixturevalue("unread")
     settings = Settings(folder, tmp_path / "out", "w4a16-g32", calibration=text(teacher), evaluation=text(teacher))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         jobs.prepare(settings)
 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"layout": "awq", "scheme": "w8a16"}, "4 bits"),
         ({"alpha": 1.5}, "alpha: expected 0 to 1"),
@@ -141,19 +141,19 @@ def test_models(
         ({"output": "model"}, "exists already"),
     ],
 )
-def test_settings(teacher: Path, changed: dict[str, Any], said: str) -> None:
+def test_settings(teacher: Path, changed: dict[str, Any], message: str) -> None:
     usual = {"output": "out", "scheme": "w4a16-g32", "calibration": text(teacher)}
     options = usual | changed
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         jobs.prepare(Settings(teacher, **(options | {"output": teacher.parent / str(options["output"])})))
 
 
 def test_texts_that_will_not_do(tmp_path: Path, teacher: Path, unread: None) -> None:
     (tmp_path / "short").write_text("a")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    for name, said in (("short", "at least two tokens"), ("bytes", "expected UTF-8")):
+    for name, message in (("short", "at least two tokens"), ("bytes", "expected UTF-8")):
         result = quantize(teacher, tmp_path / "out", *W4, "--calibration", tmp_path / name)
-        assert result.exit_code == 2 and said in result.output, result.output
+        assert result.exit_code == 2 and message in result.output, result.output
 
 
 def test_another_run_that_was_interrupted(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:

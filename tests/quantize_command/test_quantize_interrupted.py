@@ -94,7 +94,7 @@ WRITES = ("opening the store", "keeping a block", "writing", "carrying files ove
 
 
 @pytest.mark.parametrize(
-    ("point", "raised", "code", "said"),
+    ("point", "raised", "code", "message"),
     [(point, *INTERRUPTED) for point in POINTS] + [(point, *FULL) for point in WRITES],
 )
 def test_wherever_it_ends_it_goes_on(
@@ -105,7 +105,7 @@ def test_wherever_it_ends_it_goes_on(
     point: str,
     raised: BaseException,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     """The second time that a run comes by, so that something was finished, where it comes by twice."""
     place, name = POINTS[point]
@@ -124,7 +124,7 @@ def test_wherever_it_ends_it_goes_on(
     assert calls[0] == passes + 1
     assert result.exit_code == code, result.output
     last = result.output.strip().splitlines()[-1]
-    assert said in last and last.startswith("epiloq quantize: ") and len(last) < 300
+    assert message in last and last.startswith("epiloq quantize: ") and len(last) < 300
     if point == "clearing up":  # The result was there before.
         assert (tmp_path / "out" / "config.json").is_file()
         return

@@ -53,12 +53,12 @@ def arguments(models: Path, output: Path, *more: str, model: str = "llama") -> l
     return ["quantize", str(models / model), "--output", str(output), *text, *asked]
 
 
-def rank_of(rank: int, world: int, port: int, said: Path, asked: list[str], change: Change) -> None:
+def rank_of(rank: int, world: int, port: int, message: Path, asked: list[str], change: Change) -> None:
     """One process of a launcher's, which leaves what it displays in a file."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1", "COLUMNS": "200"}
     torch.set_num_threads(1)
-    with open(said, "w") as file:
+    with open(message, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
@@ -86,7 +86,7 @@ class Launched:
             each.kill()
         self.ended = time.time()
         self.codes = [each.exitcode for each in ranks]
-        self.said = [file.read_text() for file in files]
+        self.output = [file.read_text() for file in files]
         for file in files:
             file.unlink()
 
@@ -112,13 +112,13 @@ MIXTURE = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant+gptq", "-
 
 def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "two")] * 2)
-    assert run.codes == [0, 0], run.said
-    assert "of weights" in run.said[0] and run.said[1] == ""
+    assert run.codes == [0, 0], run.output
+    assert "of weights" in run.output[0] and run.output[1] == ""
     same_files(tmp_path / "two", whole)
     commands = [arguments(models, tmp_path / name, *MIXTURE, model="mixture") for name in ("one", "three")]
     assert Launched(tmp_path, commands[:1]).codes == [0]
     run = Launched(tmp_path, commands[1:] * 3)
-    assert run.codes == [0, 0, 0], run.said
+    assert run.codes == [0, 0, 0], run.output
     same_files(tmp_path / "three", tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
 
@@ -176,9 +176,9 @@ def test_ranks_must_be_alike(models: Path, tmp_path: Path, differing: str, named
 
     run = Launched(tmp_path, commands, change)
     assert run.codes == [2, 2]
-    said = " ".join(run.said[0].split())
-    assert "rank 1 and rank 0 have different" in said and named in said, run.said
-    assert run.said[1] == ""
+    message = " ".join(run.output[0].split())
+    assert "rank 1 and rank 0 have different" in message and named in message, run.output
+    assert run.output[1] == ""
     assert [path.name for path in tmp_path.iterdir() if path.name != "other"] == []
 
 
@@ -198,11 +198,11 @@ def dies(rank: int) -> None:
 def test_a_rank_dies_and_the_run_goes_on_later(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 3, dies)
     assert run.codes == [1, -signal.SIGKILL, 1]
-    assert run.ended - float(run.said[1]) < 60
-    for said in (run.said[0], run.said[2]):
-        assert "Traceback" not in said
-        assert len([line for line in said.splitlines() if line.startswith("epiloq quantize: ")]) == 1
-        assert "continues from there" in said
+    assert run.ended - float(run.output[1]) < 60
+    for message in (run.output[0], run.output[2]):
+        assert "Traceback" not in message
+        assert len([line for line in message.splitlines() if line.startswith("epiloq quantize: ")]) == 1
+        assert "continues from there" in message
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2)
     assert run.codes == [0, 0]
@@ -225,7 +225,7 @@ def full_disk(rank: int) -> None:
 def test_a_disk_fills(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "out")] * 2, full_disk)
     assert run.codes[0] == 1 and run.codes[1] > 0
-    assert "No space left on device" in run.said[0] and "Traceback" not in "".join(run.said)
+    assert "No space left on device" in run.output[0] and "Traceback" not in "".join(run.output)
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     assert Launched(tmp_path, [arguments(models, tmp_path / "out")]).codes == [0]
     same_files(tmp_path / "out", whole)

@@ -64,7 +64,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("truncated", "not a whole safetensors file"),
         ("missing shard", "model-00002-of-00002.safetensors: missing"),
@@ -78,20 +78,20 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
         ("no tokenizer", "no tokenizer"),
     ],
 )
-def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said: str) -> None:
+def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, message: str) -> None:
     import re
 
     folder = broken(teacher, tmp_path / "broken", how)
     before = sorted(tmp_path.iterdir())
     result = quantize(folder, tmp_path / "out", "--scheme", "w4a16-g32", "--calibration", str(text(teacher)))
     assert result.exit_code == 2, result.output
-    assert re.search(said, result.output), result.output
+    assert re.search(message, result.output), result.output
     assert len(result.output.strip().splitlines()[-1]) < 400 and not (tmp_path / "out").exists()
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--scheme", "w3a16"), "w4a16-g64"),
         (("--scheme", "w4a16-g32", "--algorithm", "magic"), "smoothquant"),
@@ -104,9 +104,9 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, said
         (("--scheme", "w4a16-g32", "--device", "quantum"), "expected auto, cpu"),
     ],
 )
-def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     result = quantize(teacher, tmp_path / "out", *options)
-    assert result.exit_code == 2 and said in result.output, result.output
+    assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,7 +126,7 @@ def test_quantised_directories_are_checked(teacher: Path, tmp_path: Path) -> Non
     tensors = load_file(file)
     assert quantize(tmp_path / "out", tmp_path / "twice", "--scheme", "w4a16-g32").exit_code == 2
     layer = "model.layers.0.mlp.up_proj"
-    for name, value, said in (
+    for name, value, message in (
         (f"{layer}.weight_packed", tensors[f"{layer}.weight_packed"][:-1], "weight_packed"),
         (f"{layer}.weight_scale", None, "weight"),
         ("model.norm.weight", None, "model.norm.weight"),
@@ -135,5 +135,5 @@ def test_quantised_directories_are_checked(teacher: Path, tmp_path: Path) -> Non
     ):
         changed = {n: t for n, t in tensors.items() if n != name} | ({} if value is None else {name: value})
         save_file(changed, file, {"format": "pt"})
-        with pytest.raises(FormatError, match=said):
+        with pytest.raises(FormatError, match=message):
             models.load(Checkpoint(tmp_path / "out"))

@@ -89,21 +89,21 @@ def test_the_page_reads_well_to_a_machine(made: Path) -> None:
 
 
 def test_the_page_says_what_was_found(made: Path) -> None:
-    page, said = Outline((made / "out" / "report.html").read_text()), found(made)
-    assert said["perplexity"]["tokens"] == 1300 and said["perplexity"]["window"] == 512
+    page, message = Outline((made / "out" / "report.html").read_text()), found(made)
+    assert message["perplexity"]["tokens"] == 1300 and message["perplexity"]["window"] == 512
     for expected in (
-        f"{said['perplexity']['before']:.3f} to {said['perplexity']['after']:.3f}",
-        max(said["layer_errors"], key=said["layer_errors"].get),
+        f"{message['perplexity']['before']:.3f} to {message['perplexity']['after']:.3f}",
+        max(message["layer_errors"], key=message["layer_errors"].get),
         "*.0.mlp.down_proj",
         str(made / "text"),
-        said["environment"]["versions"],
+        message["environment"]["versions"],
     ):
         assert expected in page.words
-    assert set(said["stages"]) == {"load", "evaluate before", "quantise", "write", "evaluate after"}
-    assert sum(said["stages"].values()) <= said["seconds"] * 1.001
-    kept = [name for name, errors in said["input_errors"].items() if errors["kept_dynamic"]]
-    assert kept == ["model.layers.0.mlp.down_proj"] and set(said["input_errors"]) == set(said["layer_errors"])
-    assert sum(said["scales"]["counts"]) == 2 * (2 * 64 + 2 * 16 + 2 * 96 + 64)  # A scale for each output channel.
+    assert set(message["stages"]) == {"load", "evaluate before", "quantise", "write", "evaluate after"}
+    assert sum(message["stages"].values()) <= message["seconds"] * 1.001
+    kept = [name for name, errors in message["input_errors"].items() if errors["kept_dynamic"]]
+    assert kept == ["model.layers.0.mlp.down_proj"] and set(message["input_errors"]) == set(message["layer_errors"])
+    assert sum(message["scales"]["counts"]) == 2 * (2 * 64 + 2 * 16 + 2 * 96 + 64)  # A scale for each output channel.
 
 
 def test_eval_prints_the_same_perplexity(made: Path) -> None:
@@ -114,27 +114,27 @@ def test_eval_prints_the_same_perplexity(made: Path) -> None:
 
 
 def test_names_cannot_break_the_page(made: Path) -> None:
-    said = found(made)
+    message = found(made)
     hostile = '<script>alert("1")</script>'
-    said |= {"model": hostile, "command": hostile, "layer_errors": {f"layers.{i}.{hostile}": 0.1 for i in range(3)}}
-    html = report.render(said)
+    message |= {"model": hostile, "command": hostile, "layer_errors": {f"layers.{i}.{hostile}": 0.1 for i in range(3)}}
+    html = report.render(message)
     assert hostile not in html and Outline(html).tags["script"] == 0
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_page_without_errors(made: Path) -> None:
     """As of a model whose weights lie on the grid already."""
-    said = found(made)
-    said |= {"layer_errors": dict.fromkeys(said["layer_errors"], 0.0), "input_errors": {}}
-    assert Outline(report.render(said)).pictures
+    message = found(made)
+    message |= {"layer_errors": dict.fromkeys(message["layer_errors"], 0.0), "input_errors": {}}
+    assert Outline(report.render(message)).pictures
 
 
 def test_a_page_of_the_simplest_run(made: Path, tmp_path: Path) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", tmp_path / "out", "--json", tmp_path / "r")
     result = run("quantize", made / "model", *options)
     assert result.exit_code == 0 and "its weight has a relative error of" in result.output
-    said = json.loads((tmp_path / "r").read_text())
-    assert said["perplexity"] is None and said["input_errors"] == {} and said["error_of"] == "weight"
+    message = json.loads((tmp_path / "r").read_text())
+    assert message["perplexity"] is None and message["input_errors"] == {} and message["error_of"] == "weight"
     assert len(Outline((tmp_path / "out" / "report.html").read_text()).pictures) == 4
 
 

@@ -189,7 +189,7 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ("--scheme", "fp8-token", "--format", "gptq"),
@@ -203,10 +203,10 @@ def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, sc
         (("--scheme", "fp9"), "there are w8a8-int8"),
     ],
 )
-def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_wrong_pairs(teacher: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     result = quantize(teacher, tmp_path / "out", *options)
     assert result.exit_code == 2
-    assert said in " ".join(result.output.replace("│", " ").split()), result.output
+    assert message in " ".join(result.output.replace("│", " ").split()), result.output
     assert list(tmp_path.iterdir()) == []
 
 

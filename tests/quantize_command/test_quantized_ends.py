@@ -62,8 +62,13 @@ def test_a_tied_pair_is_stored_once(seed: int, tmp_path: Path, option: str, sche
     given = (option, scheme, "--evaluation", text(teacher), "--json", report)
     result = run("quantize", teacher, "--output", out, *RTN, "w8a8-int8", *given)
     assert result.exit_code == 0, result.output
-    said = json.loads(report.read_text())["vocabulary"]
-    assert (said["head"], said["embedding"], said["tied"], said["stored_once"]) == (scheme, scheme, True, True)
+    reported = json.loads(report.read_text())["vocabulary"]
+    assert (reported["head"], reported["embedding"], reported["tied"], reported["stored_once"]) == (
+        scheme,
+        scheme,
+        True,
+        True,
+    )
     assert f"embedding {scheme}, head {scheme}, one stored weight: KL" in " ".join(result.output.split())
     page = (out / "report.html").read_text(encoding="utf-8") if (out / "report.html").exists() else None
     assert page is None or "KL of head and embedding" in page
@@ -81,10 +86,10 @@ def test_a_tied_pair_is_stored_once(seed: int, tmp_path: Path, option: str, sche
     blocks = copy.deepcopy(model)
     blocks.model.embed_tokens, blocks.lm_head = before.model.embed_tokens, before.lm_head
     p, q = (logits(each).double().log_softmax(-1) for each in (blocks, model))
-    assert said["kl"]["kl_mean"] > 0 and said["kl"]["tokens"] > 100
-    assert float((p.exp() * (p - q)).sum(-1).mean()) < 20 * said["kl"]["kl_mean"] + 1e-9
+    assert reported["kl"]["kl_mean"] > 0 and reported["kl"]["tokens"] > 100
+    assert float((p.exp() * (p - q)).sum(-1).mean()) < 20 * reported["kl"]["kl_mean"] + 1e-9
     relative = (rounded.model.embed_tokens.weight - before.model.embed_tokens.weight).norm()
-    assert said["errors"]["lm_head"] == pytest.approx(
+    assert reported["errors"]["lm_head"] == pytest.approx(
         float(relative / before.model.embed_tokens.weight.norm()), rel=0.02
     )
 

@@ -22,18 +22,20 @@ def test_a_handful_of_tokens_is_refused(
     teacher: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "short").write_text("abc")
-    said = "only 3 calibration tokens (1 of 8 windows)"
+    message = "only 3 calibration tokens (1 of 8 windows)"
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "opened", lambda *_: pytest.fail("loaded"))
         refused = quantize(teacher, tmp_path / "out", "--scheme", scheme, "--calibration", tmp_path / "short")
-    assert refused.exit_code == 2 and f"{said}: expected at least 256" in refused.output and "--force" in refused.output
+    assert (
+        refused.exit_code == 2 and f"{message}: expected at least 256" in refused.output and "--force" in refused.output
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["short"]
     options = ("--scheme", scheme, "--calibration", tmp_path / "short", "--force", "--json", tmp_path / "r.json")
     forced = quantize(teacher, tmp_path / "out", *options)
     assert forced.exit_code == 0, forced.output
-    assert forced.output.index(f"warning: {said}; results will be poor") < forced.output.index("of weights")
-    assert json.loads((tmp_path / "r.json").read_text())["warnings"] == [f"{said}; results will be poor"]
-    assert f"{said}; results will be poor" in (tmp_path / "out" / "report.html").read_text()
+    assert forced.output.index(f"warning: {message}; results will be poor") < forced.output.index("of weights")
+    assert json.loads((tmp_path / "r.json").read_text())["warnings"] == [f"{message}; results will be poor"]
+    assert f"{message}; results will be poor" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_an_algorithm_without_inputs_needs_no_text(teacher: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_without_it_kernels_differ(seed: int) -> None:
     assert not torch.equal(layer(x)[:3], layer(x[:3].clone()))
 
 
-def said(name: str, m: int, sizes: dict[str, Any]) -> str:
+def message(name: str, m: int, sizes: dict[str, Any]) -> str:
     return epiloq.explain(name, m=m, **sizes)
 
 
@@ -172,7 +172,7 @@ def test_kernels_of_a_layer_sum_in_one_order(name: str, seed: int, invariant: No
     random = Random(seed)
     for _ in range(8):
         sizes = {"n": random.randrange(128, 16384, 128), "k": random.randrange(256, 16384, 128), **CHOICES[name]}
-        kernels = {said(name, m, sizes) for m in (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300, 1024, 5000, 20000)}
+        kernels = {message(name, m, sizes) for m in (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300, 1024, 5000, 20000)}
         assert len({tuple(SPLITS.findall(kernel)) for kernel in kernels}) == 1, kernels
         assert all("rounded" not in kernel and "last wave" not in kernel for kernel in kernels)
         clusters = [int(number) for kernel in kernels for number in re.findall(r"clusters of (\d+)", kernel)]
@@ -186,8 +186,8 @@ def test_other_architectures_keep_a_kernel(invariant: None) -> None:
         ("sm75", "online_quant_mm", {"bits": 4, "group_size": 32}),
     ):
         sizes = {"n": 4096, "k": 4096, "arch": arch, **options}
-        assert len({said(name, m, sizes) for m in (1, 16, 100, 2000)}) == 1
-    tiled = {said("weight_only_mm", m, {"n": 512, "k": 4096, "arch": "sm80", "bits": 4}) for m in (1, 16, 300, 5000)}
+        assert len({message(name, m, sizes) for m in (1, 16, 100, 2000)}) == 1
+    tiled = {message("weight_only_mm", m, {"n": 512, "k": 4096, "arch": "sm80", "bits": 4}) for m in (1, 16, 300, 5000)}
     assert all(kernel.startswith("mma.sync") and "clusters" not in kernel for kernel in tiled)
 
 
@@ -249,9 +249,9 @@ def test_fp4_by_the_kernel_at_any_m(form: str, seed: int, invariant: None) -> No
     for expert, rows in ((0, slice(0, 100)), (2, slice(100, 700))):
         parts = layer._of_expert([q, scale, factor], expert)
         weight = layer._value(*parts, n)  # type: ignore[arg-type]
-        said = {epiloq.explain("packed_fp4_mm", x[:m], weight) for m in (1, 7, 64, 65, 700)}
-        assert all("split-K 1" in kernel for kernel in said)
-        assert len({kernel.split(",")[1] for kernel in said}) == 1, said
+        message = {epiloq.explain("packed_fp4_mm", x[:m], weight) for m in (1, 7, 64, 65, 700)}
+        assert all("split-K 1" in kernel for kernel in message)
+        assert len({kernel.split(",")[1] for kernel in message}) == 1, message
         for m in (1, 33, 100):
             part = x[rows][:m].clone()
             assert torch.equal(epiloq.packed_fp4_mm(part, weight), y[rows][:m])

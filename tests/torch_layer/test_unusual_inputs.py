@@ -151,7 +151,7 @@ def test_a_bias_of_other_channels_is_not_prepared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "said", "message"),
+    ("operation", "text", "message"),
     [
         ("weight_only_mm", {"group_size": 0}, "group_size: expected -1 or at least 1, got 0"),
         ("weight_only_mm", {"group_size": -7}, "group_size: expected -1 or at least 1, got -7"),
@@ -164,19 +164,19 @@ def test_a_bias_of_other_channels_is_not_prepared() -> None:
         ("grouped_mm", {"k": 131072, "dtype": torch.int8, "experts": 2, "per_row_scales": True}, "k: expected at most"),
     ],
 )
-def test_sizes_that_no_call_takes_are_not_explained(operation: str, said: dict[str, Any], message: str) -> None:
-    refuses(message, epiloq.explain, operation, **{"m": 16, "n": 64, "k": 64, **said})
+def test_sizes_that_no_call_takes_are_not_explained(operation: str, text: dict[str, Any], message: str) -> None:
+    refuses(message, epiloq.explain, operation, **{"m": 16, "n": 64, "k": 64, **text})
 
 
 def test_sizes_at_the_limits_are_explained() -> None:
-    for operation, said in (
+    for operation, text in (
         ("scaled_mm", {"k": 131071}),
         ("scaled_mm", {"k": 2**20, "dtype": torch.float8_e4m3fn}),
         ("scaled_mm_azp", {"k": 65793}),
         ("groupwise_mm", {"k": 2**20}),
         ("weight_only_mm", {"k": 64, "group_size": -1, "bits": 3}),
     ):
-        assert epiloq.explain(operation, m=16, n=64, **said)
+        assert epiloq.explain(operation, m=16, n=64, **text)
 
 
 def float8(*shape: int) -> Tensor:

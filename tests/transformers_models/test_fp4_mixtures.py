@@ -53,11 +53,11 @@ def test_quantised_saved_and_opened(
     make, stored, projections = FAMILIES[family]
     make(torch.bfloat16).save_pretrained(tmp_path / "model")
     options = ("--scheme", f"w4a16-{form}", "--algorithm", "rtn", "--output", tmp_path / "out")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as text:
         warnings.simplefilter("always")
         result = run("quantize", tmp_path / "model", *options)
     assert result.exit_code == 0, result.output
-    assert any("leaves out the global scales" in str(each.message) for each in said) == (form == "nvfp4")
+    assert any("leaves out the global scales" in str(each.message) for each in text) == (form == "nvfp4")
     assert "floating point:" not in result.output.replace("lm_head", "")
     checkpoint = Checkpoint(tmp_path / "out")
     model, _ = models.load(checkpoint)

@@ -209,15 +209,15 @@ def test_no_tokens_and_wrong_inputs() -> None:
     experts = Fp4Experts(3, 32, 64)
     none = experts(torch.zeros(0, 32), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     assert none.shape == (0, 32)
-    for arguments, said in (
+    for arguments, text in (
         ((torch.zeros(2, 31), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)), r"hidden_states: .*\[T, 32\]"),
         ((torch.zeros(2, 32), torch.full((2, 1), 3), torch.zeros(2, 1)), "top_k_index: expected numbers of 0 to 2"),
         ((torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 2)), "top_k_weights: expected"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             experts(*arguments)
-    for sizes, said in (((3, 33, 64), "hidden: expected a multiple of 32"), ((0, 32, 32), "experts: expected")):
-        with pytest.raises(ValueError, match=said):
+    for sizes, text in (((3, 33, 64), "hidden: expected a multiple of 32"), ((0, 32, 32), "experts: expected")):
+        with pytest.raises(ValueError, match=text):
             Fp4Experts(*sizes)
 
 
@@ -235,8 +235,8 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")
-@pytest.mark.parametrize(("what", "change", "said"), BAD)
-def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, said: str) -> None:
+@pytest.mark.parametrize(("what", "change", "text"), BAD)
+def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, text: str) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     if what == "config":
@@ -248,7 +248,7 @@ def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, said: str
         name, tensor = change
         tensors.pop(name)
         save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         opened(tmp_path)
 
 

@@ -189,9 +189,9 @@ def test_quantised_to_deepseek(family: Any, tmp_path: Path) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     # The layout that its hub has.
     assert {name.removesuffix("_scale_inv") for name in after} == before.keys()
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    reported = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     router = stored.replace("experts", "gate")
-    assert "lm_head" in said["modules_to_not_convert"] and router in said["modules_to_not_convert"]
+    assert "lm_head" in reported["modules_to_not_convert"] and router in reported["modules_to_not_convert"]
     assert after[f"{router}.weight"].dtype == torch.bfloat16
     stack = theirs(tmp_path / "out").get_submodule(inside)
     for expert in range(4):
@@ -287,8 +287,8 @@ def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> No
     assert json.loads((tmp_path / "figures").read_text())["float_experts"].keys() == {
         f"model.layers.{layer}.mlp.experts" for layer in range(2)
     }
-    said = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert "model.layers.1.mlp.experts" in said and "model.layers.1.mlp.router" in said
+    reported = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.1.mlp.experts" in reported and "model.layers.1.mlp.router" in reported
     assert f"Experts in floating point: {line}" in run("inspect", out).output
     model, _ = models.load(Checkpoint(out))
     assert typical_error(logits(model), logits(opened(tmp_path / "model"))) < 0.5

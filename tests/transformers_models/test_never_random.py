@@ -38,8 +38,10 @@ def test_transformers_alone_gives_no_random_model(tmp_path: Path, scheme: str) -
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(logits(found), expected)
     found.save_pretrained(tmp_path / "again")
-    said = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("model", "again")]
-    assert said[0] == said[1] and "quant_method" not in said[0]
+    message = [
+        json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("model", "again")
+    ]
+    assert message[0] == message[1] and "quant_method" not in message[0]
     assert torch.equal(logits(models.from_directory(tmp_path / "again")), expected)
 
 
@@ -47,9 +49,9 @@ def test_files_of_the_version_before_are_opened(tmp_path: Path) -> None:
     model = epiloq.quantize_(tiny_model(), "w8a8-int8")
     epiloq_modules.save(model, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    said = config["quantization_config"]
-    del said["format"], said["opened_by"]
-    said |= {"quant_method": "epiloq", "format_version": 2}
+    message = config["quantization_config"]
+    del message["format"], message["opened_by"]
+    message |= {"quant_method": "epiloq", "format_version": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits(models.from_directory(tmp_path / "model")), logits(model))
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model))

@@ -51,8 +51,8 @@ def test_what_was_quantised_opens(scheme: str, tmp_path: Path) -> None:
     model = epiloq.quantize_(model_of(), scheme)
     found = logits(model)
     model.save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert said["format"] == "epiloq"
+    message = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert message["format"] == "epiloq"
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), found)
     again.save_pretrained(tmp_path / "again")
@@ -76,8 +76,10 @@ config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidd
 epiloq.quantize_(transformers.LlamaForCausalLM(config), "w8a8-int8")
 print(dict(AUTO_QUANTIZER_MAPPING) == before)
 """
-    said = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True).stdout
-    assert said.split()[-1] == "True"
+    message = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True
+    ).stdout
+    assert message.split()[-1] == "True"
 
 
 def test_an_import_after_quantising_registers(tmp_path: Path) -> None:
@@ -92,5 +94,5 @@ again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/w8")
 print(type(again.model.layers[0].mlp.up_proj).__name__)
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
-    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
-    assert said.split()[-1] == "WeightOnlyLinear"
+    message = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+    assert message.split()[-1] == "WeightOnlyLinear"

@@ -59,7 +59,7 @@ def fewer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tool", "change", "said"),
+    ("tool", "change", "message"),
     [
         ("gptq", having(f"{UP}.qweight", fewer), rf"{WEIGHTS}: {UP}: qweight: expected torch.int32 \[8, 192\]"),
         ("gptq", without(f"{UP}.qzeros"), f"{WEIGHTS}: {UP}: qzeros: expected a tensor"),
@@ -98,18 +98,18 @@ def fewer(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_tensors_that_disagree(
-    whole: Path, tmp_path: Path, tool: str, change: Callable[[Tensors], Tensors], said: str
+    whole: Path, tmp_path: Path, tool: str, change: Callable[[Tensors], Tensors], message: str
 ) -> None:
     shutil.copytree(whole / tool, tmp_path / tool)
     file = tmp_path / tool / WEIGHTS
     save_file(change(load_file(file)), file, {"format": "pt"})
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=message) as error:
         opened(tmp_path / tool)
     assert str(tmp_path / tool) in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("tool", "change", "said"),
+    ("tool", "change", "message"),
     [
         ("gptq", {"bits": 8}, f"{WEIGHTS}: model.layers.0.*: qweight: expected torch.int32"),
         ("gptq", {"bits": 9}, "config.json: Grid: bits: expected 2 to 8, got 9"),
@@ -124,31 +124,31 @@ def test_tensors_that_disagree(
     ],
 )
 def test_configurations_that_disagree(
-    whole: Path, tmp_path: Path, tool: str, change: dict[str, Any], said: str
+    whole: Path, tmp_path: Path, tool: str, change: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(whole / tool, tmp_path / tool)
     file = tmp_path / tool / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"] |= change
     file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=message) as error:
         opened(tmp_path / tool)
     assert str(tmp_path / tool) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_hidden_layers": 3}, r"model.layers.2.*: expected a tensor, found none"),
         ({"num_hidden_layers": 1}, r"model.layers.1.*: expected a linear layer .* found nothing"),
         ({"hidden_size": 128}, r"model.*: expected .*64"),
     ],
 )
-def test_models_that_disagree(whole: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_models_that_disagree(whole: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     shutil.copytree(whole / "awq", tmp_path / "awq")
     file = tmp_path / "awq" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         opened(tmp_path / "awq")
 
 
@@ -166,7 +166,7 @@ def test_files_that_are_not_whole(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "options", "said"),
+    ("tool", "options", "message"),
     [
         ("awq", {"dtype": torch.float64}, "dtype: expected one of torch.float32"),
         ("awq", {"dtype": torch.int8}, "dtype|floating"),
@@ -181,8 +181,8 @@ def test_files_that_are_not_whole(whole: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_requests(whole: Path, tool: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_requests(whole: Path, tool: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         opened(whole / tool, **options)
 
 

@@ -149,8 +149,8 @@ def test_quantised_after_loading(seed: int, tmp_path: Path, scheme: str) -> None
     assert torch.equal(logits(found), logits(epiloq.quantize_(opened(tmp_path / "float"), scheme)))
     assert len(layers(found)) == 14 and found.is_quantized
     found.save_pretrained(tmp_path / "out")
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert said == found.config.quantization_config.to_dict() and "quant_method" not in said
+    message = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert message == found.config.quantization_config.to_dict() and "quant_method" not in message
     again = opened(tmp_path / "out")
     assert torch.equal(logits(again), logits(found))
     assert {name: repr(layer) for name, layer in layers(again).items()} == {

@@ -103,10 +103,10 @@ def test_tensors_stay_on_the_layers_device(seed: int, tool: str, without: str) -
     assert described is not None
     read = reader(described)
     with torch.device("meta"):
-        said = tensors_of(read.opened(linear, given), read, torch.float32)
-    assert given.keys() <= said.keys()
-    assert all(torch.equal(said[name], tensor) for name, tensor in given.items())
-    assert {tensor.device.type for tensor in said.values()} == {"cpu"}
+        message = tensors_of(read.opened(linear, given), read, torch.float32)
+    assert given.keys() <= message.keys()
+    assert all(torch.equal(message[name], tensor) for name, tensor in given.items())
+    assert {tensor.device.type for tensor in message.values()} == {"cpu"}
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

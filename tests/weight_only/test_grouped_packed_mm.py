@@ -80,10 +80,10 @@ def test_is_each_experts_product(seed: int, device: str, kind: str, activations:
     assert epiloq.grouped_packed_mm(**given, out=out) is out
     assert torch.equal(out[:begin], y[:begin])
     assert (out[begin:] == 7).all()
-    said = epiloq.explain("grouped_packed_mm", **given)
+    text = epiloq.explain("grouped_packed_mm", **given)
     has_kernel = device == "cuda" and kind != "offset" and bits == 4
     widens = "" if scale is None else "activations as bfloat16: "
-    assert said.startswith(f"{widens}grouped mma.sync" if has_kernel else "one expert after the other: ")
+    assert text.startswith(f"{widens}grouped mma.sync" if has_kernel else "one expert after the other: ")
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
@@ -104,9 +104,9 @@ def test_explain_names_every_pass(
     monkeypatch.setattr(operation, "widened", None)
     monkeypatch.setattr(epiloq._core, "explain_grouped_weight_only_mm", explained, raising=False)
     options = {} if activations == torch.bfloat16 else {"out_dtype": out_dtype}
-    said = epiloq.explain("grouped_packed_mm", **given, **options)
+    text = epiloq.explain("grouped_packed_mm", **given, **options)
     then = ", then rounded to float16" if options.get("out_dtype") else ""
-    assert said == ("a kernel" if given["scale_a"] is None else f"activations as bfloat16: a kernel{then}")
+    assert text == ("a kernel" if given["scale_a"] is None else f"activations as bfloat16: a kernel{then}")
     assert seen == [torch.bfloat16] * 2
 
 

@@ -59,8 +59,8 @@ def test_against_float64(seed: int, counts: str, bits: int, group: int, kind: st
         assert epiloq.grouped_packed_mm(x, weight.packed, offs=ends_of(rows), out=out) is out
         assert_experts_close(out, x, weight, rows, n)
         assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
-        said = epiloq.explain("grouped_packed_mm", x, weight.packed, offs=ends_of(rows))
-        assert said.startswith("grouped mma.sync" if len(x) <= 64 * len(rows) else "one expert after the other")
+        message = epiloq.explain("grouped_packed_mm", x, weight.packed, offs=ends_of(rows))
+        assert message.startswith("grouped mma.sync" if len(x) <= 64 * len(rows) else "one expert after the other")
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])

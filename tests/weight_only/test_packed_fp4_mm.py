@@ -201,17 +201,17 @@ def test_refused(seed: int) -> None:
         ),
         ({"weight": PackedFp4Weight(weight.q, weight.scale[:1], None, "mxfp4", 64, 40)}, r"weight\.scale: expected"),
     ]
-    for arguments, said in cases:
-        with pytest.raises(ValueError, match=rf"epiloq\.packed_fp4_mm: {said}"):
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=rf"epiloq\.packed_fp4_mm: {message}"):
             epiloq.packed_fp4_mm(**{"x": x, "weight": weight, **arguments})
     with pytest.raises(TypeError, match="weight: expected a PackedFp4Weight, got Tensor"):
         epiloq.packed_fp4_mm(x, x)  # type: ignore[arg-type]
     codes, scale, _ = fp4_reference.weight(40, 40, E4M3)
-    for factor, said in (
+    for factor, message in (
         (torch.ones(2), "global_scale: expected one element"),
         (torch.ones(1).double(), "global_scale: expected"),
     ):
-        with pytest.raises(ValueError, match=rf"epiloq\.pack_fp4_weight: {said}"):
+        with pytest.raises(ValueError, match=rf"epiloq\.pack_fp4_weight: {message}"):
             epiloq.pack_fp4_weight(codes, scale, in_features=40, global_scale=factor)
 
 

@@ -48,8 +48,8 @@ def test_the_kernel_of_groups(seed: int, group_size: int, kind: str) -> None:
         more = {"bias": torch.float16, "act_order": group_size == 64, "device": "cuda"}
         problem = make_problem(m, n, k, group_size, kind, **more)
         run_and_assert_close(problem, torch.float16)
-        said = epiloq.explain("w4a8_mm", *problem.arguments, out_dtype=torch.float16)
-        taken = "float8 in registers" in said
+        message = epiloq.explain("w4a8_mm", *problem.arguments, out_dtype=torch.float16)
+        taken = "float8 in registers" in message
         on_sm90 = torch.cuda.get_device_capability() == (9, 0)
         assert taken == (kind == "symmetric" and on_sm90)
 

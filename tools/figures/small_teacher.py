@@ -63,7 +63,9 @@ def docstrings(folder: Path) -> Iterator[str]:
         except (SyntaxError, UnicodeDecodeError):
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [said for node in ast.walk(tree) if isinstance(node, documented) and (said := ast.get_docstring(node))]
+        found = [
+            message for node in ast.walk(tree) if isinstance(node, documented) and (message := ast.get_docstring(node))
+        ]
         if found:
             yield "\n\n".join(found)
 

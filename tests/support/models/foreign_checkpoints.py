@@ -310,9 +310,9 @@ def write_as(
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         linear.weight.data = weight
     folder.mkdir()
-    said = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    said |= {} if config is None else {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(said | {"dtype": "float32"}))
+    message = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    message |= {} if config is None else {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(message | {"dtype": "float32"}))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return model

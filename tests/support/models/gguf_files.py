@@ -86,8 +86,8 @@ def reference(arch: str, *, tied: bool = False, **changes: Any) -> Any:
     """A model of random weights, biases and norms."""
     name, more = ARCHITECTURES[arch]
     gemma = arch.startswith("gemma")
-    said = {**_SIZES, **more, "tie_word_embeddings": tied or gemma, **changes}
-    config = transformers.AutoConfig.for_model(name, **said)
+    message = {**_SIZES, **more, "tie_word_embeddings": tied or gemma, **changes}
+    config = transformers.AutoConfig.for_model(name, **message)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for key, value in model.named_parameters():
         with torch.no_grad():

@@ -28,9 +28,10 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         context = multiprocessing.get_context("fork")
-        self.said = [where / f"said-{rank}" for rank in range(world)]
+        self.output = [where / f"output-{rank}" for rank in range(world)]
         ranks = [
-            context.Process(target=self._rank, args=(rank, world, port, self.said[rank], run)) for rank in range(world)
+            context.Process(target=self._rank, args=(rank, world, port, self.output[rank], run))
+            for rank in range(world)
         ]
         start = time.monotonic()
         for each in ranks:
@@ -44,7 +45,7 @@ class Ranks:
         self.codes = [each.exitcode for each in ranks]
 
     @staticmethod
-    def _rank(rank: int, world: int, port: str, said: Path, run: Callable[[int], None]) -> None:
+    def _rank(rank: int, world: int, port: str, text: Path, run: Callable[[int], None]) -> None:
         threads.forked = False  # or its first operation brings a forked process back to one thread
         torch.set_num_threads(1)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
@@ -54,9 +55,9 @@ class Ranks:
             integration.register()
             run(rank)
         except BaseException as error:
-            said.write_text(f"{type(error).__name__}: {error}")
+            text.write_text(f"{type(error).__name__}: {error}")
             os._exit(3)
         os._exit(0)
 
     def message(self, rank: int) -> str:
-        return self.said[rank].read_text() if self.said[rank].exists() else ""
+        return self.output[rank].read_text() if self.output[rank].exists() else ""

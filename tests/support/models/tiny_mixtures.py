@@ -110,7 +110,7 @@ def published(model: Any, folder: Path, experts: bool = True) -> Path:
     extra = "model.layers.61.mlp.experts.0.gate_proj.weight"
     tensors[extra], tensors[f"{extra}_scale_inv"] = blocks(torch.randn(64, 128))
     save_file(tensors, file, metadata={"format": "pt"})
-    said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    message = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": message}))
     return folder
