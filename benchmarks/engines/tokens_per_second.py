@@ -26,7 +26,7 @@ SCHEMES = {"w4a16": "w4a16-g128", "int8": "w8a8-int8", "fp8": "fp8-token"}
 VOCABULARY = 32000
 
 
-def write_checkpoint(folder: Path, shape: str, kind: str) -> None:
+def write_checkpoint(folder: Path, shape: str, layers: int | None, kind: str) -> None:
     """A model with random weights, quantised layer by layer, in compressed-tensors' format."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +34,9 @@ def write_checkpoint(folder: Path, shape: str, kind: str) -> None:
     import epiloq
     from epiloq.formats import convert, epiloq_modules
 
-    sizes = SHAPES[shape]
+    sizes = dict(SHAPES[shape])
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     config = LlamaConfig(
         **sizes, num_key_value_heads=8, vocab_size=VOCABULARY, max_position_embeddings=4096, dtype=torch.bfloat16
     )
@@ -47,7 +49,9 @@ def write_checkpoint(folder: Path, shape: str, kind: str) -> None:
         convert.perform(convert.prepare(Path(own) / "own", folder, "compressed-tensors"))
 
 
-def measure(folder: str, tokens: int, batches: list[int], eager: bool) -> dict[str, Any]:
+def measure(
+    folder: str, tokens: int, batches: list[int], eager: bool = False, attention: str | None = None
+) -> dict[str, Any]:
     """Tokens per second for each batch, the median of five runs after two that do not count."""
     import statistics
 
@@ -62,6 +66,7 @@ def measure(folder: str, tokens: int, batches: list[int], eager: bool) -> dict[s
         enforce_eager=eager,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **({} if attention is None else {"attention_backend": attention}),
     )
     options = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
     found: dict[str, Any] = {}
@@ -81,8 +86,10 @@ def measure(folder: str, tokens: int, batches: list[int], eager: bool) -> dict[s
 def contend(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One contender in a process of its own."""
     environment = dict(os.environ, EPILOQ_ENGINE_LAYERS="all" if name == "epiloq" else "none")
+    environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # the last line of stdout is the result
     command = [sys.executable, __file__, "--measure", str(folder), "--tokens", str(arguments.tokens), "--batches"]
     command += [str(batch) for batch in arguments.batches] + (["--eager"] if arguments.eager else [])
+    command += [] if arguments.attention is None else ["--attention", arguments.attention]
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=arguments.timeout)
     if run.returncode:
         raise SystemExit(f"{name}: the engine ended with {run.returncode}")
@@ -93,6 +100,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=SCHEMES, default="w4a16")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, help="decoder layers, instead of the shape's")
+    parser.add_argument("--attention", help="vLLM's attention backend, such as TRITON_ATTN; by default its own choice")
     parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation")
@@ -101,11 +110,12 @@ def main() -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(arguments.measure, arguments.tokens, arguments.batches, arguments.eager)))
+        rates = measure(arguments.measure, arguments.tokens, arguments.batches, arguments.eager, arguments.attention)
+        print(json.dumps(rates))
         return
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "checkpoint"
-        write_checkpoint(folder, arguments.shape, arguments.kind)
+        write_checkpoint(folder, arguments.shape, arguments.layers, arguments.kind)
         rates = {name: contend(name, folder, arguments) for name in ("epiloq", "vllm")}
     for batch in map(str, arguments.batches):
         ours, theirs = (rates[name][batch]["tokens_per_second"] for name in ("epiloq", "vllm"))
@@ -113,14 +123,10 @@ def main() -> None:
             f"{arguments.kind} batch {batch}: epiloq {ours:.0f} tok/s, vLLM {theirs:.0f} tok/s, {ours / theirs:.2f} x"
         )
     if arguments.json:
-        message = {
-            "kind": arguments.kind,
-            "shape": arguments.shape,
-            "tokens": arguments.tokens,
-            "eager": arguments.eager,
-        }
+        settings = ("kind", "shape", "layers", "tokens", "eager", "attention")
+        record = {name: getattr(arguments, name) for name in settings} | {"rates": rates}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(message | {"rates": rates}, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
