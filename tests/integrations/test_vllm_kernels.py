@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
+from vllm import envs
+from vllm.config.utils import hash_factors
 from vllm.model_executor.kernels import linear as engine
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel
 from vllm.model_executor.layers import linear
@@ -320,6 +322,19 @@ def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "EpiloqMixedPrecisionLinearKernel")
     with pytest.raises(ValueError, match="disabled by environment variable"):
         choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128))
+
+
+def test_graphs_compiled_with_other_kernels_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's cache of compiled graphs is keyed by these factors; it has no other way to know of the kernels."""
+    keys = []
+    for chosen in (None, "none", "int8", "int8,fp8"):
+        monkeypatch.delenv("EPILOQ_ENGINE_LAYERS", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", chosen)
+        keys.append(hash_factors(envs.compile_factors()))
+    monkeypatch.delitem(envs.environment_variables, "EPILOQ_ENGINE_LAYERS")
+    keys.append(hash_factors(envs.compile_factors()))
+    assert len(set(keys)) == len(keys)
 
 
 def test_epiloq_is_first_on_gpus_and_last_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

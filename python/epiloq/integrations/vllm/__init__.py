@@ -20,10 +20,14 @@ def register() -> None:
     import vllm.envs as envs
 
     import epiloq
-    from epiloq.integrations.engines.choice import chosen_layers
+    from epiloq import _core
+    from epiloq.integrations.engines.choice import VARIABLE, chosen_layers
     from epiloq.integrations.vllm import checkpoint, kernels
 
     chosen_layers()
+    # vLLM keeps compiled graphs on disk under a digest of these variables. Without this entry, a graph compiled with
+    # epiloq's kernels would be loaded for weights that are packed for other kernels, and the reverse.
+    envs.environment_variables[VARIABLE] = lambda: (epiloq.__version__, _core.source_hash(), *chosen_layers())
     if envs.VLLM_BATCH_INVARIANT:
         epiloq.set_batch_invariant()
     kernels.register()
