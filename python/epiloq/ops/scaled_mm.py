@@ -73,7 +73,7 @@ def scaled_mm(
             return refuse_backward("scaled_mm", result)
         torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out=out)
         return out
-    return _run(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype, out=out)
+    return run(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype, out=out)
 
 
 def scaled_mm_azp(
@@ -128,7 +128,7 @@ def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tens
     return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
 
 
-def _run(
+def run(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -140,6 +140,7 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
+    """`scaled_mm` for plain tensors."""
     result = _empty("scaled_mm", a, b, out_dtype) if out is None else out
     _launch((result, a, b, scale_a, scale_b, bias, None, None), fast_accum, constant_b)
     if out is not None:
@@ -208,7 +209,7 @@ def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype)
 
 
 for _name, _arguments, _function in (
-    ("scaled_mm", f"{_OPERANDS}, Tensor? bias=None, bool fast_accum=False, bool constant_b=False", _run),
+    ("scaled_mm", f"{_OPERANDS}, Tensor? bias=None, bool fast_accum=False, bool constant_b=False", run),
     (
         "scaled_mm_azp",
         f"{_OPERANDS}, Tensor azp_adj, Tensor? azp=None, Tensor? bias=None, bool constant_b=False",

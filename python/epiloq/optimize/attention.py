@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.attention.decode_attention import decode_attention
-from epiloq.optimize.guards import wants_gradient
+from epiloq.ops.attention.decode_attention import run as run_decode_attention
+from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
@@ -64,6 +65,34 @@ def grouped_sdpa(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
+
+
+# Where a mask has its row of tokens, a view, which is the same for every layer of a model.
+_ROW = "_epiloq_row"
+
+
+def attend_plainly(
+    module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """`grouped_sdpa` for one token of a plain query ``[B, 1, H, D]``, in eager mode and without gradients:
+    ``[B, H, D]`` or ``[B, 1, H, D]``."""
+    heads = query.transpose(1, 2)
+    plain = isinstance(key, Tensor) and are_plain(key, value, mask) and _decodes(heads, key, value, mask, False)
+    row = _row_of(mask) if plain and mask is not None else None
+    if not plain or (mask is not None and row is None):
+        return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return run_decode_attention(query.select(1, 0), key, value, row, None, None, scale)
+
+
+def _row_of(mask: Tensor) -> Tensor | None:
+    """The tokens ``[B, L]`` of a mask ``[B, 1, 1, L]``, as a view; None if they are not neighbours in memory."""
+    row: Tensor | None = vars(mask).get(_ROW)
+    if row is None or row.data_ptr() != mask.data_ptr() or row.shape[-1] != mask.shape[-1]:
+        if mask.stride(-1) != 1:
+            return None
+        row = vars(mask)[_ROW] = mask[:, 0, 0]
+    return row
 
 
 def _groups_heads(query: Tensor, keys: Tensor, mask: Tensor | None) -> bool:

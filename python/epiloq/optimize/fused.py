@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_exporting
 
-import epiloq
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.guards import untouched, wants_gradient
 from epiloq.optimize.rotary import ATTENTION, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.tokens import Quantized, multiply, quantises, quantizer_of
+from epiloq.optimize.step import Step, step_of
+from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
 
 GATED = ("gate_proj", "up_proj")
 _SILU = ("SiLU", "SiLUActivation")
@@ -52,7 +52,9 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         attention = ((module.self_attn, norms[0]), _reader(module.self_attn, ATTENTION))
         mlp = ((module.mlp, norms[1]), _reader(module.mlp, GATED))
-        return partial(pre_norm_decoder, module, defaults, attention, mlp)
+        takes_integers = attention[1] is not None, mlp[1] is not None
+        step = step_of(module, takes_integers, (rotary_attention, gated_mlp, rms_norm))
+        return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
     return None
 
 
@@ -66,7 +68,7 @@ def _reader(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
     """The layers to which a module passes its input, if it does nothing else with it and they accept it quantised."""
     siblings = group_of(module, names)
     first: Any = None if siblings is None else siblings.layers[0]
-    if first is None or quantizer_of(first) is None or first.in_features % K_MULTIPLE:
+    if first is None or measure_of(first) is None or first.in_features % K_MULTIPLE:
         return None
     argument = list(inspect.signature(type(module).forward).parameters)[1]
     return siblings if structure.only_projects(type(module), argument, names) else None
@@ -78,12 +80,10 @@ def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor
     if not stands or wants_gradient(x) or is_exporting():
         return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
     gate_up, down = siblings.whole(x), mlp.down_proj
-    quantizer = quantizer_of(down)
-    if quantizer is None or not untouched(down) or not quantises(down, gate_up[..., : siblings.sizes[0]]):
+    if measure_of(down) is None or not untouched(down) or not quantises(down, gate_up[..., : siblings.sizes[0]]):
         gate, up = gate_up.chunk(2, -1)
         return down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
-    q, scale = epiloq.silu_and_mul_quant(gate_up.view(-1, gate_up.shape[-1]), **quantizer)
-    return multiply(down, Quantized(q, scale, gate_up.shape[:-1], gate_up.dtype))
+    return multiply(down, activated(gate_up, down))
 
 
 _Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
@@ -91,9 +91,18 @@ _Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
 
 
 def pre_norm_decoder(
-    block: Any, defaults: dict[str, Any], first: _Half, second: _Half, hidden_states: Tensor, *args: Any, **kwargs: Any
+    block: Any,
+    defaults: dict[str, Any],
+    first: _Half,
+    second: _Half,
+    step: Step | None,
+    hidden_states: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """``h = x + attention(norm(x)); h + mlp(norm(h))``: the addition, the norm and the next quantiser as one."""
+    if step is not None and not args and (result := step(hidden_states, kwargs)) is not None:
+        return result
     if args or wants_gradient(hidden_states):
         return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
     attention, norm = block.self_attn, block.input_layernorm
@@ -122,16 +131,8 @@ def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | No
     if reader is None or _apart(norm.weight, x) or not quantises(reader.layers[0], x):
         total = x if residual is None else residual + x
         return norm(total), total
-    quantizer = quantizer_of(reader.layers[0])
-    assert quantizer is not None
-    flat, total = x.reshape(-1, x.shape[-1]), x
-    if residual is None:
-        q, scale = epiloq.rms_norm_quant(flat, norm.weight, norm.variance_epsilon, **quantizer)
-    else:
-        before = residual.reshape(flat.shape)
-        q, scale, added = epiloq.rms_norm_quant(flat, norm.weight, norm.variance_epsilon, residual=before, **quantizer)
-        total = added.view(x.shape)
-    return reader.hand(Quantized(q, scale, x.shape[:-1], x.dtype)), total
+    tokens, total = normed(norm, x, residual, reader.layers[0])
+    return reader.hand(tokens), total
 
 
 def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq._torch.library import PLAIN
+
 
 def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
     """Whether `module` computes what its class defines, or has a ``forward`` from `ours`.
@@ -19,6 +21,11 @@ def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
         return False
     forward = vars(module).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func in ours)
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether the values of tensors, or None, are those of their memory; `direct` also asks what else is at work."""
+    return all(t is None or (type(t) in PLAIN and t.layout is torch.strided and not t.is_neg()) for t in tensors)
 
 
 def wants_gradient(*tensors: Tensor) -> bool:

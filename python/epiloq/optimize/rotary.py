@@ -13,7 +13,7 @@ from torch.compiler import is_compiling, is_exporting
 from epiloq._torch.library import direct
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa
-from epiloq.optimize.guards import wants_gradient
+from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -39,23 +39,36 @@ def rotary_attention(
     counts = [size // width for size in siblings.sizes]
     heads = siblings.whole(x).view(*shape, -1, width)
     if norms_heads:
-        query, key, value = heads.split(counts, -2)
-        heads = torch.cat((attention.q_norm(query), attention.k_norm(key), value), -2)
-    query, key, value = _rotated(heads, counts, cos, sin, held, attention.layer_idx)
+        heads = with_normed_heads(attention, heads, counts)
+    query, key, value = rotated_heads(heads, counts, cos, sin, held, attention.layer_idx)
+    query = query.transpose(1, 2)
     attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
 
 
-def _rotated(
-    heads: Tensor, counts: Sequence[int], cos: Tensor, sin: Tensor, cache: Any, index: int
+def with_normed_heads(attention: Any, heads: Tensor, counts: Sequence[int]) -> Tensor:
+    """Heads ``[B, T, H + 2 H_kv, D]``, those of query and key normed."""
+    query, key, value = heads.split(counts, -2)
+    return torch.cat((attention.q_norm(query), attention.k_norm(key), value), -2)
+
+
+def rotated_heads(
+    heads: Tensor,
+    counts: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    cache: Any,
+    index: int,
+    checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated query heads ``[B, H, T, D]``, and the keys and values to attend to, including the cached ones.
+    """Rotated query heads ``[B, T, H, D]``, and the keys and values to attend to ``[B, H_kv, L, D]``, including the
+    cached ones. `checked`: heads and angles are plain tensors of one type, in eager mode.
 
     In eager mode, which is limited by launches, one launch rotates and writes to a static cache. A compiled graph
     fuses the general implementation into two kernels.
     """
     query_heads, key_heads, _ = counts
-    if is_compiling() or not cos.dtype == sin.dtype == heads.dtype or not direct((heads, cos, sin)):
+    if not checked and (is_compiling() or not cos.dtype == sin.dtype == heads.dtype or not direct((heads, cos, sin))):
         both, value = heads.split([query_heads + key_heads, counts[2]], -2)
         query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -66,12 +79,12 @@ def _rotated(
             key, value, place = layer.keys, layer.values, layer.cumulative_length
             query = rotate_and_store(heads, query_heads, cos, sin, key, value, place)
             place.add_(heads.shape[1])
-            return query.transpose(1, 2), key, value
+            return query, key, value
         key, value = (heads.new_empty((len(heads), key_heads, *heads.shape[1::2])) for _ in range(2))
         query = rotate_and_store(heads, query_heads, cos, sin, key, value)
     if cache is not None:
         key, value = cache.update(key, value, index)
-    return query.transpose(1, 2), key, value
+    return query, key, value
 
 
 def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
@@ -79,7 +92,9 @@ def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
     if not _is(cache, 0) or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if not _is(layer, 1) or not layer.is_initialized or not direct((layer.keys, layer.values, layer.cumulative_length)):
+    if not _is(layer, 1) or not layer.is_initialized:
+        return None
+    if not are_plain(layer.keys, layer.values, layer.cumulative_length):
         return None
     return layer if layer.keys.dtype == heads.dtype and len(layer.keys) == len(heads) else None
 

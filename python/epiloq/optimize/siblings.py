@@ -159,6 +159,8 @@ def _version(x: Tensor) -> int:
     return 0 if is_compiling() or x.is_inference() else x._version
 
 
+# What is compared in every call is gathered in C.
+_parameters_of, _values_of = attrgetter("_parameters"), dict[str, Any].values
 _versions_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -216,7 +218,7 @@ class Siblings:
             return self._merged
 
     def _held(self) -> list[Tensor | None]:
-        return [*chain.from_iterable(layer._parameters.values() for layer in self.layers)]
+        return [*chain.from_iterable(map(_values_of, map(_parameters_of, self.layers)))]
 
     def hand(self, x: Quantized) -> Tensor:
         """Set quantised tokens, and the tensor that will represent them as the next input."""
@@ -236,6 +238,10 @@ class Siblings:
             self._handed = None
         if tokens is not None:
             return multiply(self.merged(), tokens)
+        return self.whole_of_values(x)
+
+    def whole_of_values(self, x: Tensor) -> Tensor:
+        """`whole` of a tensor that does not represent quantised tokens."""
         merged = self.merged()
         if isinstance(merged, W4A8Linear):
             merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]

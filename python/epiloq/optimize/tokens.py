@@ -11,12 +11,13 @@ import epiloq
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.w4a8_linear import ACTIVATIONS
-
-_TOKENS: dict[str, Any] = {"granularity": "token", "pad_to": K_MULTIPLE}
+from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
+from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
+from epiloq.ops.scaled_mm import run as run_scaled_mm
 
 
 class Quantized(NamedTuple):
-    """Tokens ``[M, K padded]`` and their scales, as described by `quantizer_of` for a layer."""
+    """Tokens ``[M, K padded]`` and their scales, as described by `measure_of` for a layer."""
 
     q: Tensor
     scale: Tensor
@@ -26,40 +27,90 @@ class Quantized(NamedTuple):
     """Of the product."""
 
 
-def quantizer_of(layer: nn.Module) -> dict[str, Any] | None:
-    """Options with which ``rms_norm_quant`` and ``silu_and_mul_quant`` quantise as `layer` does.
+# Options of ``rms_norm_quant`` and ``silu_and_mul_quant``, in the order in which their ``run`` takes them.
+_OPTIONS = ("granularity", "group_size", "ue8m0", "scale_layout", "dtype", "pad_to")
+_TOKENS = {dtype: ("token", FP8_BLOCK, False, "row", dtype, K_MULTIPLE) for dtype in (torch.int8, torch.float8_e4m3fn)}
+_GROUPS = ("group", FP8_BLOCK, False, "column", torch.float8_e4m3fn, K_MULTIPLE)
+# Layers whose product is `scaled_mm`.
+_SCALED = (Int8Linear, Fp8Linear)
+
+
+def measure_of(layer: nn.Module) -> tuple[Any, ...] | None:
+    """Values of `_OPTIONS` with which a norm or an activation quantises as `layer` does.
 
     None if the layer quantises in a way that they do not support, or does not quantise.
     """
     if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
-        return {"dtype": torch.int8, **_TOKENS}
+        return _TOKENS[torch.int8]
     if isinstance(layer, Fp8Linear) and layer.activation == "token":
-        return {"dtype": torch.float8_e4m3fn, **_TOKENS}
+        return _TOKENS[torch.float8_e4m3fn]
     if isinstance(layer, W4A8Linear):
-        return {"dtype": ACTIVATIONS[layer.activation], **_TOKENS}
+        return _TOKENS[ACTIVATIONS[layer.activation]]
     if isinstance(layer, Fp8BlockLinear):
-        groups = {"granularity": "group", "group_size": FP8_BLOCK, "scale_layout": "column"}
-        return {"dtype": torch.float8_e4m3fn, **_TOKENS, **groups}
+        return _GROUPS
     return None
 
 
+def _quantizer_of(layer: nn.Module) -> dict[str, Any]:
+    measure = measure_of(layer)
+    assert measure is not None
+    return dict(zip(_OPTIONS, measure, strict=True))
+
+
 def quantises(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer with a result from `quantizer_of` quantises this input."""
+    """Whether a layer with a result from `measure_of` quantises this input."""
     return not isinstance(layer, W4A8Linear) or layer.quantises(x)
 
 
-def multiply(layer: Any, tokens: Quantized) -> Tensor:
-    """``forward`` of a layer on quantised tokens: ``[…, out_features]`` of their dtype."""
+def normed(
+    norm: Any, x: Tensor, residual: Tensor | None, layer: nn.Module, checked: bool = False
+) -> tuple[Quantized, Tensor]:
+    """``norm(x + residual)`` quantised as by `layer`, and the sum. `checked`: all are plain, contiguous tensors."""
+    weight, eps = norm.weight, norm.variance_epsilon
+    if checked:
+        measure = measure_of(layer)
+        assert measure is not None
+        result = norm_and_quantize(x, weight, eps, residual, *measure)
+        return Quantized(result[0], result[1], x.shape[:-1], x.dtype), x if residual is None else result[2]
+    flat, options = x.reshape(-1, x.shape[-1]), _quantizer_of(layer)
+    if residual is None:
+        q, scale = epiloq.rms_norm_quant(flat, weight, eps, **options)
+        return Quantized(q, scale, x.shape[:-1], x.dtype), x
+    q, scale, total = epiloq.rms_norm_quant(flat, weight, eps, residual=residual.reshape(flat.shape), **options)
+    return Quantized(q, scale, x.shape[:-1], x.dtype), total.view(x.shape)
+
+
+def activated(gate_up: Tensor, layer: nn.Module, checked: bool = False) -> Quantized:
+    """``silu(gate) * up`` quantised as by `layer`. `checked`: `gate_up` is a plain, contiguous tensor."""
+    if checked:
+        measure = measure_of(layer)
+        assert measure is not None
+        q, scale = activate_and_quantize(gate_up, *measure)
+    else:
+        q, scale = epiloq.silu_and_mul_quant(gate_up.view(-1, gate_up.shape[-1]), **_quantizer_of(layer))
+    return Quantized(q, scale, gate_up.shape[:-1], gate_up.dtype)
+
+
+def multiply(layer: Any, tokens: Quantized, checked: bool = False) -> Tensor:
+    """``forward`` of a layer on quantised tokens: ``[…, out_features]`` of their dtype. `checked`: as for `normed`,
+    whose tokens keep their leading dimensions."""
+    q, scale, leading, dtype = tokens
+    widened = q.is_cuda and dtype not in HALF_DTYPES and not isinstance(layer, Fp8BlockLinear)
+    if checked:
+        if type(layer) in _SCALED and not widened:
+            weight, bias, weight_scale = layer._made[:3]
+            if (bias is None or bias.dtype == dtype) and weight.shape[0] == layer.out_features:
+                return run_scaled_mm(q, weight.t(), scale, weight_scale, bias, False, True, out_dtype=dtype)
+        q, scale = q.flatten(0, -2), scale.flatten(0, -2)
     if isinstance(layer, W4A8Linear):
-        return layer.multiply(tokens.q, tokens.scale, tokens.dtype).view(*tokens.leading, layer.out_features)
+        return layer.multiply(q, scale, dtype).view(*leading, layer.out_features)
     weight, bias, weight_scale = layer._made[:3]
-    widened = tokens.q.is_cuda and tokens.dtype not in HALF_DTYPES and not isinstance(layer, Fp8BlockLinear)
-    out_dtype = torch.bfloat16 if widened else tokens.dtype
+    out_dtype = torch.bfloat16 if widened else dtype
     bias = None if bias is None else bias.to(out_dtype)
     options: dict[str, Any] = {"out_dtype": out_dtype, "constant_b": True}
     if isinstance(layer, Fp8BlockLinear):
-        y = epiloq.groupwise_mm(tokens.q, weight.t(), tokens.scale, weight_scale.t(), bias, **options)
+        y = epiloq.groupwise_mm(q, weight.t(), scale, weight_scale.t(), bias, **options)
     else:
-        y = epiloq.scaled_mm(tokens.q, weight.t(), tokens.scale, weight_scale, bias, **options)
-    y = y[:, : layer.out_features].contiguous().to(tokens.dtype)
-    return y.view(*tokens.leading, layer.out_features)
+        y = epiloq.scaled_mm(q, weight.t(), scale, weight_scale, bias, **options)
+    y = y[:, : layer.out_features].contiguous().to(dtype)
+    return y.view(*leading, layer.out_features)

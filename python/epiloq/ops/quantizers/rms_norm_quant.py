@@ -94,18 +94,23 @@ def rms_norm_quant(
         _write_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
         return out
     measure = (granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    if direct((x, weight), (residual,)):
+        return run(x, weight, eps, residual, *measure)
     required: dict[str, Any] = {"x": x, "weight": weight}
     if residual is None:
-        if direct((x, weight)):
-            return _norm(x, weight, eps, *measure)
         expect_tensors("rms_norm_quant", required, {}, writes=False)
         results = torch.ops.epiloq.rms_norm_quant(x, weight, eps, *measure)
     else:
-        if direct((x, weight, residual)):
-            return _add_norm(x, weight, eps, residual, *measure)
         expect_tensors("rms_norm_quant", {**required, "residual": residual}, {}, writes=False)
         results = torch.ops.epiloq.rms_norm_quant_add(x, weight, eps, residual, *measure)
     return tuple(refuse_backward("rms_norm_quant", result) for result in results)
+
+
+def run(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *measure: Any) -> Any:
+    """`rms_norm_quant` for plain tensors; `measure` is granularity, group_size, ue8m0, scale_layout, dtype, pad_to."""
+    if residual is None:
+        return _norm(x, weight, eps, *measure)
+    return _add_norm(x, weight, eps, residual, *measure)
 
 
 def _write_into(

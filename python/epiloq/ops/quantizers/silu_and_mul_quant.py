@@ -62,7 +62,7 @@ def silu_and_mul_quant(
         return out
     measure = (x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
     if direct((x,)):
-        return _gate(*measure)
+        return run(*measure)
     expect_tensors("silu_and_mul_quant", {"x": x}, {}, writes=False)
     q, scale = torch.ops.epiloq.silu_and_mul_quant(*measure)
     return refuse_backward("silu_and_mul_quant", q), refuse_backward("silu_and_mul_quant", scale)
@@ -90,7 +90,7 @@ def _empty(
     return q, empty_scale(x, columns, granularity, group_size, scale_layout)
 
 
-def _gate(
+def run(
     x: Tensor, granularity: str, group_size: int, ue8m0: bool, scale_layout: str, dtype: torch.dtype, pad_to: int
 ) -> tuple[Tensor, Tensor]:
     q, scale = _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
@@ -123,7 +123,7 @@ def _fake_out(*_: Any) -> None:
 
 _MEASURE = "str granularity, int group_size, bool ue8m0"
 for _schema, _function, _shapes in (
-    (f"(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)", _gate, _empty),
+    (f"(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)", run, _empty),
     (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run_into, _fake_out),
 ):
     register("silu_and_mul_quant", f"silu_and_mul_quant{_schema}", _function, _shapes)

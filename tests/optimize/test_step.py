@@ -1,0 +1,251 @@
+"""A decode step of an optimised layer as one function: when it is used, and that it changes no bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+import epiloq
+from epiloq.optimize import optimize_
+from epiloq.optimize.step import Step
+from small_models import SIZES, quantised, relative, tokens
+
+SCHEMES = ("w4a16-g32", "w8a16", "w8a8-int8", "fp8-token", "w4a8-fp8")
+PROMPT = 6
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a decoder layer was a step."""
+    seen: list[bool] = []
+    step = Step.__call__
+
+    def counted(self: Step, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        result = step(self, x, arguments)
+        seen.append(result is not None)
+        return result
+
+    monkeypatch.setattr(Step, "__call__", counted)
+    return seen
+
+
+def cache_of(model: Any, kind: str) -> Any:
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=16)
+    if kind == "int8":
+        return epiloq.QuantizedCache(model.config)
+    return transformers.DynamicCache(config=model.config)
+
+
+def held(cache: Any) -> dict[str, Any]:
+    """The cache by the name that this version of transformers has for it."""
+    named = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    return {"cache" if named else "past_key_values": cache}
+
+
+@torch.no_grad()
+def decoded(model: Any, x: Tensor, kind: str = "static", **options: Any) -> Tensor:
+    """Logits of three steps after a prompt."""
+    cache, found = cache_of(model, kind), []
+    model(x[:, :PROMPT], use_cache=True, **held(cache))
+    for i in range(PROMPT, PROMPT + 3):
+        found.append(model(x[:, i : i + 1], use_cache=True, **held(cache), **options).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_bit_changes(
+    seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], scheme: str, family: str, kind: str
+) -> None:
+    model, x = quantised(family, scheme), tokens()
+    optimize_(model)
+    result = decoded(model, x, kind)
+    assert steps == [False] * 2 + [True] * 6  # two layers; the prompt has several tokens
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    assert torch.equal(result, decoded(model, x, kind))
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-token", "fp8-block"])
+def test_half_precision(
+    seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], scheme: str, sequences: int
+) -> None:
+    """With as many key heads as query heads, of which each layer has whole blocks."""
+    config = transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4})
+    model = epiloq.quantize_(transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval(), scheme)
+    x = tokens()[:sequences]
+    optimize_(model)
+    result = decoded(model, x)
+    assert steps[2:] == [True] * 6
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    assert torch.equal(result, decoded(model, x))
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Doubled(nn.Module):
+    """A module in the place of another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * self.inner(*args, **kwargs)
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, __, result: 2 * result)
+
+
+def _pre_hook(model: Any) -> None:
+    model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+
+def _replaced(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj = Doubled(model.model.layers[0].self_attn.o_proj)
+
+
+def _wrapped(model: Any) -> None:
+    norm = model.model.layers[0].post_attention_layernorm
+    before = norm.forward
+    norm.forward = lambda x: 2 * before(x)
+
+
+def _activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def _norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm = nn.LayerNorm(128)
+
+
+def _mlp(model: Any) -> None:
+    model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _replaced, _wrapped, _activation, _norm, _mlp])
+def test_changed_layers_run_as_before(
+    seed: int, steps: list[bool], change: Callable[[Any], None], after_a_step: bool
+) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    if after_a_step:
+        decoded(model, x)
+        steps.clear()
+    for which in (model, plain):
+        torch.manual_seed(1)
+        change(which)
+    result = decoded(model, x)
+    # A layer that is replaced before the first step is called as it is, for its input and output are ordinary tensors.
+    assert steps[2:] == [change is _replaced and not after_a_step, True] * 3
+    assert relative(result, decoded(plain, x)) <= 1e-5
+
+
+@pytest.mark.parametrize("around", ["gradients", "autocast", "a mode", "a hook of all modules", "attention"])
+def test_other_surroundings(seed: int, steps: list[bool], around: str) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    expected, seen = decoded(model, x), []
+    steps.clear()
+    if around == "attention":
+        model.set_attn_implementation("sdpa")
+    if around == "a hook of all modules":
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "gradients": torch.enable_grad,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "a mode": Watching,
+    }
+    inside = decoded.__wrapped__ if around == "gradients" else decoded  # type: ignore[attr-defined]
+    try:
+        with contexts.get(around, nullcontext)():
+            result = inside(model, x)
+    finally:
+        if around == "a hook of all modules":
+            handle.remove()
+    assert steps and not any(steps)
+    assert relative(result.float(), expected) <= (3e-2 if around == "autocast" else 1e-5)
+    assert around != "a hook of all modules" or seen.count("WeightOnlyLinear") > 0
+
+
+def test_captured_outputs(seed: int, steps: list[bool]) -> None:
+    """transformers records hidden states and attentions with hooks."""
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    expected = decoded(model, x)
+    cache = cache_of(model, "static")
+    with torch.no_grad():
+        model(x[:, :PROMPT], **held(cache))
+        out = model(x[:, PROMPT : PROMPT + 1], **held(cache), output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert relative(out.logits, expected[:, :1]) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-token"])
+def test_weights_that_change_are_followed(seed: int, steps: list[bool], scheme: str) -> None:
+    """Loaded, written in place, and given as other tensors."""
+    model, other, x = quantised("llama", scheme), quantised("llama", scheme), tokens()
+    optimize_(model)
+    decoded(model, x)
+    model.load_state_dict(other.state_dict())
+    assert relative(decoded(model, x), decoded(other, x)) <= 1e-5
+    with torch.no_grad():
+        for which in (model, other):
+            layer = which.model.layers[0]
+            for part in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight_scale.mul_(3)
+    assert relative(decoded(model, x), decoded(other, x)) <= 1e-5
+    for which in (model, other):
+        layer = which.model.layers[1].self_attn.o_proj
+        layer.weight_scale = nn.Parameter(layer.weight_scale * 2, requires_grad=False)
+    assert relative(decoded(model, x), decoded(other, x)) <= 1e-5
+    assert steps.count(True) == 4 * 6
+
+
+def test_copies_have_their_own(seed: int, steps: list[bool]) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    optimize_(model)
+    expected = decoded(model, x)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    steps.clear()
+    assert torch.equal(decoded(copied, x), expected)
+    assert steps[2:] == [True] * 6
+
+
+@torch.no_grad()
+def test_a_mask_that_is_written_between_steps(seed: int) -> None:
+    """The row of a mask is a view, which the layers of a model share."""
+    model, x = quantised("llama", "w4a16-g32"), tokens()[:1]
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    mask, results = torch.ones(1, 1, 1, 16, dtype=torch.bool), []
+    for first in (0, 3):
+        mask[..., :first] = False
+        mask[..., PROMPT + 1 :] = False
+        for which in (model, plain):
+            cache = cache_of(which, "static")
+            which(x[:, :PROMPT], **held(cache))
+            results.append(which(x[:, PROMPT : PROMPT + 1], attention_mask=mask, **held(cache)).logits)
+    assert relative(results[0], results[1]) <= 1e-5 and relative(results[2], results[3]) <= 1e-5
+    assert not torch.equal(results[0], results[2])
