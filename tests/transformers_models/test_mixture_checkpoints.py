@@ -31,7 +31,7 @@ from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.targets import TARGETS
 from reference import typical_error
-from tiny_mixtures import TOKENS, deepseek, error, gpt_oss, logits, mixtral, published, qwen3, restored
+from tiny_mixtures import TOKENS, deepseek, error, jetmoe, logits, mixtral, published, qwen3, restored
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -276,20 +276,23 @@ def test_quantised_after_loading(epiloq_in_transformers: None, family: Any, tmp_
 
 def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> None:
     """The report, the page and `epiloq inspect` say so."""
-    gpt_oss().save_pretrained(tmp_path / "model")
+    jetmoe().save_pretrained(tmp_path / "model")
     out = tmp_path / "out"
     result = run(
         "quantize", tmp_path / "model", "--scheme", "fp8-block", "--output", out, "--json", tmp_path / "figures"
     )
     assert result.exit_code == 0, result.output
-    line = "model.layers.1.mlp.experts: has_bias is True, expected False"
+    line = "model.layers.1.mlp.input_linear: not called as the experts of transformers are"
     assert f"experts in floating point: {line}" in result.output
     assert json.loads((tmp_path / "figures").read_text())["float_experts"].keys() == {
-        f"model.layers.{layer}.mlp.experts" for layer in range(2)
+        f"model.layers.{layer}.{part}_linear"
+        for layer in range(2)
+        for part in ("mlp.input", "mlp.output", "self_attention.experts.input", "self_attention.experts.output")
     }
-    reported = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    assert "model.layers.1.mlp.experts" in reported and "model.layers.1.mlp.router" in reported
-    assert f"Experts in floating point: {line}" in run("inspect", out).output
+    said = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.1.mlp.input_linear" in said and "model.layers.1.mlp.router.layer" in said
+    said_of_them = run("inspect", out).output
+    assert "Experts in floating point: model.layers.0" in said_of_them and line.partition(": ")[2] in said_of_them
     model, _ = models.load(Checkpoint(out))
     assert typical_error(logits(model), logits(opened(tmp_path / "model"))) < 0.5
 

@@ -12,7 +12,8 @@ from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
-from epiloq.models.mixtures import reason_against, stacked
+from epiloq.models.mixtures import stacked
+from epiloq.models.stacked_experts import reason_against
 from epiloq.nn import ExpertLinears
 from epiloq.nn.base.packed_linear import few_bits_note
 from epiloq.nn.base.prepared_linear import FP8_BLOCK

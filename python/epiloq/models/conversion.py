@@ -13,6 +13,7 @@ from epiloq.models.choice import choose
 from epiloq.models.conv1d import transposed
 from epiloq.models.mixtures import experts_left_stacked, restack_complete_experts_, unstacked_experts
 from epiloq.models.multiplied_as_one import together
+from epiloq.models.sequential_experts import unstacked
 from epiloq.observers import Observer, evaluating, input_quantizers
 from epiloq.weights.computed import carry_hooks_over
 from epiloq.weights.fp4 import divisor_of
@@ -42,6 +43,7 @@ def quantize_layers(
         if chosen.layer is nn.Linear:
             stack.enter_context(transposed(model))
             stack.enter_context(unstacked_experts(model))
+            stack.enter_context(unstacked(model))
         groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
         twice = {name for names in groups for name in names} & set(ends)
         if twice:

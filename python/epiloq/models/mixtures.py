@@ -17,24 +17,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from epiloq.models.stacked_experts import (
+    BEFORE,
+    apart_from,
+    as_before,
+    in_one,
+    is_float,
+    reason_against,
+    says,
+    stacked_names,
+)
 from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
 from epiloq.nn.base.quantized_layer import StoredTensors
 from epiloq.nn.experts.expert_linears import Projections
-from epiloq.nn.experts.gating import OwnGate
-
-# Attributes of transformers' experts interface, and the values required for unstacking: the first two in every version,
-# the others in versions that have them.
-_MARKS = ("has_bias", "is_transposed")
-_TRAITS = {
-    "has_bias": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
-    "_is_expert_parallel": False,
-}
-_GATE_UP, _UP, _DOWN = ("gate_up_proj", "up_proj", "down_proj")
-# Attribute in which an unstacked module keeps the original one (not a child, so that its tensors are not counted).
-_BEFORE = "before"
 
 
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,26 +38,6 @@ def stacked(model: nn.Module) -> dict[str, nn.Module]:
     whose first dimension is the module's number of experts, or two whose matrices can follow one another."""
     found = {name: module for name, module in model.named_modules() if _count(module)}
     return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
-
-
-def reason_against(module: nn.Module) -> str | None:
-    """Why stacked experts cannot be unstacked; None if they can."""
-    if not all(hasattr(module, mark) for mark in _MARKS):
-        return "not called as the experts of transformers are"
-    for trait, wanted in _TRAITS.items():
-        if getattr(module, trait, wanted) != wanted:
-            return f"{trait.lstrip('_')} is {getattr(module, trait)}, expected {wanted}"
-    parameters, expected = dict(module.named_parameters(recurse=False)), _stacked(module)
-    if parameters.keys() != set(expected):
-        return f"made of {', '.join(sorted(parameters))}, expected {' and '.join(expected)}"
-    (experts, rows, hidden), down = (matrices.shape for matrices in _matrices(module))
-    if rows % _in_one(module) or down != (experts, hidden, rows // _in_one(module)):
-        return "of shapes {} and {}".format(*(list(parameters[name].shape) for name in expected))
-    try:
-        _act_fn(module)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def experts_left_stacked(model: nn.Module) -> dict[str, str]:
@@ -112,7 +88,7 @@ def unstack_experts_(model: nn.Module, takes: Callable[[str], bool] = lambda nam
     for name, module in found.items():
         if type(module) not in known:
             known[type(module)] = _projections(model, name)
-        replace_module_(model, name, _apart(module, known[type(module)]))
+        replace_module_(model, name, apart_from(module, known[type(module)]))
     return list(found)
 
 
@@ -139,8 +115,8 @@ def restack_experts_(model: nn.Module) -> nn.Module:
 def release_float_experts_(model: nn.Module) -> None:
     """Release the float weights of unstacked experts with quantised layers."""
     for module in model.modules():
-        if isinstance(module, ExpertLinears) and not _is_float(module):
-            module.__dict__.pop(_BEFORE, None)
+        if isinstance(module, ExpertLinears) and not is_float(module):
+            module.__dict__.pop(BEFORE, None)
 
 
 def restack_complete_experts_(model: nn.Module, name: str) -> None:
@@ -148,7 +124,7 @@ def restack_complete_experts_(model: nn.Module, name: str) -> None:
     together."""
     module = model.get_submodule(name)
     if isinstance(module, ExpertLinears):
-        whole = GatedExperts.from_linears(module) or _as_before(module)
+        whole = GatedExperts.from_linears(module) or as_before(module)
         if whole is not None:
             replace_module_(model, name, whole)
 
@@ -180,7 +156,7 @@ def file_state(model: nn.Module) -> dict[str, Tensor]:
 def _count(module: nn.Module) -> int:
     """Number of experts of a module; 0 if it has none."""
     if isinstance(module, (ExpertLinears, GatedExperts)):
-        return module.experts
+        return module.experts + module.identities
     # Convolution weights and packed weights also have three dimensions.
     if isinstance(module, StoredTensors) or type(module).__module__.startswith("torch.nn."):
         return 0
@@ -214,83 +190,22 @@ def replace_module_(model: nn.Module, name: str, module: nn.Module) -> None:
             setattr(parent, leaf, module)
 
 
-def _stacked(module: Any) -> tuple[str, str]:
-    """The names of the parameters of experts that can be unstacked."""
-    return _GATE_UP if getattr(module, "has_gate", True) else _UP, _DOWN
-
-
-def _in_one(module: nn.Module) -> int:
-    """Number of an expert's matrices in the first of these parameters."""
-    return 2 if _stacked(module)[0] == _GATE_UP else 1
-
-
-def _matrices(module: Any) -> list[Tensor]:
-    """The values of these parameters, ``[E, N, K]`` each."""
-    found = [module.get_parameter(name).data for name in _stacked(module)]
-    return [values.mT if module.is_transposed else values for values in found]
-
-
-def _act_fn(module: Any) -> nn.Module:
-    """The gate's activation function. Raises ValueError for an unsupported one."""
-    usual = type(module)._apply_gate.__module__ == "transformers.integrations.moe"
-    found: nn.Module = module.act_fn if usual or _in_one(module) == 1 else OwnGate(module)
-    return found
-
-
-def _apart(module: nn.Module, projections: Projections) -> ExpertLinears:
-    first, down = _matrices(module)
-    experts = []
-    for matrices, last in zip(first, down, strict=True):
-        layers = map(_linear, (*matrices.chunk(_in_one(module)), last))
-        experts.append(dict(zip(projections.names, layers, strict=True)))
-    made = ExpertLinears(experts, _act_fn(module)).train(module.training)
-    made.__dict__[_BEFORE] = module
-    return made
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
-
-
-@torch.no_grad()
-def _as_before(linears: ExpertLinears) -> nn.Module | None:
-    """The original module with the current weights of its layers; None if any is quantised."""
-    before: nn.Module | None = linears.__dict__.get(_BEFORE)
-    if before is None or not _is_float(linears):
-        return None
-    parts = [[cast(Tensor, layer.weight) for layer in linears.layers(e)] for e in range(linears.experts)]
-    old = {before.get_parameter(name).untyped_storage().data_ptr() for name in _stacked(before)}
-    if any(weight.untyped_storage().data_ptr() not in old for each in parts for weight in each):
-        first = torch.stack([torch.cat(each[:-1]) for each in parts])
-        down = torch.stack([each[-1] for each in parts])
-        for name, tensor in zip(_stacked(before), (first, down), strict=True):
-            values = tensor.mT.contiguous() if cast(Any, before).is_transposed else tensor
-            setattr(before, name, nn.Parameter(values, requires_grad=False))
-    return before
-
-
-def _is_float(linears: ExpertLinears) -> bool:
-    return all(type(layer) is nn.Linear for expert in range(linears.experts) for layer in linears.layers(expert))
-
-
 def _projections(model: nn.Module, name: str) -> Projections:
     """The names under which transformers would save an expert's matrices; its usual names if it stacks them."""
     module: Any = model.get_submodule(name)
-    usual = Projections() if _in_one(module) == 2 else Projections("")
+    usual = Projections() if in_one(module) == 2 else Projections("")
     if not hasattr(model, "save_pretrained"):
         return usual
     from transformers.core_model_loading import revert_weight_conversion
 
     # With two experts, so that matrices are distinguished by their own numbers rather than the experts'.
-    first = torch.tensor([[[0.0], [1.0]][-_in_one(module) :]] * 2, device="cpu")
+    first = torch.tensor([[[0.0], [1.0]][-in_one(module) :]] * 2, device="cpu")
     down = torch.full((2, 1, 1), 2.0, device="cpu")
-    stacks = {f"{name}.{part}": values for part, values in zip(_stacked(module), (first, down), strict=True)}
-    if module.is_transposed:
+    stacks = {f"{name}.{part}": values for part, values in zip(stacked_names(module), (first, down), strict=True)}
+    if says(module, "is_transposed"):
         stacks = {part: values.mT.contiguous() for part, values in stacks.items()}
     reverted = revert_weight_conversion(cast(Any, model), stacks)
-    found: dict[float, str] = {0.0: ""} if _in_one(module) == 1 else {}
+    found: dict[float, str] = {0.0: ""} if in_one(module) == 1 else {}
     for key, tensor in reverted.items():
         matched = re.fullmatch(r".*\.1\.(\w+)\.weight", key)
         if matched and tensor.numel() == 1:

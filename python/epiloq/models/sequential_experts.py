@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True) -> list[str]:
+def unstack_(
+    model: Any, method: str | None, takes: Callable[[str], bool] = lambda name: True, *, copied: bool = True
+) -> list[str]:
     """Replace the stacked experts by lists of modules that transformers replaces for a quantisation method.
 
     The stacks ``[E, K, 2 N]`` and ``[E, N, K]`` become one linear layer per matrix. Only experts for which
-    ``takes(name)`` are replaced; returns their names. Without a method, those of any method are.
+    ``takes(name)`` are replaced; returns their names. Without a method, those of any method are. Unless `copied`, the
+    weights are views of the stacks.
     """
     found = {name: kind for name, module in model.named_modules() if (kind := _kind(module, method)) and takes(name)}
     for name, kind in found.items():
@@ -25,10 +29,29 @@ def unstack_(model: Any, method: str | None, takes: Callable[[str], bool] = lamb
             gate, up = gate_up.t().chunk(2)
             for layer, weight in ((expert.gate_proj, gate), (expert.up_proj, up), (expert.down_proj, down.t())):
                 # Without values it remains a view, so that the stack can be found from it.
-                weight = weight if weight.is_meta else weight.contiguous()
+                weight = weight.contiguous() if copied and not weight.is_meta else weight
                 layer.weight = nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(parent), leaf, made.train(before.training))
     return list(found)
+
+
+@contextmanager
+def unstacked(model: nn.Module) -> Iterator[None]:
+    """A model with lists in the place of such stacks; where no layer of one was quantised, its stack is put back."""
+    before = {name: module for name, module in model.named_modules() if _kind(module, None)}
+    unstack_(model, None, copied=False)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            made: Any = model.get_submodule(name)
+            if all(type(layer) is nn.Linear for each in made for layer in _layers(each)):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, module)
+
+
+def _layers(expert: Any) -> tuple[nn.Module, ...]:
+    return expert.gate_proj, expert.up_proj, expert.down_proj
 
 
 def splitter(model: nn.Module, method: str) -> Callable[[str, Tensor], dict[str, Tensor]]:

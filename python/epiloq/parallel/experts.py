@@ -40,11 +40,13 @@ def as_linears(module: GatedExperts | ExpertLinears) -> ExpertLinears:
         experts.append(
             {name: copy.deepcopy(layer).cpu() for name, layer in zip(module.projections.names, found, strict=True)}
         )
-    return ExpertLinears(experts, module.act_fn).train(module.training)
+    if isinstance(module, ExpertLinears):
+        return module.others(experts)
+    return ExpertLinears(experts, module.act_fn, identities=module.identities).train(module.training)
 
 
 def join_experts(parts: Sequence[ExpertLinears]) -> nn.Module:
     """Join parts, in order, to a layer with all experts, computed together if possible."""
     experts = [dict(zip(p.projections.names, p.layers(e), strict=True)) for p in parts for e in range(p.experts)]
-    linears = ExpertLinears(experts, parts[0].act_fn).train(parts[0].training)
+    linears = parts[0].others(experts)
     return GatedExperts.from_linears(linears) or linears

@@ -18,7 +18,8 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import save
 from epiloq.formats.layouts.base import Quantization
 from epiloq.formats.table import FORMATS
-from epiloq.models.mixtures import reason_against, stacked
+from epiloq.models.mixtures import stacked
+from epiloq.models.stacked_experts import reason_against
 from epiloq.progress import Stage, unseen
 from epiloq.quantize import report as page
 from epiloq.quantize.algorithms.rotate import rotate_

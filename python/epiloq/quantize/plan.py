@@ -104,7 +104,7 @@ def unstack_experts_for_format_(model: nn.Module, layout: str) -> list[str]:
     """Unstack experts if the format stores one matrix per expert although the model's files stack them; returns the
     changes."""
     if layout == epiloq_modules.METHOD:
-        return unstack_experts_(model)
+        return unstack_experts_(model) + unstack_(model, None)
     return unstack_(model, layout)
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-_COMMON = {
+COMMON = {
     "vocab_size": 96,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -18,16 +18,20 @@ _COMMON = {
     "intermediate_size": 96,
     "pad_token_id": 0,
 }
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 TOKENS = torch.arange(26).view(2, 13) * 5 % 90 + 3
 
 
-def _made(name: str, **sizes: Any) -> Any:
-    """A model, by the first part of its class's name, with weights of many magnitudes."""
+def made(name: str, **sizes: Any) -> Any:
+    """A model, by the first part of its class's name."""
     config = getattr(transformers, f"{name}Config")
     kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
-    model: Any = (kind or getattr(transformers, f"{name}ForCausalLM"))(config(**_COMMON | sizes))
+    return filled((kind or getattr(transformers, f"{name}ForCausalLM"))(config(**COMMON | sizes)))
+
+
+def filled(model: Any) -> Any:
+    """A model with weights of many magnitudes."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             values = torch.randn(parameter.shape) * torch.exp(torch.randn(parameter.shape) / 2)
@@ -38,34 +42,34 @@ def _made(name: str, **sizes: Any) -> Any:
 def nemotron_h() -> Any:
     """Experts without gates, of squared ReLUs; files have a matrix an expert."""
     state = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
-    routed = {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 48, **_ROUTED}
+    routed = {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 48, **ROUTED}
     kinds = {"layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3}
-    return _made("NemotronH", head_dim=16, **state, **routed, **kinds)
+    return made("NemotronH", head_dim=16, **state, **routed, **kinds)
 
 
 def aria() -> Any:
     """Transposed stacks, which files have too."""
-    return _made("AriaText", head_dim=16, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
+    return made("AriaText", head_dim=16, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
 
 
 def deepseek_v4() -> Any:
     """Limited gates."""
-    return _made("DeepseekV4", n_routed_experts=4, n_shared_experts=1, head_dim=16, swiglu_limit=0.7, **_SPARSE_V4)
+    return made("DeepseekV4", n_routed_experts=4, n_shared_experts=1, head_dim=16, swiglu_limit=0.7, **_SPARSE_V4)
 
 
 def minimax_m3() -> Any:
     """GPT-OSS's gates, one after the other."""
-    return _made("MiniMaxM3VLText", num_local_experts=4, head_dim=16, **_ROUTED)
+    return made("MiniMaxM3VLText", num_local_experts=4, head_dim=16, **ROUTED)
 
 
 def deepseek_v32() -> Any:
     """Attention to the keys that an indexer chooses, of fewer than there are."""
-    routed = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_ROUTED}
+    routed = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **ROUTED}
     index = {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 5}
-    return _made("DeepseekV32", **_LATENT, **routed, **index)
+    return made("DeepseekV32", **LATENT, **routed, **index)
 
 
-_SPARSE_V4 = {"q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 32, **_ROUTED}
+_SPARSE_V4 = {"q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 32, **ROUTED}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron_h": nemotron_h,
     "aria": aria,

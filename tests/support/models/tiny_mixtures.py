@@ -63,6 +63,14 @@ def gpt_oss() -> Any:
     return _filled(transformers.GptOssForCausalLM(transformers.GptOssConfig(**_COMMON | own)), torch.float32)
 
 
+def jetmoe() -> Any:
+    """Experts of attention, too, which are called with rows and how many of them each has."""
+    own = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 32}
+    common = {name: value for name, value in _COMMON.items() if name != "num_attention_heads"}
+    config = transformers.JetMoeConfig(**common, **own, num_key_value_heads=2)
+    return _filled(transformers.JetMoeForCausalLM(config), torch.float32)
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(TOKENS, use_cache=False).logits  # type: ignore[no-any-return]

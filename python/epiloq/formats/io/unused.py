@@ -87,7 +87,9 @@ def _beyond(model: nn.Module, name: str) -> tuple[str, int] | None:
         if part in children:
             place = children[part]
             continue
-        if not part.isdigit() or "0" not in children or int(part) < len(children) + _further(model):
+        # Experts that return their tokens have matrices in some files, which nothing uses.
+        count = len(children) + _further(model) + int(getattr(place, "identities", 0))
+        if not part.isdigit() or "0" not in children or int(part) < count:
             return None
         return ".".join(parts[:position]), len(children)
     return None

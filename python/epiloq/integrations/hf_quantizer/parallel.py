@@ -195,7 +195,7 @@ def _opened_experts(module: Any, own: range) -> ExpertLinears:
     for expert in own:
         layers = zip(module.projections.names, module.layers(expert), strict=True)
         experts.append({name: each.opened() if isinstance(each, StoredLinear) else each for name, each in layers})
-    opened = ExpertLinears(experts, module.act_fn).train(module.training)
+    opened: ExpertLinears = module.others(experts)
     opened.part, opened.whole = own, module.experts
     return opened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,10 @@ class ExpertLinears(nn.Module):
     not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. Raises ValueError
     for other shapes, and for invalid expert indices (which are not checked on a GPU).
 
+    identities
+        Number of experts after those with layers that return their tokens (LongCat's zero experts).
+    post_expert_norm
+        Applied to what each expert returns, before the weighted sum; None for nothing.
     part, whole
         The range of experts in this process and their total number, under expert parallelism: see
         ``epiloq.parallel``.
@@ -138,12 +142,24 @@ class ExpertLinears(nn.Module):
     part: range | None = None
     whole: int | None = None
 
-    def __init__(self, experts: Sequence[Mapping[str, nn.Module]], act_fn: nn.Module) -> None:
+    def __init__(
+        self,
+        experts: Sequence[Mapping[str, nn.Module]],
+        act_fn: nn.Module,
+        *,
+        identities: int = 0,
+        post_expert_norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.experts, self.projections = len(experts), Projections.of(tuple(experts[0]))
         for number, layers in enumerate(experts):
             self.add_module(str(number), nn.ModuleDict(layers))
-        self.act_fn = act_fn
+        self.act_fn, self.identities, self.post_expert_norm = act_fn, identities, post_expert_norm
+
+    def others(self, experts: Sequence[Mapping[str, nn.Module]]) -> ExpertLinears:
+        """Other experts that are run as these are."""
+        own = {"identities": self.identities, "post_expert_norm": self.post_expert_norm}
+        return ExpertLinears(experts, self.act_fn, **own).train(self.training)  # type: ignore[arg-type]
 
     def layers(self, expert: int) -> tuple[nn.Module, ...]:
         """An expert's gate, up and down layers, or its up and down layers."""
@@ -153,16 +169,35 @@ class ExpertLinears(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden = getattr(self.layers(0)[0], "in_features", None)
         count = self.whole or self.experts
-        check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, count)
-        routing = Routing.of(top_k_index, self.experts, self.part)
+        check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, count + self.identities)
+        routing = Routing.of(top_k_index, self.experts, own_part(self))
         ends = routing.ends.tolist()
         rows, parts = hidden_states[routing.tokens], []
         for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
                 *first, down = self.layers(expert)
                 x = rows[begin:end]
-                parts.append(down(gated(self.act_fn, *(layer(x) for layer in first))))
+                y = down(gated(self.act_fn, *(layer(x) for layer in first)))
+                parts.append(y if self.post_expert_norm is None else self.post_expert_norm(y))
         y = torch.cat(parts) if parts else rows[:0]
         if y.shape[0] < rows.shape[0]:
             y = torch.cat((y, torch.zeros_like(rows[y.shape[0] :])))
-        return routing.combined(y, top_k_weights)
+        return with_identities(self, routing.combined(y, top_k_weights), hidden_states, top_k_index, top_k_weights)
+
+
+def own_part(module: Any) -> range | None:
+    """The experts with layers that are in this process; None for all that there are."""
+    if module.part is None and module.identities:
+        return range(module.experts)
+    part: range | None = module.part
+    return part
+
+
+def with_identities(
+    module: Any, y: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The weighted sums `y` and those of the experts that return their tokens, which one process adds."""
+    if not module.identities or (module.part is not None and module.part.start > 0):
+        return y
+    weights = top_k_weights.float().masked_fill(top_k_index < (module.whole or module.experts), 0).sum(1, keepdim=True)
+    return (y.float() + hidden_states.float() * weights).to(y.dtype)

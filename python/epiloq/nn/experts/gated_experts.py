@@ -15,7 +15,15 @@ import epiloq
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
-from epiloq.nn.experts.expert_linears import ExpertLinears, Projections, Routing, check_routing, gathered
+from epiloq.nn.experts.expert_linears import (
+    ExpertLinears,
+    Projections,
+    Routing,
+    check_routing,
+    gathered,
+    own_part,
+    with_identities,
+)
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gating import gated, limit_of
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
@@ -89,6 +97,8 @@ class GatedExperts(nn.Module):
     tensors of the linear layers of `kind`, with names like ``7.gate_proj.weight``. Layers with one activation scale
     per tensor (``Fp8Linear`` with activation "tensor") run with a scale per token, which is finer.
 
+    identities
+        Number of experts after these that return their tokens.
     part, whole
         The range of experts in this process and their total number, under expert parallelism: see
         ``epiloq.parallel``.
@@ -106,11 +116,12 @@ class GatedExperts(nn.Module):
         *,
         act_fn: nn.Module | None = None,
         projections: Projections = Projections(),  # noqa: B008 (immutable)
+        identities: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.kind, self.experts, self.hidden, self.intermediate = kind, experts, hidden, intermediate
-        self.projections = projections
+        self.projections, self.identities = projections, identities
         # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
         self.up_begins = -(-intermediate // multiple) * multiple
@@ -126,7 +137,7 @@ class GatedExperts(nn.Module):
     def from_linears(cls, linears: ExpertLinears) -> GatedExperts | None:
         """The same experts, computed together; None unless all of their layers are of the same supported kind."""
         first: Any = linears.layers(0)[0]
-        kind = Kind.of(first)
+        kind = Kind.of(first) if linears.post_expert_norm is None else None
         # The last one first: it is float still whenever this is asked while layer after layer is quantised.
         if kind is None or Kind.of(linears.layers(linears.experts - 1)[-1]) != kind:
             return None
@@ -141,6 +152,7 @@ class GatedExperts(nn.Module):
             first.out_features,
             act_fn=linears.act_fn,
             projections=linears.projections,
+            identities=linears.identities,
             device=device,
         )
         if device.type != "meta":
@@ -182,11 +194,16 @@ class GatedExperts(nn.Module):
         hidden_states = convert_input(self, hidden_states)
         # Kernels see padded widths only, so that they would take some others too.
         count = self.whole or self.experts
-        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, count)
-        routing = Routing.of(top_k_index, self.experts, self.part)
+        check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, count + self.identities)
+        routing = Routing.of(top_k_index, self.experts, own_part(self))
+        y = self._combined(hidden_states, routing, top_k_weights)
+        return with_identities(self, y, hidden_states, top_k_index, top_k_weights)
+
+    def _combined(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
+        """Each token's weighted sum of what experts with layers compute."""
         if wants_gradient(hidden_states):
-            if self.part is not None:
-                raise NotImplementedError("GatedExperts: gradients: expected all experts in one process")
+            if routing.partial:
+                raise NotImplementedError("GatedExperts: gradients: expected all experts here, and each with layers")
             return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")

@@ -26,11 +26,13 @@ class OwnGate(nn.Module):
         if any(True for _ in bare.parameters()) or any(True for _ in bare.buffers()):
             raise ValueError("gated by parameters")
         self.__dict__["experts"] = bare
+        self.interleaved = not getattr(experts, "is_concatenated", True)
         if not self._is_elementwise():
             raise ValueError("gated in a way of their own")
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        result: Tensor = self.__dict__["experts"]._apply_gate(torch.cat((gate, up), -1))
+        both = torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
+        result: Tensor = self.__dict__["experts"]._apply_gate(both)
         return result
 
     def _is_elementwise(self) -> bool:

@@ -1,0 +1,165 @@
+"""Experts with biases, with gates and ups in turns, with norms, that return their tokens, or called by tokens."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from torch import Tensor, nn
+
+import epiloq
+from biased_mixtures import FAMILIES, gpt_oss, llama4, longcat
+from epiloq.models import mixtures
+from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.schemes import QuantisedLinear
+from other_mixtures import TOKENS, logits
+from tiny_mixtures import error
+
+pytestmark = [
+    pytest.mark.usefixtures("epiloq_in_transformers"),
+    pytest.mark.filterwarnings("ignore:quantize_. left in floating point"),
+]
+SCHEMES = ("w4a16-g32", "w4a8-fp8", "w8a8-int8", "fp8-token", "w4a16-mxfp4", "w4a16-nvfp4", "w8a16-fp8")
+WEIGHT_ONLY = ("w4a16-g32", "w4a16-mxfp4", "w4a16-nvfp4", "w8a16-fp8")
+
+
+@torch.no_grad()
+def outputs(model: Any) -> Tensor:
+    if hasattr(model, "lm_head"):
+        return logits(model)
+    return model(TOKENS).last_hidden_state  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def dequantised(float_model: Any, quantised: Any) -> Any:
+    """The float model with the quantised one's weights: experts' matrices go back where they came from."""
+    found = copy.deepcopy(float_model)
+    values = {
+        name: module.dequantized_weight()
+        for name, module in mixtures.named_layers(quantised, None)
+        if isinstance(module, QuantisedLinear)
+    }
+    used = set()
+    for name, module in found.named_modules():
+        if isinstance(module, nn.Linear) and name in values:
+            module.weight.data = values[name].to(module.weight.dtype)
+            used.add(name)
+        for part in ("gate_up_proj", "down_proj"):
+            if f"{name}.0.{part.replace('gate_up', 'gate')}" not in values or not hasattr(module, part):
+                continue
+            stack = getattr(module, part)
+            for expert in range(4):
+                keys = [f"{name}.{expert}.{leaf}" for leaf in (("gate_proj", "up_proj") if "up" in part else (part,))]
+                parts = [values[key] for key in keys]
+                matrix = torch.cat(parts) if "GptOss" not in type(module).__name__ or len(parts) == 1 else None
+                matrix = torch.stack(parts, 1).flatten(0, 1) if matrix is None else matrix
+                stack.data[expert] = matrix if stack.shape[1:] == matrix.shape and not _turned(module) else matrix.t()
+                used |= set(keys)
+    assert used == values.keys()
+    return found
+
+
+def _turned(module: nn.Module) -> bool:
+    return getattr(module, "is_transposed", "Llama4" in type(module).__name__)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_saved_and_opened(family: str, scheme: str, seed: int, tmp_path: Path) -> None:
+    model = FAMILIES[family]()
+    found = epiloq.quantize_(copy.deepcopy(model), scheme)
+    assert not mixtures.stacked(found) and not mixtures.experts_left_stacked(found)
+    experts = [name for name, _ in mixtures.named_layers(found) if ".experts.0." in name and name.endswith("down_proj")]
+    assert len(experts) == len(mixtures.stacked(model)) > 0
+    y = outputs(found)
+    if scheme in WEIGHT_ONLY:
+        assert error(y, outputs(dequantised(model, found))) < 2e-5
+    else:
+        assert 1e-4 < error(y, outputs(model)) < 1
+    found.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert torch.equal(outputs(again), y)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_apart_and_together(family: str, seed: int) -> None:
+    """The same numbers; and a changed matrix, or bias, is where it was taken from."""
+    model = FAMILIES[family]()
+    before, parameters = outputs(model), dict(model.named_parameters())
+    epiloq.quantize_(copy.deepcopy(model), "w8a8-int8", ignore="*.experts")
+    with mixtures.unstacked_experts(model):
+        torch.testing.assert_close(outputs(model), before, rtol=1e-4, atol=1e-4)
+    assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    if family == "llama4":
+        return
+    with mixtures.unstacked_experts(model):
+        (name, experts), *_ = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertLinears)]
+        for layer in experts.layers(2):
+            layer.weight = nn.Parameter(layer.weight * 2)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias + 1)
+    for part, tensor in dict(model.get_submodule(name).named_parameters(recurse=False)).items():
+        old = parameters[f"{name}.{part}"]
+        assert tensor.shape == old.shape and tensor.is_contiguous()
+        assert torch.equal(tensor[2], old[2] + 1 if "bias" in part else old[2] * 2)
+        assert torch.equal(tensor[[0, 1, 3]], old[[0, 1, 3]]) and torch.equal(tensor[4:], old[4:])
+
+
+@pytest.mark.parametrize("make", [gpt_oss, llama4])
+def test_experts_that_are_left_keep_their_stacks(make: Any, seed: int) -> None:
+    model = make()
+    before = {name: type(module) for name, module in mixtures.stacked(model).items()}
+    epiloq.quantize_(model, "w4a16-g32", ignore="*.experts")
+    assert {name: type(module) for name, module in mixtures.stacked(model).items()} == before
+
+
+def test_experts_that_return_their_tokens(seed: int) -> None:
+    """Beside quantised ones, against float64."""
+    model = longcat()
+    name = next(iter(mixtures.stacked(model)))
+    exact = copy.deepcopy(model.get_submodule(name)).double()
+    x, index, weights = torch.randn(40, 64), torch.randint(0, 6, (40, 2)), torch.rand(40, 2)
+    epiloq.quantize_(model, "w8a8-int8")
+    experts: Any = model.get_submodule(name)
+    assert isinstance(experts, GatedExperts) and experts.identities == 2
+    found, wanted = experts(x, index, weights), exact(x.double(), index, weights.double())
+    assert error(found, wanted) < 0.02
+    alone = (index >= 4).all(1)
+    assert alone.any()
+    torch.testing.assert_close(found[alone].double(), wanted[alone], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="expected numbers of 0 to 5, got 6"):
+        experts(x, index * 0 + 6, weights)
+
+
+def test_step3p7_gates_after_the_activation(seed: int) -> None:
+    """They are called as others are, though their class does not say how they are stacked."""
+    module = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    said = {"num_local_experts": 4, "hidden_size": 64, "moe_intermediate_size": 48, "hidden_act": "silu"}
+    experts = module.Step3p7Experts(SimpleNamespace(**said), swiglu_limit=0.5)
+    for parameter in experts.parameters():
+        parameter.data = torch.randn(parameter.shape) / 8
+    model = nn.ModuleDict({"experts": experts, "head": nn.Linear(64, 64)})
+    x, index, weights = torch.randn(30, 64), torch.randint(0, 4, (30, 2)), torch.rand(30, 2)
+    exact = copy.deepcopy(experts).double()(x.double(), index, weights.double())
+    epiloq.quantize_(model, "w8a8-int8")
+    assert isinstance(model["experts"], GatedExperts)
+    assert error(model["experts"](x, index, weights), exact) < 0.04
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpt_oss_in_16_bits(dtype: torch.dtype, seed: int) -> None:
+    model = gpt_oss().to(dtype)
+    name = next(iter(mixtures.stacked(model)))
+    exact = copy.deepcopy(model.get_submodule(name)).float()
+    x, index, weights = torch.randn(30, 64, dtype=dtype), torch.randint(0, 4, (30, 2)), torch.rand(30, 2, dtype=dtype)
+    epiloq.quantize_(model, "w8a16")
+    y = model.get_submodule(name)(x, index, weights)
+    assert y.dtype == dtype and error(y, exact(x.float(), index, weights.float())) < 0.02
