@@ -252,9 +252,60 @@ def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, text: str
         opened(tmp_path)
 
 
-def test_commands_say_who_opens_it(folder: Path) -> None:
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_opened_without_from_pretrained_and_converted(folder: Path, tmp_path: Path) -> None:
+    """By epiloq's commands, each expert's matrices are layers; other formats hold the same numbers."""
+    pytest.importorskip("typer", reason="the command line needs the extra cli")
+    pytest.importorskip("rich", reason="the command line needs the extra cli")
+    from command_line import run
+    from epiloq.formats.io.checkpoint import Checkpoint
+    from epiloq.formats.io.model import from_directory
+    from epiloq.formats.layers import Layers
+
+    layers, tensors = Layers(Checkpoint(folder)), load_file(folder / "model.safetensors")
+    blocks, scales = (tensors[f"{LAYER}.gate_up_proj_{part}"] for part in ("blocks", "scales"))
+    exact = epiloq.fp4_dequantize(blocks.flatten(0, 1).flatten(1), scales.flatten(0, 1), in_features=HIDDEN)
+    exact = exact.view(EXPERTS, INTERMEDIATE, 2, HIDDEN)
+    for expert in (0, EXPERTS - 1):
+        for position, name in enumerate(("gate_proj", "up_proj")):
+            found = layers.dequantize(f"{LAYER}.{expert}.{name}")
+            assert found is not None and torch.equal(found, exact[expert, :, position])
+    wanted, model = logits(opened(folder)), from_directory(folder)
+    assert relative(logits(model), wanted) < 0.02
+    result = run("inspect", folder, "--check")
+    assert result.exit_code == 0, result.output
+    for layout in ("epiloq", "compressed-tensors"):
+        result = run("convert", folder, tmp_path / layout, "--format", layout)
+        assert result.exit_code == 0, result.output
+        for again in (from_directory(tmp_path / layout), opened(tmp_path / layout, torch.bfloat16)):
+            assert torch.equal(logits(again), logits(model))
+    result = run("convert", folder, tmp_path / "awq", "--format", "awq")
+    assert result.exit_code == 2 and "cannot represent" in result.output and not (tmp_path / "awq").exists()
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_optimised(folder: Path) -> None:
+    model = opened(folder)
+    wanted = logits(model)
+    epiloq.optimize_(model)
+    assert relative(logits(model), wanted) < 0.02
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("part", ["gate_up_proj_scales", "down_proj_bias", "down_proj_blocks"])
+def test_commands_name_missing_and_wrong_tensors(folder: Path, tmp_path: Path, part: str) -> None:
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.layers import Layers
 
-    with pytest.raises(ValueError, match=r"mxfp4 \(experts of GPT-OSS\) is opened by transformers' from_pretrained"):
-        Layers(Checkpoint(folder))
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    wrong = {"none": None, "shape": tensors[f"{LAYER}.{part}"][..., :1], "type": torch.ones(3, 2, dtype=torch.int32)}
+    for tensor in wrong.values():
+        rest = {name: value for name, value in tensors.items() if name != f"{LAYER}.{part}"}
+        changed = rest if tensor is None else rest | {f"{LAYER}.{part}": tensor.contiguous()}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=LAYER.replace(".", r"\.")):
+            Layers(Checkpoint(tmp_path))

@@ -12,6 +12,7 @@ from torch import Tensor
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.configs import fp8
 from epiloq.formats.configs import modelopt as modelopt_config
+from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description
 from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq, modelopt_int4
@@ -150,7 +151,7 @@ LAYOUTS: dict[str, Layout] = {
         layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
         for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)
     },
-    quark_config.MXFP4: _float4(float4.Names("weight", inputs=None)),
+    **{layout: _float4(float4.Names("weight", inputs=None)) for layout in (quark_config.MXFP4, mxfp4_config.LAYOUT)},
     **{version: _gptq(version) for version in gptq.VERSIONS},
     **{version: _awq(version) for version in awq.VERSIONS},
 }

@@ -18,6 +18,7 @@ from epiloq.formats.configs import bitsandbytes as bitsandbytes_config
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
+from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
 from epiloq.formats.description import OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.embeddings import TableOutline, shared_in
@@ -43,6 +44,7 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     fp8.FBGEMM: fp8.parse,
     **dict.fromkeys(modelopt_config.METHODS, modelopt_config.parse),
     quark_config.METHOD: quark_config.parse,
+    mxfp4_config.METHOD: mxfp4_config.parse,
     **dict.fromkeys(auto_round.METHODS, auto_round.parse),
 }
 """Parsers of the configurations of all methods other than epiloq's own."""
@@ -237,11 +239,6 @@ def parse(found: Mapping[str, Any]) -> Rules:
     Raises FormatError, which names key and value, for unsupported entries.
     """
     method = found.get("quant_method")
-    if method == "mxfp4":
-        raise FormatError(
-            "quantization_config: quant_method: mxfp4 (experts of GPT-OSS) is opened by transformers' from_pretrained "
-            "after import epiloq.integrations.transformers, and by nothing else here"
-        )
     if not isinstance(method, str) or method not in CONFIGS:
         expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
         likely = ", as in directories of MLX" if method is None and found.keys() >= {"bits", "group_size"} else ""

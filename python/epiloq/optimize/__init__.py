@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from epiloq.nn import W4A8Linear
+from epiloq.nn import Fp4Experts, W4A8Linear
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
@@ -66,14 +66,14 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
         A report of what was merged and fused, and what was not and why; it can be printed.
 
     Raises:
-        ValueError: the model is in training mode, or contains no quantised linear layer; or `weight_only_below` is
-            negative, or given for a model without `W4A8Linear`. The model is then unchanged.
+        ValueError: the model is in training mode, or contains no quantised linear layer or expert; or
+            `weight_only_below` is negative, or given for a model without `W4A8Linear`. The model is then unchanged.
     """
     if model.training:
         raise ValueError(
             "epiloq.optimize_: model: expected eval mode, got a model in training; call model.eval() first"
         )
-    if not any(isinstance(module, FrozenLinear) for module in model.modules()):
+    if not any(isinstance(module, (FrozenLinear, Fp4Experts)) for module in model.modules()):
         raise ValueError(
             "epiloq.optimize_: model: expected quantised linear layers, got none; "
             "call epiloq.quantize_(model, scheme) first, or open a quantised checkpoint"

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.converted import convert_
+from epiloq.formats.io.gpt_oss import split_experts_
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safe_files import reason
@@ -151,6 +152,7 @@ def renamed(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     Raises FormatError if two tensors would have the same name.
     """
     if hasattr(model, "base_model_prefix"):
+        split_experts_(checkpoint)
         names = names_in(model, checkpoint)
         if not checkpoint.stored:
             checkpoint.rename(names.by_stored(checkpoint.files))

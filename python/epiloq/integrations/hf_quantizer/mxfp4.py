@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.configs.keys import check_keys, excludes, names
+from epiloq.formats.configs.mxfp4 import KNOWN
+from epiloq.formats.configs.mxfp4 import METHOD as METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp4Experts
 
-METHOD = "mxfp4"
-_KNOWN = {"quant_method", "modules_to_not_convert"}
 _MARKER = "gate_up_proj_blocks"
 
 
@@ -68,7 +68,7 @@ def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]
     `config` is the ``quantization_config``. Raises FormatError, which names file and tensor, for unsupported entries,
     no such experts, experts of other models than GPT-OSS, or tensors with wrong dtypes or shapes.
     """
-    check_keys(config, _KNOWN, METHOD)
+    check_keys(config, KNOWN, METHOD)
     left = names(config, "modules_to_not_convert", METHOD)
     found = [name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] == _MARKER]
     if not found:

@@ -1,0 +1,28 @@
+"""The configurations of GPT-OSS's own checkpoints, ``quant_method`` "mxfp4": experts in MXFP4, all else in floating
+point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from epiloq.formats.configs.keys import check_keys, excludes, names
+from epiloq.formats.description import Description, Rules
+
+METHOD, LAYOUT = "mxfp4", "gpt-oss mxfp4"
+KNOWN = {"quant_method", "modules_to_not_convert"}
+
+
+def parse(found: Mapping[str, Any]) -> Rules:
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
+    check_keys(found, KNOWN, METHOD)
+    left = names(found, "modules_to_not_convert", METHOD)
+    described = Description(LAYOUT, "fp4", 4, "group", 32)
+
+    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
+        return None if any(excludes(left, name) for name in layer) else described
+
+    return rules
