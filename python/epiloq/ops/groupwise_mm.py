@@ -116,9 +116,9 @@ def _run(
     result = empty_result("groupwise_mm", a, b, out_dtype) if out is None else out
     call = (result, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     if a.is_cuda:
-        _core.groupwise_mm(*call, constant_b=constant_b)
+        _core.groupwise_mm(*call, None, None, 128, constant_b)
     else:
-        _core.groupwise_mm_on_host(*call, threads=threads_for(a))
+        _core.groupwise_mm_on_host(*call, None, None, 128, False, threads_for(a))
     if out is not None:
         mark_written(out)
     return result

@@ -110,7 +110,7 @@ def run(
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
     x = on_16_bytes(_in_order(x, perm, k))
-    if not _core.weight_only_mm(result, x, *packed, bias, *numbers, lo, hi, threads=threads_for(x)):
+    if not _core.weight_only_mm(result, x, *packed, bias, *numbers, lo, hi, None, threads_for(x)):
         dense_product(result, x, packed, bias, numbers, (lo, hi))
     if out is not None:
         mark_written(out)
@@ -124,7 +124,7 @@ _Numbers = tuple[int, int, int, int]
 def _empty(x: Tensor, n: int) -> Tensor:
     if x.ndim == 0:
         raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], n))
+    return x.new_empty(*x.shape[:-1], n)
 
 
 def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:

@@ -22,9 +22,9 @@ def takes_directly(x: Tensor, in_features: int, parts: Sequence[Any]) -> bool:
     """
     if not direct((x,), tuple(parts)):
         return False
-    weight, bias = parts[0], parts[1]
-    if weight.is_meta or (bias is not None and bias.dtype != x.dtype):
+    bias = parts[1]
+    if parts[0].is_meta or (bias is not None and bias.dtype != x.dtype):
         return False
     # Empty tensors are contiguous whatever their strides.
-    rows = x.dim() > 0 and x.shape[-1] == in_features and x.is_contiguous() and x.stride(-1) == 1
-    return rows and 1 < x.dim() <= _MOST_DIMENSIONS
+    is_matrix = 1 < x.ndim <= _MOST_DIMENSIONS and x.shape[-1] == in_features
+    return is_matrix and x.is_contiguous() and x.stride(-1) == 1

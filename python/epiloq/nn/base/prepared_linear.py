@@ -172,7 +172,7 @@ class PreparedLinear(FrozenLinear):
             return None
         if parts[0].shape[0] != self.out_features:
             return None
-        return [x.new_empty((*x.shape[:-1], self.out_features)), x, *parts]
+        return [x.new_empty(*x.shape[:-1], self.out_features), x, *parts]
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with contiguous rows."""

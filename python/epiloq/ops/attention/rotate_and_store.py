@@ -38,7 +38,7 @@ def rotate_and_store(
     Raises:
         ValueError: an argument is invalid; the message names it.
     """
-    query = heads.new_empty((*heads.shape[:2], query_heads, heads.shape[-1]))
+    query = heads.new_empty(*heads.shape[:2], query_heads, heads.shape[-1])
     arguments = (query, heads, cos, sin, key_cache, value_cache, position)
     if heads.is_cuda:
         _core.rotate_and_store(*arguments)

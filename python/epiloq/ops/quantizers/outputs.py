@@ -33,17 +33,17 @@ def empty_q(operation: str, x: Tensor, dtype: torch.dtype, columns: int, pad_to:
     """``columns`` values for each row of ``x``, rounded up to a multiple of ``pad_to``."""
     if x.ndim == 0:
         raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], round_up(columns, pad_to)), dtype=dtype)
+    return x.new_empty(*x.shape[:-1], round_up(columns, pad_to), dtype=dtype)
 
 
 def empty_scale(x: Tensor, columns: int, granularity: str, group_size: int, scale_layout: str = "row") -> Tensor:
     """The scales of ``columns`` values for each row of ``x``; in the column layout, rows are neighbours."""
-    groups = (columns + group_size - 1) // group_size
     leading = x.shape[:-1]
     if granularity == "tensor":
         return x.new_empty((1,), dtype=torch.float32)
     if granularity == "token":
-        return x.new_empty((*leading, 1), dtype=torch.float32)
+        return x.new_empty(*leading, 1, dtype=torch.float32)
+    groups = (columns + group_size - 1) // group_size
     if granularity == "block":
         return x.new_empty(((x.shape[0] + group_size - 1) // group_size, groups), dtype=torch.float32)
     if scale_layout == "row":

@@ -215,7 +215,7 @@ def _norm(
 
 
 def _empty_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, *measure: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (*_empty(x, weight, eps, *measure), x.new_empty(x.shape))
+    return (*_empty(x, weight, eps, *measure), x.new_empty(*x.shape))
 
 
 def _add_norm(
