@@ -99,11 +99,13 @@ def config(*, arch: str | None = None, batch_invariant: bool | None = None) -> I
 
     Raises:
         ValueError: an unknown arch.
-        TypeError: ``batch_invariant`` is not a bool.
+        TypeError: ``arch`` is not a str, or ``batch_invariant`` not a bool.
     """
     previous = _core.forced_arch(), _core.batch_invariant_here()
     if batch_invariant is not None:
         _expect_bool("config", "batch_invariant", batch_invariant)
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f'epiloq.config: arch: expected a name such as "sm90", got {arch!r}')
     if arch is not None:
         _core.force_arch(arch)
     if batch_invariant is not None:

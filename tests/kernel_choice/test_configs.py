@@ -108,5 +108,7 @@ def test_config_is_scoped_and_checked() -> None:
     with epiloq.config(arch="sm75"), epiloq.config(arch="sm90"):
         assert epiloq._core.forced_arch() == "sm90"
     assert epiloq._core.forced_arch() == "auto"
+    with pytest.raises(TypeError, match=r"epiloq\.config: arch: expected a name"), epiloq.config(arch=90):
+        pass
     with pytest.raises(ValueError, match="sm91"), epiloq.config(arch="sm91"):
         pass

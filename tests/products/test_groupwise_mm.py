@@ -179,7 +179,8 @@ def test_explain_checks_its_sizes() -> None:
         ("scaled_mm", {"m": 1}, TypeError, "expected m, n, k and optionally .*arch.*got no n"),
         ("scaled_mm", {"m": 1, "n": 2, "K": 3}, TypeError, "expected .*got K, which is not one of them"),
         ("scaled_mm", {"m": -5, "n": 1, "k": 1}, ValueError, "m: expected an integer from 0"),
-        ("weight_only_mm", {"m": 1, "n": 1, "k": 1, "bits": "4"}, TypeError, "an option of a type"),
+        ("weight_only_mm", {"m": 1, "n": 1, "k": 1, "bits": "4"}, TypeError, "bits: not of the type"),
+        ("scaled_mm", {"m": 1, "n": 1, "k": 1, "sm_count": 4, "arch": 90}, TypeError, "arch: not of the type .*90"),
         ("requantized_mm", {"m": 1, "n": 1, "k": 1}, TypeError, "expected its own arguments"),
     ],
 )
@@ -188,3 +189,11 @@ def test_explain_names_what_sizes_do_not_fit(
 ) -> None:
     with pytest.raises(kind, match=f"^epiloq.{name}: {message}"):
         epiloq.explain(name, **text)
+
+
+def test_recipes_may_be_lists_as_json_has_them(seed: int) -> None:
+    p = make(16, 32, 256)
+    out = epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, recipe=[1, 128, 128])
+    assert torch.equal(out, epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b))
+    with pytest.raises(ValueError, match=r"recipe: expected one of .*, got \[128, 128\]"):
+        epiloq.groupwise_mm(p.a, p.b, p.scale_a, p.scale_b, recipe=[128, 128])

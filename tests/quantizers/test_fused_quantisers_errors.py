@@ -29,6 +29,9 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"granularity": "tensor", "dtype": FP8}, "granularity: expected"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"granularity": "row"}, "granularity: expected"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"pad_to": 0}, "pad_to: expected a positive"),
+    ("silu_and_mul_quant", (torch.ones(4, 16),), {"group_size": 2**31}, "group_size: expected at most 2147483647"),
+    ("rms_norm_quant", (torch.ones(4, 16), W), {"group_size": 2**70}, "group_size: expected at most 2147483647"),
+    ("quantize_blockwise_int8", (torch.ones(4, 16), 2**70), {}, "group_size: expected at most 2147483647"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"scale_layout": "column"}, "scale_layout: expected"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"out": (W, W, W)}, r"out: expected \(q, scale\)"),
     (

@@ -19,6 +19,8 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.int8}, "dtype: expected .*float8_e4m3fn or .*float8_e5m2, got torch.int8"),
     ({"pad_to": 0}, "pad_to: expected a positive"),
     ({"group_size": 0}, "group_size: expected a positive"),
+    ({"group_size": 2**31}, "group_size: expected at most 2147483647, got 2147483648"),
+    ({"group_size": 2**70, "granularity": "group"}, "group_size: expected at most 2147483647"),
     ({"eps": -1.0}, "eps: expected"),
     ({"eps": math.inf}, "eps: expected"),
     ({"scale": ONE, "ue8m0": True}, "ue8m0: expected none"),

@@ -11,10 +11,15 @@ import torch
 T = TypeVar("T")
 
 
+_MOST = 2**31 - 1  # what the C++ functions take
+
+
 def expect_positive(operation: str, **numbers: int) -> None:
     for argument, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < 1:
             raise ValueError(f"epiloq.{operation}: {argument}: expected a positive integer, got {number!r}")
+        if isinstance(number, int) and number > _MOST:
+            raise ValueError(f"epiloq.{operation}: {argument}: expected at most {_MOST}, got {number}")
 
 
 def limits(operation: str, clamp: tuple[float, float] | None) -> tuple[float, float]:
@@ -23,7 +28,7 @@ def limits(operation: str, clamp: tuple[float, float] | None) -> tuple[float, fl
         return -math.inf, math.inf
     try:
         lo, hi = map(float, clamp)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         lo = hi = math.nan
     if not lo <= hi:
         raise ValueError(f"epiloq.{operation}: clamp: expected (lo, hi) with lo <= hi, got {clamp!r}")

@@ -83,7 +83,7 @@ def groupwise_mm(
 def granularity_of(
     operation: str, recipe: tuple[int, int, int], recipes: tuple[tuple[int, int, int], ...] = RECIPES
 ) -> tuple[int, int]:
-    if recipe not in recipes:
+    if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in recipes:  # JSON has lists alone
         raise ValueError(
             f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, recipes))} (rows of a, columns of b and"
             f" elements of K to a scale), got {recipe!r}"

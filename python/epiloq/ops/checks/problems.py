@@ -71,4 +71,20 @@ def explain_problem(operation: str, sizes: Mapping[str, Any]) -> str:
     try:
         return question.ask(**call)
     except TypeError:
-        raise TypeError(f"epiloq.{operation}: an option of a type that none has, in {dict(sizes)}") from None
+        small = {**question.given, **_SMALL}
+        wrong = next(name for name in sizes if not _is_accepted(question, {**small, name: call[name]}))
+        message = f"epiloq.{operation}: {wrong}: not of the type that this option has: {sizes[wrong]!r}"
+        raise TypeError(message) from None
+
+
+_SMALL = dict.fromkeys(_SIZES, 1)
+
+
+def _is_accepted(question: _Question, call: Mapping[str, Any]) -> bool:
+    try:
+        question.ask(**call)
+    except TypeError:
+        return False
+    except Exception:
+        return True
+    return True

@@ -81,8 +81,7 @@ def _empty(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, a float parameter and the sums."""
     if x.ndim == 0:
         raise ValueError("epiloq.quantize_blockwise_int8: x: expected at least one dimension, got a scalar")
-    if group_size < 1:
-        raise ValueError(f"epiloq.quantize_blockwise_int8: group_size: expected a positive integer, got {group_size}")
+    expect_positive("quantize_blockwise_int8", group_size=group_size)
     parameters = (*x.shape[:-1], (x.shape[-1] + group_size - 1) // group_size)
     return (
         x.new_empty(x.shape, dtype=torch.int8),
