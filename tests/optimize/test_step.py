@@ -80,15 +80,16 @@ def test_no_bit_changes(
     assert torch.equal(result, decoded(model, x, kind))
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-token", "fp8-block"])
 def test_half_precision(
-    seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], scheme: str, sequences: int
+    seed: int, device: str, monkeypatch: pytest.MonkeyPatch, steps: list[bool], scheme: str, sequences: int
 ) -> None:
-    """With as many key heads as query heads, of which each layer has whole blocks."""
-    config = transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4})
-    model = epiloq.quantize_(transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval(), scheme)
-    x = tokens()[:sequences]
+    """With whole blocks of rows in each layer, and heads that `decode_attention` has a kernel for."""
+    config = transformers.LlamaConfig(**SIZES, head_dim=64)
+    model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    epiloq.quantize_(model, scheme)
+    x = torch.randint(2, SIZES["vocab_size"], (sequences, 11), device=device)
     optimize_(model)
     result = decoded(model, x)
     assert steps[2:] == [True] * 6
