@@ -1,4 +1,4 @@
-"""Folders of the Python package depend on each other one way, and stay small."""
+"""Folders and modules of the Python package have no import circles, and folders stay small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = 15
 
 
 def loaded(tree: ast.AST) -> Iterator[str]:
-    """Modules of epiloq that are imported when a file is loaded: not in functions, nor for type checkers alone."""
+    """Modules of epiloq imported when a file is loaded: not in functions, nor for type checkers only."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -37,6 +37,19 @@ def test_no_circles_between_folders() -> None:
                 if other in folders - {folder}:
                     needs[folder].add(other)
     assert needs["quantize"] >= {"formats"}
+    assert list(TopologicalSorter(needs).static_order())
+
+
+def test_no_circles_between_modules() -> None:
+    """The same between modules. `_core` is compiled and imports none of them."""
+    files = {path: ".".join(("epiloq", *path.relative_to(ROOT).with_suffix("").parts)) for path in ROOT.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for path, name in files.items()}
+    needs: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = loaded(ast.parse(path.read_text(encoding="utf-8")))
+        found = {name if name in modules else name.rpartition(".")[0] for name in names if name != "epiloq._core"}
+        needs[module] = found - {module}
+    assert needs["epiloq.quantize.job"] > {"epiloq.quantize.plan"}
     assert list(TopologicalSorter(needs).static_order())
 
 

@@ -1,6 +1,6 @@
-// DeepGEMM's kernel of many tokens as a contender in groups of 128: tiles of 256 x 128, in pairs of blocks that read
-// their tokens once, N and K compiled in as it does (shapes.inc: what sweep.py makes of --shapes). From the headers of
-// sgl-deep-gemm, which bring their own CUTLASS.
+// DeepGEMM's kernel for large M, for comparison in scale groups of 128: 256 x 128 tiles, multicast of A within clusters
+// of two CTAs, N and K as template arguments, as in DeepGEMM (sweep.py writes shapes.inc from --shapes). Compiled with
+// the headers of sgl-deep-gemm, which include their own CUTLASS.
 
 #include <deep_gemm/impls/sm90_fp8_gemm_1d2d.cuh>
 

@@ -1,5 +1,5 @@
-// As main.cu, for tiles of the group-wise kernel, of float8 or int8: 1x128 scales of tokens, 128x128 of weights, or
-// whole rows'.
+// As main.cu, for tiles of the group-wise kernel with FP8 or int8 operands: scales per 1x128 of A and per 128x128 of B,
+// or per row of both.
 
 #include "harness.h"
 #include "problems/groupwise_gemm.h"
@@ -16,7 +16,7 @@ struct Tile {
 
 __global__ void count_wrong(GroupwiseProblem p, int* wrong) {
   int const n = blockIdx.x * blockDim.x + threadIdx.x;
-  std::int64_t const m = blockIdx.y * 2654435761u % p.m;  // rows all over the tiles
+  std::int64_t const m = blockIdx.y * 2654435761u % p.m;  // rows spread over all tiles
   if (n >= p.n) return;
   auto const* const a = static_cast<Element const*>(p.a) + m * p.stride_a;
   auto const* const b = static_cast<Element const*>(p.b) + n * p.stride_b;
@@ -37,7 +37,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
   std::size_t const weight_bytes = std::size_t(n) * k;
   constexpr std::size_t kColdBytes = 400'000'000;
   std::size_t const copies = std::max<std::size_t>(3, kColdBytes / weight_bytes);
-  int const blocks_k = (k + 127) / 128, blocks_n = WHOLE_ROWS ? n : (n + 127) / 128, padded_m = (m + 3) / 4 * 4;
+  int const blocks_k = (k + 127) / 128, blocks_n = PER_ROW_SCALES ? n : (n + 127) / 128, padded_m = (m + 3) / 4 * 4;
   auto* const weights = allocate<Element>(weight_bytes * copies);
   auto* const a = allocate<Element>(std::size_t(m) * k);
   auto* const d = allocate<__nv_bfloat16>(std::size_t(m) * n * copies);
@@ -55,9 +55,9 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     p.m = m, p.n = n, p.k = k;
     p.stride_a = k, p.stride_b = k, p.stride_d = n;
     p.a = a, p.b = weights + i * weight_bytes, p.d = d + i * std::size_t(m) * n;
-    p.scale_a = {scale_a, 1, WHOLE_ROWS ? 0 : padded_m, 0};
-    p.scale_b = WHOLE_ROWS ? GroupScales{scale_b, 1, 0, 0} : GroupScales{scale_b, blocks_k, 1, 7};
-    if (WHOLE_ROWS) p.depth = k;
+    p.scale_a = {scale_a, 1, PER_ROW_SCALES ? 0 : padded_m, 0};
+    p.scale_b = PER_ROW_SCALES ? GroupScales{scale_b, 1, 0, 0} : GroupScales{scale_b, blocks_k, 1, 7};
+    if (PER_ROW_SCALES) p.depth = k;
     problems.push_back(p);
   }
   auto const costs = steady_costs(problems, kTiles, stream);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What every sweep needs: filled memory, and the time of a graph of calls.
+// Shared by all sweeps: filling of device memory, and timing of CUDA graphs.
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -21,7 +21,7 @@
 
 using epiloq::cuda_check;
 
-// Bytes like quantised normal values, as layers have.
+// Values distributed like quantised weights.
 template <class Element>
 __global__ void fill(Element* p, std::size_t n, unsigned seed) {
   for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
@@ -46,13 +46,12 @@ T* allocate(std::size_t count) {
   return static_cast<T*>(pointer);
 }
 
-// What a call takes: a time, which at the power limit depends on the clock that was left, and thousands of cycles of an
-// SM, which do not.
+// Cost of a call: time, which at the power limit depends on the clock, and thousands of SM cycles, which do not.
 struct Cost {
   float us = 0, kilocycles = 0;
 };
 
-// Of every SM that runs one of its blocks.
+// Clocks of all SMs that run one of its CTAs.
 __global__ void read_clocks(long long* clocks) {
   if (threadIdx.x != 0) return;
   unsigned sm;
@@ -60,7 +59,7 @@ __global__ void read_clocks(long long* clocks) {
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(clocks[sm]));
 }
 
-// A graph of one call for each problem, whose inputs are cold when it comes round to them again.
+// A graph with one call per problem, so many problems that each one's inputs are cold in L2 on the next replay.
 class Replay {
  public:
   template <class Problem, class Tile>
@@ -125,12 +124,12 @@ class Replay {
   float once_us_ = 0;
 };
 
-// How long a tile runs before its turn counts. In short turns all run at the clock that their mixture leaves, in turns
-// of some 300 ms each at its own, so that what saves power shows.
+// Milliseconds for which a tile runs before it is timed. With short periods all tiles run at the clock of their average
+// power, with periods of about 300 ms each at its own clock, so that lower power gives lower times.
 inline float settle_ms = 6;
 
-// What all tiles take, in turns of random order: clocks fall while the first ones run, and each runs at the clock that
-// the one before it leaves. (Always first, a tile seemed up to a fifth slower.) Tiles far behind run for a moment only.
+// Costs of all tiles, timed alternately in random order: clocks fall while the first tiles run, and each tile starts at
+// the previous one's clock. (A tile that was always first seemed up to 20 % slower.) Slow tiles are timed only briefly.
 template <class Problem, class Tiles>
 std::vector<Cost> steady_costs(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
   constexpr float kFarBehind = 1.3f, kHeatMs = 60, kMeasuredMs = 14;

@@ -1,5 +1,5 @@
-// Checks and times every tile on every shape: kernels in a CUDA graph, weights cold in L2, each tile's output compared
-// with a plain kernel's first. Usage: sweep NxK[,NxK...] M[,M...]; prints the best tiles of each problem,
+// Checks and times every tile on every shape: kernels in a CUDA graph, weights cold in L2. Each tile's output is first
+// compared with a reference kernel's. Usage: sweep NxK[,NxK...] M[,M...]; prints the best tiles of each problem,
 // in us and thousands of cycles.
 
 #include "harness.h"
@@ -19,7 +19,7 @@ using Element = __nv_fp8_e4m3;
 using Element = std::int8_t;
 #endif
 
-// Of rows spread over M.
+// Checks rows spread over M.
 __global__ void count_wrong(Problem p, int* wrong) {
   int const n = blockIdx.x * blockDim.x + threadIdx.x;
   std::int64_t const m = std::int64_t{blockIdx.y} * p.m / gridDim.y;

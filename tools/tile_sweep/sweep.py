@@ -1,15 +1,15 @@
-"""Times SM90 tiles that are not in the tables yet, on a GPU machine with nvcc and CUTLASS's headers.
+"""Times SM90 tiles that are not in the tables yet; needs a GPU, nvcc and CUTLASS's headers.
 
     python tools/tile_sweep/sweep.py --cutlass DIR "swap 64x16x256 c1x1 W" "256x128x128 c2x1 C" ... \
         [--kind int8|float8|groupwise|float8-rows|int8-rows] [--shapes 6144x4096,8192x8192] [--tokens 1,16,64]
-        [--before CHECKOUT: its tiles beside these] [--deep-gemm DIR: with --kind groupwise, DeepGEMM's kernel too]
+        [--before CHECKOUT: also time its tiles] [--deep-gemm DIR: with --kind groupwise, also DeepGEMM's kernel]
 
-A tile reads: [fast] [swap] MxNxK cCMxCN W|P|C.
-A group-wise one, or one by the same kernel with scales of whole rows: mM nN [k2: warpgroups along K] [shared: K
-of what is left of waves, where that may be]; m64 to m192 are one to three warpgroups, m256 two rounds of two.
-Tiles compile in parallel, about 40 core-seconds each; one that does not build is named and left out. What a call
-takes is printed in microseconds and, in brackets, thousands of cycles: at the power limit only those agree from one
-run to the next.
+A tile is given as "[fast] [swap] MxNxK cCMxCN W|P|C", in which cCMxCN is the cluster and W, P or C the schedule
+(warp-specialised, ping-pong, cooperative). A tile of the group-wise kernel, which also runs scales per row, is given as
+"mM nN [k2] [split]": k2 has two warpgroups along K; split uses split-K for the tiles of a last, partial wave, if the
+tile supports it. m64 to m192 are one to three warpgroups, m256 two rounds of two.
+Tiles compile in parallel, about 40 core-seconds each; one that does not compile is reported and skipped. Times are
+printed in microseconds and, in brackets, in thousands of cycles: at the power limit only the latter are reproducible.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROOT = HERE.parents[1]
 SCHEDULES = {"W": "kWarpSpecialized", "P": "kPingpong", "C": "kCooperative"}
 SHAPES = "6144x4096,28672x4096,4096x14336,2112x7168,24576x1536,7168x16384,8192x8192"
 TILE = re.compile(r"(fast )?(swap )?(\d+)x(\d+)x(\d+) c(\d+)x(\d+) ([WPC])")
-GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?( shared)?")
+GROUPWISE = re.compile(r"m(\d+) n(\d+)(?: k(\d))?( split)?")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Which program times a kind of tiles, and what its tile source is told."""
+    """The timing program for a kind of tiles, the source of a tile, and its macros."""
 
     main: str
     tile: str
@@ -41,13 +41,13 @@ class Kind:
     defines: dict[str, str]
 
 
-def groupwise_kind(element: str, cutlass_element: str, *, whole_rows: bool) -> Kind:
+def groupwise_kind(element: str, cutlass_element: str, *, per_row_scales: bool) -> Kind:
     """Tiles of sm90/groupwise_gemm.cuh."""
     defines = {
         "ELEMENT": element,
         "CUTLASS_ELEMENT": cutlass_element,
-        "SCALES": "kPerRowScales" if whole_rows else "kBlocks",
-        "WHOLE_ROWS": str(whole_rows).lower(),
+        "SCALES": "kPerRowScales" if per_row_scales else "kBlocks",
+        "PER_ROW_SCALES": str(per_row_scales).lower(),
     }
     return Kind("groupwise_main.cu", "groupwise.cu", "GroupwiseProblem", defines)
 
@@ -55,26 +55,26 @@ def groupwise_kind(element: str, cutlass_element: str, *, whole_rows: bool) -> K
 KINDS = {
     "int8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kInt8", "FLOAT8": "0"}),
     "float8": Kind("main.cu", "tile.cu", "Problem", {"OPERAND": "kFloat8E4M3", "FLOAT8": "1"}),
-    "groupwise": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", whole_rows=False),
-    "float8-rows": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", whole_rows=True),
-    "int8-rows": groupwise_kind("std::int8_t", "std::int8_t", whole_rows=True),
+    "groupwise": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", per_row_scales=False),
+    "float8-rows": groupwise_kind("__nv_fp8_e4m3", "cutlass::float_e4m3_t", per_row_scales=True),
+    "int8-rows": groupwise_kind("std::int8_t", "std::int8_t", per_row_scales=True),
 }
 
 
 def macros(tile: str, kind: Kind) -> dict[str, str]:
-    """What the tile's source wants to know of it."""
+    """The macros of a tile's source."""
     name = {"NAME": "tile_" + re.sub(r"\W", "_", tile), **kind.defines}
     if kind.tile == "groupwise.cu":
         match = GROUPWISE.fullmatch(tile)
         if match is None:
             raise SystemExit(f'sweep: tile: expected such as "m256 n128" or "m64 n48 k2", got {tile!r}')
-        m, n, k, shared = match.groups()
+        m, n, k, split = match.groups()
         return name | {
             "M_GROUPS": "2" if int(m) == 256 else str(int(m) // 64),
             "ROUNDS": "2" if int(m) == 256 else "1",
             "K_GROUPS": k or "1",
             "TILE_N": n,
-            "SHARES": "true" if shared else "false",
+            "SPLIT_K": "true" if split else "false",
         }
     match = TILE.fullmatch(tile)
     if match is None:
@@ -94,7 +94,7 @@ def macros(tile: str, kind: Kind) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Contender:
-    """A tile as it is printed, what its source is told, and where that and the folders of its headers are."""
+    """A tile: its printed form, macros, source file and include folders."""
 
     text: str
     values: dict[str, str]
@@ -114,7 +114,7 @@ def of_checkout(root: Path, tile: str, kind: Kind, prefix: str = "") -> Contende
 
 
 def deep_gemm(headers: Path, shapes: str, folder: Path) -> Contender:
-    """DeepGEMM's kernel, whose headers bring their own CUTLASS; sizes go by a file, as nvcc parts -D at commas."""
+    """DeepGEMM's kernel, whose headers include their own CUTLASS. Sizes are in a file, as nvcc splits -D at commas."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = [f"SHAPE({shape.replace('x', ', ')})\n" for shape in shapes.split(",")]
     (folder / "shapes.inc").write_text("".join(sizes))
@@ -132,7 +132,7 @@ def nvcc(includes: list[Path], *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def build(contenders: list[Contender], kind: Kind, cutlass: Path, folder: Path) -> Path:
-    """Compile every tile and link the program; its path."""
+    """Compile every tile and link the program; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"-D{name}={value}" for name, value in kind.defines.items()]
 
@@ -164,13 +164,13 @@ def build(contenders: list[Contender], kind: Kind, cutlass: Path, folder: Path) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiles", nargs="+")
-    parser.add_argument("--cutlass", type=Path, required=True, help="CUTLASS's sources, the folder that holds include/")
+    parser.add_argument("--cutlass", type=Path, required=True, help="CUTLASS's sources, which contain include/")
     parser.add_argument("--kind", choices=KINDS, default="int8")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--tokens", default="1,16,32,64,128,256,1024,4096")
-    parser.add_argument("--settle", type=float, default=6, help="ms that a tile runs before its turn counts")
-    parser.add_argument("--before", type=Path, help="another checkout, whose tiles are compiled beside these")
-    parser.add_argument("--deep-gemm", type=Path, help="sgl-deep-gemm's headers, the folder that holds deep_gemm/")
+    parser.add_argument("--settle", type=float, default=6, help="ms for which a tile runs before it is timed")
+    parser.add_argument("--before", type=Path, help="another checkout whose tiles are also compiled and timed")
+    parser.add_argument("--deep-gemm", type=Path, help="sgl-deep-gemm's headers: the folder that contains deep_gemm/")
     parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
     kind, folder = KINDS[options.kind], ROOT / "build" / "tile-sweep" / options.kind

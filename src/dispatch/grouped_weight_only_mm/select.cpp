@@ -15,15 +15,15 @@ namespace {
 using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
-constexpr int kStepsPerCta = 4;  // of K at least, where CTAs split it
+constexpr int kStepsPerCta = 4;  // minimum number of K steps per CTA with split-K
 
-// Rows of x in an expert that has any, on average; of masked experts as many as fit.
+// Average number of rows of x per expert that has any; with masked_m the capacity per expert.
 int typical_rows(Problem const& p) {
   if (p.masked || p.counts == nullptr) return p.product.m;
   return ceil_div(p.product.m, std::min(p.experts, p.product.m));
 }
 
-// Tiles of tokens that may be needed: each expert's last one may be partly empty.
+// Maximum number of token tiles: each expert's last tile may be partly filled.
 int most_tiles(Problem const& p, int tokens) {
   int const m = p.product.m;
   if (p.masked) return p.experts * ceil_div(m, tokens);
@@ -31,7 +31,7 @@ int most_tiles(Problem const& p, int tokens) {
   return (m + std::min(p.experts, m) * (tokens - 1)) / tokens;
 }
 
-// A stage of a warp's two panels, and of the tile's tokens.
+// Shared memory of one pipeline stage: two weight panels per warp, and the token tile.
 int stage_bytes(Weight const& w, Format format, int tokens) {
   bool const is_byte = format == Format::kMxfp4 || format == Format::kNvfp4;
   int const groups = std::max(1, kPadding / w.group),
@@ -74,7 +74,7 @@ std::optional<Format> format_of(Weight const& w, WeightFormat format) {
 }
 
 Choice choose(Problem const& p, Format format, Target const& target) {
-  // One width of tiles and whole sums of K give a row the same bits at any M.
+  // A fixed tile height and no split-K give a row the same bits at any M.
   constexpr int kAnyM = 1;
   if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;

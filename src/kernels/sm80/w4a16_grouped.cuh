@@ -1,8 +1,9 @@
 #pragma once
 
-// Weight-only GEMM of a mixture of experts with mma.sync: the W4A16 GEMM, whose CTAs find out which expert's tokens are
-// theirs. Along x CTAs take the row tiles of one tile of tokens after the other; those that have no tile are the last,
-// so that the others spread evenly over the SMs. CTAs along y split K.
+// Weight-only GEMM for a mixture of experts (grouped_packed_mm, packed_fp4_mm) with mma.sync: the W4A16 GEMM, with a
+// search for each CTA's expert. blockIdx.x enumerates the weight-row tiles of one token tile after the other.
+// Superfluous CTAs, which have no tile, come last, so that the others spread evenly over the SMs. blockIdx.y is the
+// slice of K.
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
 #include "kernels/sm80/w4a16_gemm.cuh"
@@ -12,7 +13,7 @@ namespace epiloq::ops::grouped_weight_only_mm {
 
 namespace wo = weight_only_mm;
 
-// Tokens of an expert: [begin, end) of all of x's rows, the CTA's from `first` on. Nothing is left if first >= end.
+// Tokens of an expert: rows [begin, end) of x; the CTA's tile starts at `first`. No tile if first >= end.
 struct Tile {
   int expert, begin, end, first;
 };
