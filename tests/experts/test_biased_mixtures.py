@@ -18,7 +18,18 @@ from torch import Tensor, nn
 import epiloq
 from biased_mixtures import FAMILIES, gpt_oss, llama4, longcat
 from epiloq.models import mixtures
-from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.nn import (
+    ExpertLinears,
+    Fp4Linear,
+    Fp8BlockLinear,
+    Fp8Linear,
+    GatedExperts,
+    Int8Linear,
+    W4A8Linear,
+    WeightOnlyLinear,
+)
+from epiloq.nn.experts.gating import OwnGate
+from epiloq.parallel.experts import expert_part
 from epiloq.schemes import QuantisedLinear
 from other_mixtures import TOKENS, logits
 from tiny_mixtures import error
@@ -163,3 +174,77 @@ def test_gpt_oss_in_16_bits(dtype: torch.dtype, seed: int) -> None:
     epiloq.quantize_(model, "w8a16")
     y = model.get_submodule(name)(x, index, weights)
     assert y.dtype == dtype and error(y, exact(x.float(), index, weights.float())) < 0.02
+
+
+KINDS = {
+    "int8": Int8Linear.from_linear,
+    "fp8": Fp8Linear.from_linear,
+    "w4a16": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32),
+    "w4a8-fp8": lambda linear: W4A8Linear.from_linear(linear, group_size=32),
+    "mxfp4": lambda linear: Fp4Linear.from_linear(linear, format="mxfp4"),
+    "nvfp4": Fp4Linear.from_linear,
+    "fp8-block": Fp8BlockLinear.from_linear,
+}
+
+
+def biased(make: Any, dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (72, 40)) -> ExpertLinears:
+    """Experts of layers with biases, whose gates alternate with ups in GPT-OSS's way."""
+    hidden, inner = sizes
+    shapes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    layers = [{name: make(nn.Linear(*shape, dtype=dtype)) for name, shape in shapes.items()} for _ in range(5)]
+    gate = mixtures.stacked(gpt_oss())["model.layers.0.mlp.experts"]
+    return ExpertLinears(layers, OwnGate(gate))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_beside_grouped_products(kind: str, dtype: torch.dtype, seed: int) -> None:
+    """The numbers of one layer after the other; biases in state dicts, files, parts and gradients."""
+    apart = biased(KINDS[kind], dtype)
+    whole = GatedExperts.from_linears(apart)
+    assert whole is not None and whole.down_bias is not None and whole.down_bias.dtype == dtype
+    x = torch.randn(17, 72, dtype=dtype)
+    index, weights = torch.stack([torch.randperm(5)[:2] for _ in range(17)]), torch.rand(17, 2)
+    with torch.no_grad():
+        wanted, y = apart(x, index, weights), whole(x, index, weights)
+    # Of activations that are quantised, a bias rounded otherwise may move some to their neighbours.
+    exact = dtype == torch.float32 and ("w4a16" in kind or "fp4" in kind)
+    assert error(y, wanted) < (2e-6 if exact else 0.003 if dtype == torch.float32 else 0.03)
+    files = whole.file_state()
+    for expert in range(5):
+        for name, layer in zip(apart.projections.names, apart.layers(expert), strict=True):
+            assert torch.equal(files[f"{expert}.{name}.bias"], layer.bias)  # type: ignore[arg-type]
+    for state in (files, whole.state_dict()):
+        again = copy.deepcopy(whole)
+        for parameter in again.parameters():
+            parameter.data.zero_()
+        again.load_state_dict(dict(state))
+        assert torch.equal(again(x, index, weights), y)
+    empty = copy.deepcopy(whole).to("meta")
+    empty.load_state_dict(dict(files), assign=True)
+    assert torch.equal(empty(x, index, weights), y)
+    for linear in dict(whole.linears()).values():
+        assert linear.bias is not None
+    parts = torch.zeros(17, 72, dtype=torch.float32)
+    for part in (range(2), range(2, 5)):
+        some = copy.deepcopy(whole)
+        expert_part(some, part)
+        parts += some(x, index, weights).float()
+    assert error(parts, y.float()) < 1e-2
+    given = x.clone().requires_grad_()
+    whole(given, index, weights).float().sum().backward()
+    assert given.grad is not None and bool(given.grad.isfinite().all())
+    if kind not in ("int8", "w4a16"):
+        return
+    torch.compiler.reset()
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert error(compiled(x, index, weights), y) < 1e-6
+
+
+def test_a_bias_of_another_shape_is_named(seed: int) -> None:
+    whole = GatedExperts.from_linears(biased(Int8Linear.from_linear))
+    assert whole is not None
+    state = whole.file_state() | {"3.up_proj.bias": torch.ones(7)}
+    with pytest.raises(RuntimeError, match=r"3.up_proj.bias: expected torch.float32 \[40\], got torch.float32 \[7\]"):
+        whole.load_state_dict(state)

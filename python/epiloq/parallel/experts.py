@@ -22,6 +22,7 @@ def expert_part(module: GatedExperts | ExpertLinears, part: range) -> None:
         kept = GatedExperts.from_linears(ExpertLinears(own, module.act_fn))
         assert kept is not None
         module.gate_up, module.down = kept.gate_up, kept.down
+        module.gate_up_bias, module.down_bias = kept.gate_up_bias, kept.down_bias
     else:
         children = [module._modules[str(expert)] for expert in part]
         for expert in range(module.experts):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.experts.biases import BIAS, NAMES, added, fitting_bias, register
 from epiloq.nn.experts.expert_linears import (
     ExpertLinears,
     Projections,
@@ -24,59 +25,10 @@ from epiloq.nn.experts.expert_linears import (
     own_part,
     with_identities,
 )
-from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gating import gated, limit_of
-from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
-from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
-from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
-from epiloq.nn.fp4_linear import Fp4Linear
-from epiloq.nn.fp8_block_linear import Fp8BlockLinear
-from epiloq.nn.fp8_linear import Fp8Linear
-from epiloq.nn.int8_linear import Int8Linear
-from epiloq.nn.w4a8_linear import W4A8Linear
+from epiloq.nn.experts.kind import Kind
+from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
-
-_Linears: TypeAlias = Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | W4A8Linear | WeightOnlyLinear
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Kind of linear layers that can be computed together: their class, its options, and the class that computes
-    them."""
-
-    linear: type[_Linears]
-    experts: type[Experts]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> Kind | None:
-        """The kind of a layer; None if no class computes such layers together."""
-        if getattr(layer, "bias", None) is not None or getattr(layer, "scaled_input", False):
-            return None
-        if isinstance(layer, Fp8BlockLinear):
-            return cls(Fp8BlockLinear, Fp8BlockExperts)
-        if isinstance(layer, Fp8Linear) and layer.activation != "static":
-            return cls(Fp8Linear, Fp8Experts, {"activation": layer.activation, "weight": layer.weight_scales})
-        if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
-            return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
-        if isinstance(layer, Fp4Linear):
-            return cls(Fp4Linear, PackedFp4Experts, {"format": layer.format, "reciprocal": layer.reciprocal})
-        if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:
-            options: dict[str, Any] = {"group_size": layer.group_size, "zeros": layer.zeros}
-            options["dtype"] = layer.weight_scale.dtype
-            if isinstance(layer, W4A8Linear):
-                return cls(W4A8Linear, W4A8Experts, options | {"activation": layer.activation})
-            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.stored_bits})
-        return None
-
-    def stacked(
-        self, experts: int, in_features: int, out_features: int, matrices: int, device: torch.device | str | None
-    ) -> Experts:
-        """Stacked layers for `experts` experts with `matrices` matrices each, without values."""
-        options = self.options if self.experts.IN_PANELS else {}
-        if issubclass(self.experts, PackedFp4Experts):
-            options = {**options, "matrices": matrices}
-        return self.experts(experts, in_features, out_features, **options, device=device)
 
 
 class GatedExperts(nn.Module):
@@ -106,6 +58,8 @@ class GatedExperts(nn.Module):
 
     part: range | None = None
     whole: int | None = None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def __init__(
         self,
@@ -128,6 +82,7 @@ class GatedExperts(nn.Module):
         matrices = len(projections.names) - 1
         self.gate_up = kind.stacked(experts, hidden, matrices * self.up_begins, matrices, device)
         self.down = kind.stacked(experts, intermediate, hidden, 1, device)
+        register(self, kind.bias, ((experts, matrices * self.up_begins), (experts, hidden)), device)
         self.act_fn = act_fn or nn.SiLU()
         self._limit = limit_of(self.act_fn) if projections.gate else None
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
@@ -174,9 +129,13 @@ class GatedExperts(nn.Module):
                 if projection != self.projections.down:
                     rows, columns = columns, rows
                 where = self.down.weight_q.device if device is None else torch.device(device)
-                layer = self.kind.linear(columns, rows, False, **self.kind.options, device=where)
+                layer = self.kind.linear(columns, rows, self.down_bias is not None, **self.kind.options, device=where)
                 if where.type != "meta":
-                    layer.load_state_dict(self._tensors(expert, projection))
+                    tensors = self._tensors(expert, projection)
+                    layer.load_state_dict(tensors)
+                    # In its own type, which may be another than that of scales.
+                    layer._store(BIAS, tensors[BIAS].clone() if BIAS in tensors else None)
+                    layer._settle()
                 yield f"{expert}.{projection}", layer
 
     def file_state(self) -> dict[str, Tensor]:
@@ -186,7 +145,11 @@ class GatedExperts(nn.Module):
         for expert in range(self.experts):
             for projection in self.projections.names:
                 experts, _, rows = self._place(projection)
-                for part, tensor in experts.as_in_files(self._tensors(expert, projection), rows).items():
+                tensors = self._tensors(expert, projection)
+                bias = tensors.pop(BIAS, None)
+                if bias is not None:
+                    found[f"{expert}.{projection}.{BIAS}"] = bias.detach()
+                for part, tensor in experts.as_in_files(tensors, rows).items():
                     found[f"{expert}.{projection}.{names.get(part, part)}"] = tensor.detach()
         return found
 
@@ -208,19 +171,21 @@ class GatedExperts(nn.Module):
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
+        gate_up = added(gate_up, self.gate_up_bias, routing.ends)
         if self._limit is not None and self.down.gated:
             q, scale = epiloq.silu_and_mul_quant(self._limited(gate_up), **self.down.gated)
         else:
             q, scale = self.down.quantise(self._gated(gate_up))
         # What pads each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
-        return routing.combined(y[:, : self.hidden], top_k_weights)
+        return routing.combined(added(y[:, : self.hidden], self.down_bias, routing.ends), top_k_weights)
 
     def _one_by_one(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
         """The same result from layers with gradients, with gated rows rounded to their type before they are
         quantised."""
-        gate_up = self.gate_up(hidden_states[routing.tokens], offs=routing.ends)
-        return routing.combined(self.down(self._gated(gate_up), offs=routing.ends), top_k_weights)
+        gate_up = added(self.gate_up(hidden_states[routing.tokens], offs=routing.ends), self.gate_up_bias, routing.ends)
+        y = self.down(self._gated(gate_up), offs=routing.ends)
+        return routing.combined(added(y, self.down_bias, routing.ends), top_k_weights)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """The input of down, in the dtype of `gate_up`."""
@@ -246,6 +211,10 @@ class GatedExperts(nn.Module):
                 held = experts.get_parameter(part)
                 if held.is_meta:
                     experts._store(part, torch.zeros_like(held, device=device))
+        for name in NAMES:
+            bias = getattr(self, name)
+            if bias is not None and bias.is_meta:
+                self.register_parameter(name, FrozenParameter(torch.zeros_like(bias, device=device)))
 
     def _clear_padding(self) -> None:
         """Zero the padding of gate and up, which no expert's matrix covers."""
@@ -263,7 +232,9 @@ class GatedExperts(nn.Module):
     def _places(self, expert: int, projection: str) -> dict[str, Tensor]:
         """Views of the tensors of one linear layer, by the last part of their names."""
         experts, begin, rows = self._place(projection)
-        return experts.places(expert, begin, rows)
+        bias = self.down_bias if experts is self.down else self.gate_up_bias
+        places = experts.places(expert, begin, rows)
+        return places if bias is None else places | {BIAS: bias.detach()[expert, begin : begin + rows]}
 
     def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
         """The tensors of one linear layer."""
@@ -308,7 +279,8 @@ def _take(
                 if given is None:
                     missing.append(key)
                     continue
-                found = experts.fitting(part, given, wanted[part], rows)
+                fitting = fitting_bias if part == BIAS else experts.fitting
+                found = fitting(part, given, wanted[part], rows)
                 if isinstance(found, str):
                     errors.append(f"GatedExperts: {key}: {found}")
                 else:
@@ -318,3 +290,6 @@ def _take(
     for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
         for part in experts.held_parts:
             state.setdefault(f"{prefix}{name}.{part}", experts.get_parameter(part).detach())
+    for name in NAMES:
+        if getattr(module, name) is not None:
+            state.setdefault(f"{prefix}{name}", module.get_parameter(name).detach())
