@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +96,13 @@ def test_the_definition(seed: int) -> None:
     exact = torch.nn.functional.gelu(x).double() / layer.scales.double()
     assert torch.equal(layer(x), exact.float().to(torch.bfloat16))
     assert layer.state_dict().keys() == {"scales"}
+
+
+def test_ranks_cannot_share_the_vector(seed: int) -> None:
+    from epiloq.integrations.hf_quantizer.parallel import _check
+
+    model = starcoder()
+    _check(model, SimpleNamespace(tp_size=2))
+    model.model.layers[1].mlp.act = ScaledActivation(model.model.layers[1].mlp.act, 128, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.act: expected an activation function without scales"):
+        _check(model, SimpleNamespace(tp_size=2))

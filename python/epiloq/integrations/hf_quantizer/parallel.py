@@ -21,6 +21,7 @@ from epiloq.formats.readers import BIAS
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
 from epiloq.models.mixtures import replace_module_, restack_complete_experts_
+from epiloq.models.scaled_activation import ScaledActivation
 from epiloq.nn import ExpertLinears, Fp4Experts
 from epiloq.parallel.experts import as_linears, join_experts
 from epiloq.parallel.ranks import check_same, ended, to_first, together
@@ -219,6 +220,12 @@ def _check(model: Any, distributed: Any) -> None:
             raise ValueError(
                 f"{_NAME}: expected a number of ranks that divides {name} ({heads}), got {distributed.tp_size}"
             )
+    scaled = next((name for name, module in model.named_modules() if isinstance(module, ScaledActivation)), None)
+    if scaled is not None:
+        raise ValueError(
+            f"{_NAME}: {scaled}: expected an activation function without scales of its own, which ranks cannot share; "
+            "open such a directory (AutoAWQ's ScaledActivation) in one process"
+        )
     for name, module in model.named_modules():
         if (
             isinstance(module, _EXPERTS)
