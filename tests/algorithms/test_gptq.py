@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from epiloq.quantize import Grid, InputStatistics, QuantizedWeight, gptq, rtn
-from epiloq.quantize.algorithms.gptq import inverse_factor
+from epiloq.quantize.algorithms.gptq import inverse_factor, uncompensated
+from epiloq.weights.codebooks import Float8Grid
 from epiloq.weights.rounding import expand_parameters
 
 
@@ -140,6 +143,49 @@ def test_stacked_layers_are_quantised_as_each_alone(seed: int) -> None:
     for part, weight in zip(gptq(torch.cat((first, second)), h, grid).split((10, 6)), (first, second), strict=True):
         assert torch.equal(part.scale, gptq(weight, h, grid).scale)
         check(part, weight, h, act_order=True)
+
+
+def test_costs_of_columns_add_up_to_the_output_error(seed: int) -> None:
+    """What the recursion could not compensate, by each column's cost, is the whole output error."""
+    x, weight = inputs(90), torch.randn(11, 90)
+    x[:, 5] = 0
+    h = hessian(x).double()
+    value, costs = gptq(weight, h, Grid(4, 32)), uncompensated(h)
+    order = h.diagonal().argsort(descending=True, stable=True)
+    decoupled = h.clone()
+    decoupled[5, 5] = h.diagonal()[h.diagonal() != 0].mean()
+    left = (compensated(weight, decoupled, value.dequantize(), order) - value.dequantize()).square() @ costs.double()
+    damped = decoupled + 0.01 * decoupled.diagonal().mean() * torch.eye(90)
+    difference = value.dequantize().double() - weight.double()
+    difference[:, 5] = 0
+    torch.testing.assert_close(left, ((difference @ damped) * difference).sum(1), rtol=1e-4, atol=0)
+    assert costs[5] == 0
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("grid", [Grid(4, 64), Grid(4, -1, True), Grid(2, 32), Float8Grid(8, 32)])
+def test_clipping_is_the_better_for_each_row(seed: int, grid: Grid | Float8Grid, static: bool) -> None:
+    x, weight = inputs(96), torch.randn(40, 96) * torch.randn(40, 96).exp()
+    h = hessian(x).double()
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(96)
+
+    def rounded(moments: Tensor | Literal["compensated"] | None) -> tuple[Tensor, Tensor]:
+        value = gptq(weight, h, grid, moments=moments, act_order=static, static_groups=static)
+        difference = value.dequantize().double() - weight.double()
+        return value.dequantize(), ((difference @ damped) * difference).sum(1)
+
+    options = [rounded(h.diagonal()), rounded(uncompensated(h) if static else _in_order(h))]
+    best, lost = rounded("compensated")
+    together = [o[1].view(-1, grid.rows).sum(1).repeat_interleave(grid.rows) for o in options]
+    torch.testing.assert_close(
+        lost.view(-1, grid.rows).sum(1).repeat_interleave(grid.rows), torch.minimum(*together), rtol=1e-3, atol=0
+    )
+    same = [(best == o[0]).all(1) for o in options]
+    assert (same[0] | same[1]).all() and not same[0].all()
+
+
+def _in_order(h: Tensor) -> Tensor:
+    return inverse_factor(h, 0.01).diagonal().float().square().reciprocal()
 
 
 def test_statistics(seed: int) -> None:

@@ -162,7 +162,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
     filled = torch.arange(groups * length, device=weight.device).clamp_(max=columns - 1)
     grouped = (weight if len(filled) == columns else weight[:, filled]).view(-1, groups, length)
     low, high = (
-        _together(ends, grid.rows, reduce)
+        together(ends, grid.rows, reduce)
         for ends, reduce in ((grouped.amin(-1), torch.amin), (grouped.amax(-1), torch.amax))
     )
     best = grid.parameters(low, high)
@@ -173,7 +173,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
         assert measure is not None
         each = parameters.map(lambda values: over_rows(values, grid.rows, count)[..., None])
         lost = grid.restore(grid.round(grouped, each), each).sub_(grouped)
-        return _together(measure(lost), grid.rows, torch.sum)
+        return together(measure(lost), grid.rows, torch.sum)
 
     least = error(best)
     for part in torch.linspace(1, SMALLEST_RANGE, RANGES).tolist()[1:]:
@@ -188,7 +188,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
     return best
 
 
-def _together(values: Tensor, rows: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+def together(values: Tensor, rows: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Reduce ``[N, G]`` values of output channels to ``[ceil(N / rows), G]`` for those that share parameters."""
     if rows == 1:
         return values

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from epiloq.layer_filter import Filter
 from epiloq.observers import evaluating
-from epiloq.quantize.algorithms.gptq import gptq, inverse_factor, without_dead
+from epiloq.quantize.algorithms.gptq import gptq, uncompensated
 from epiloq.quantize.budget.probe import Probe
 from epiloq.quantize.calibration.blocks import Call, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups
@@ -24,7 +24,6 @@ from epiloq.weights.rounding import rtn
 
 ROWS = 128
 """Number of output channels of a layer that are rounded as a sample; the error is extrapolated to the others."""
-DAMPENING = 0.01
 LEAST = 1e-12
 """Nats per token, below the resolution of float32: a lower bound of costs, so that smaller errors are still
 preferred."""
@@ -99,7 +98,7 @@ class _Trial:
     ) -> None:
         self.layers, self.candidates, self.compensate = layers, candidates, compensate
         self.hessians = [(group.names, self._hessian(group)) for group in groups]
-        self.measures = [_unrecoverable(hessian) if compensate else hessian for _, hessian in self.hessians]
+        self.measures = [uncompensated(hessian) if compensate else hessian for _, hessian in self.hessians]
         self.names = tuple(name for group in groups for name in group.names)
 
     @staticmethod
@@ -125,8 +124,10 @@ class _Trial:
         return {candidate: measured * error / errors[reference] for candidate, error in errors.items()}
 
     def _rounded(self, weight: Tensor, hessian: Tensor, candidate: str) -> Tensor:
-        grid, moments = self.candidates[candidate], hessian.diagonal()
-        value = gptq(weight, hessian, grid, moments=moments) if self.compensate else rtn(weight, grid, moments)
+        grid = self.candidates[candidate]
+        if self.compensate:
+            return gptq(weight, hessian, grid, moments="compensated").dequantize()
+        value = rtn(weight, grid, hessian.diagonal())
         return value.dequantize()
 
     def _error(self, grid: Grid) -> float:
@@ -139,7 +140,7 @@ class _Trial:
                 size = weight.float().square() @ diagonal
                 rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight)), device=weight.device).long()
                 part = weight[rows].float()
-                lost = rtn(part, grid, diagonal).dequantize() - part
+                lost = rtn(part, grid, measure if measure.ndim == 1 else diagonal).dequantize() - part
                 errors = lost.square() @ measure if measure.ndim == 1 else (lost @ measure * lost).sum(1)
                 whole = float(size[rows].sum())
                 total += float(errors.sum()) * float(size.sum()) / whole if whole > 0 else 0.0
@@ -156,12 +157,3 @@ class _Walk:
     def run(self, window: int) -> None:
         x = self.hidden[window].to(next(self.block.parameters()).device)
         self.outputs[window] = self.calls[window].run(self.block, x).cpu()
-
-
-def _unrecoverable(hessian: Tensor) -> Tensor:
-    """Output error caused by a unit of rounding error in each column after GPTQ's compensation: ``[K]``, in the layer's
-    order."""
-    matrix = without_dead(hessian.double())
-    order = matrix.diagonal().argsort(descending=True, stable=True)
-    upper = inverse_factor(matrix[order][:, order], DAMPENING)
-    return upper.diagonal().square().reciprocal()[order.argsort()].float()

@@ -243,9 +243,9 @@ class Work:
 
     def _rounded(self, weight: Tensor, hessian: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
         """Round rows of a weight that share a Hessian."""
-        moments = self._moments(hessian, weight)
         if not self.algorithm.compensate:
-            return rtn(weight, grid, moments)
+            return rtn(weight, grid, self._moments(hessian, weight))
+        moments = "compensated" if self.algorithm.clip == "compensated" else self._moments(hessian, weight)
         value: Calibrated = gptq(weight, hessian, grid, moments=moments)
         return refine(value, weight, hessian) if self.algorithm.refine else value
 
@@ -257,9 +257,7 @@ class Work:
     def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
         if self.algorithm.clip == "mse":
             return torch.ones(weight.shape[1], device=weight.device)
-        if self.algorithm.clip is None or hessian is None:
-            return None
-        return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
+        return hessian if self.algorithm.clip == "output" else None
 
     def _fold(self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs) -> None:
         """Fold the algorithm's scales where that is exact and all readers of a producer share their input."""
