@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ def gptq(
     hessian: Tensor,
     grid: Codebook[Rounded],
     *,
-    moments: Tensor | Literal["compensated"] | None = None,
+    moments: Tensor | Literal["best"] | None = None,
     act_order: bool = True,
     static_groups: bool = True,
     dampening: float = DAMPENING,
@@ -35,11 +36,10 @@ def gptq(
     Args:
         hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel without
             inputs is rounded to nearest and takes no part in compensation.
-        moments: clip ranges, as for `fit`. "compensated" tries two: each column's error weighted by what later
-            columns cannot compensate of it (see `uncompensated`), and by the Hessian's diagonal, as if nothing were
-            compensated. It keeps for each row what has the smaller output error. At 4 bits that is mostly the first,
-            as the second clips too much where inputs are correlated; at 2 bits, where compensation widens the
-            weights, mostly the second.
+        moments: clip ranges, as for `fit`. "best" rounds with three choices of ranges and keeps for each row the one
+            with the smallest output error: each column's error weighted by what later columns cannot compensate of
+            it (see `uncompensated`), weighted by the Hessian's diagonal, as if nothing were compensated, and whole
+            ranges.
         act_order: process the channels with the largest inputs first, while the most columns are left for
             compensation.
         static_groups: fit all scales to the original weights, so that `act_order` does not change the groups.
@@ -77,10 +77,8 @@ def gptq(
     def walk(moments: Tensor | None) -> _Walked:
         return _walk(weight, upper, _Groups(weight, grid, moments, order, static_groups), block)
 
-    if isinstance(moments, str):
-        best = _better(walk(_costs(upper, order, hessian)), walk(hessian.diagonal()), grid.rows)
-    else:
-        best = walk(moments)
+    tried = (_costs(upper, order, hessian), hessian.diagonal(), None) if isinstance(moments, str) else (moments,)
+    best = reduce(partial(_better, rows=grid.rows), map(walk, tried))
     moved = not static_groups and best.parameters.scale.shape[1] > 1 and not torch.equal(order, order.sort().values)
     q = best.q if moved else best.q[order.argsort()]
     return grid.make_weight(q.t().contiguous(), best.parameters, order if moved else None)

@@ -16,7 +16,7 @@ class Algorithm:
         Round by GPTQ rather than to nearest.
     clip
         The error that clipping of ranges minimises: of each weight ("mse"), of the output ("output"; see `fit`), or of
-        the output after later columns have compensated ("compensated"; see `gptq`). None uses whole ranges.
+        the output after GPTQ's compensation, by trying several ("best"; see `gptq`). None uses whole ranges.
     refine
         Then refit scales and zero points, and change codes one by one; see `refine`.
     slices
@@ -31,7 +31,7 @@ class Algorithm:
     description: str
     fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
     compensate: bool = False
-    clip: Literal["mse", "output", "compensated"] | None = None
+    clip: Literal["mse", "output", "best"] | None = None
     refine: bool = False
     slices: int = 0
     learn: int = 0
@@ -45,19 +45,19 @@ class Algorithm:
 _TABLE = (
     Algorithm("rtn", "round to nearest"),
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
-    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="compensated"),
+    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="best"),
     Algorithm(
         "gptq+refine",
         "GPTQ, then scales refitted and codes moved while the error falls",
         compensate=True,
-        clip="compensated",
+        clip="best",
         refine=True,
     ),
     Algorithm(
         "gptq-guided",
         "the same, tokens weighted by the gradient of the end loss",
         compensate=True,
-        clip="compensated",
+        clip="best",
         refine=True,
         slices=1,
     ),
@@ -66,21 +66,21 @@ _TABLE = (
         "autoround",
         "GPTQ, then rounding and ranges trained block by block (slow)",
         compensate=True,
-        clip="compensated",
+        clip="best",
         learn=200,
     ),
     Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
     Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
-    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="compensated"),
+    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="best"),
     Algorithm(
         "awq+gptq-guided",
         "AWQ's scales, then gptq-guided",
         fold="awq",
         compensate=True,
-        clip="compensated",
+        clip="best",
         refine=True,
         slices=1,
     ),
-    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="compensated"),
+    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="best"),
 )
 ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}

@@ -126,7 +126,7 @@ class _Trial:
     def _rounded(self, weight: Tensor, hessian: Tensor, candidate: str) -> Tensor:
         grid = self.candidates[candidate]
         if self.compensate:
-            return gptq(weight, hessian, grid, moments="compensated").dequantize()
+            return gptq(weight, hessian, grid, moments="best").dequantize()
         value = rtn(weight, grid, hessian.diagonal())
         return value.dequantize()
 

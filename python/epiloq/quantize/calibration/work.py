@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -245,7 +246,7 @@ class Work:
         """Round rows of a weight that share a Hessian."""
         if not self.algorithm.compensate:
             return rtn(weight, grid, self._moments(hessian, weight))
-        moments = "compensated" if self.algorithm.clip == "compensated" else self._moments(hessian, weight)
+        moments: Tensor | Literal["best"] | None = "best" if self.algorithm.clip == "best" else None
         value: Calibrated = gptq(weight, hessian, grid, moments=moments)
         return refine(value, weight, hessian) if self.algorithm.refine else value
 
