@@ -45,6 +45,20 @@ def test_transformers_alone_gives_no_random_model(tmp_path: Path, scheme: str) -
     assert torch.equal(logits(models.from_directory(tmp_path / "again")), expected)
 
 
+@pytest.mark.parametrize("method", ["exl2", "qqq"])
+def test_unknown_methods_give_no_random_model(tmp_path: Path, method: str) -> None:
+    """transformers warns, and then fills whatever layers have other tensors at random."""
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(
+        ValueError, match=rf"quant_method: neither epiloq nor transformers opens '{method}'.*unregister"
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    integration.unregister()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_files_of_the_version_before_are_opened(tmp_path: Path) -> None:
     model = epiloq.quantize_(tiny_model(), "w8a8-int8")
     epiloq_modules.save(model, tmp_path / "model")

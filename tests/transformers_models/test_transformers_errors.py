@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from epiloq.integrations.transformers import EpiloqConfig
-from opened_models import opened
+from epiloq.schemes import quantize_
+from opened_models import logits, opened
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -192,3 +193,19 @@ def test_layers_on_a_disk(whole: Path, tmp_path: Path) -> None:
     device_map = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
     with pytest.raises(ValueError, match=r"model.layers.1.*offloaded; use a device_map"):
         opened(whole / "awq", device_map=device_map, offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
+def test_saving_offloaded_layers(tmp_path: Path, scheme: str) -> None:
+    """They are on the meta device until a hook loads them: refused before a file is written, whole afterwards."""
+    accelerate = pytest.importorskip("accelerate")
+    model = quantize_(foreign.llama(), scheme)
+    expected = logits(model)
+    accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    assert torch.equal(logits(model), expected)
+    with pytest.raises(ValueError, match=r"save_pretrained: .*: its values are offloaded; .*remove_hook_from_submod"):
+        model.save_pretrained(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+    accelerate.hooks.remove_hook_from_submodules(model)
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(opened(tmp_path / "out")), expected)

@@ -52,7 +52,17 @@ def _is_epiloq(config: Any) -> bool:
 
 
 def _supports(config: Any) -> Any:
-    return _is_epiloq(config) or _ORIGINAL_METHODS[0].__func__(config)
+    """Whether some quantizer opens a configuration. Raises ValueError for an unknown method, whose layers transformers
+    would fill with random values after a warning."""
+    if _is_epiloq(config):
+        return True
+    method = config.get("quant_method")
+    if isinstance(method, str) and not _ORIGINAL_METHODS[0].__func__(config):
+        raise ValueError(
+            f"{__name__}: quantization_config: quant_method: neither epiloq nor transformers opens {method!r}; "
+            f"quantise the float model instead, or call {__name__}.unregister() if the model's own code reads it"
+        )
+    return _ORIGINAL_METHODS[0].__func__(config)
 
 
 def _from_dict(config: Any) -> Any:

@@ -146,6 +146,19 @@ FP8_TOKENS = args(8, "token", "float") | {"dynamic": True}
 TENSOR = args(8, "tensor")
 FP8, FP8_TENSOR = args(kind="float"), args(strategy="tensor", kind="float")
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+_GPTQMODEL_AWQ = {
+    "quant_method": "awq",
+    "method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "lm_head": False,
+    "zero_point": True,
+    "version": "gemm",
+    "checkpoint_format": "gemm",
+    "pack_dtype": "int32",
+    "meta": {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05},
+}
 _ROUND = {
     "quant_method": "auto-round",
     "bits": 4,
@@ -249,6 +262,7 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
         },
     ),
     "auto-round, awq": (awq, _ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
+    "awq of gptqmodel": (by_name(("o_proj", None), ("", awq)), _GPTQMODEL_AWQ | {"dynamic": {r"-:.*\.o_": {}}}),
     "fp8 blocks of 64 x 128": (fp8("weight_scale_inv", 64, 128), _FP8 | {"weight_block_size": [64, 128]}),
     "fp8 blocks of 256 x 128": (fp8("weight_scale_inv", 256, 128), _FP8 | {"weight_block_size": [256, 128]}),
     "fp8 blocks of 128 x 64": (fp8("weight_scale_inv", 128, 64), _FP8 | {"weight_block_size": [128, 64]}),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import TUNING, check_keys, excludes, names, one_of
+from epiloq.formats.configs.keys import PACKED_IN, TUNING, check_keys, excludes, mapping, names, one_of, pattern
 from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.awq import BITS, VERSIONS
 from epiloq.formats.layouts.base import FormatError, flag
@@ -15,6 +16,8 @@ from epiloq.formats.layouts.base import FormatError, flag
 METHOD = "awq"
 _KNOWN = {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "zero_point", "sym"}
 _KNOWN |= {"modules_to_not_convert", "data_type", "act_bits", "format", "checkpoint_format"}
+# GPTQModel writes these too.
+_KNOWN |= {"method", "pack_dtype", "dynamic"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
@@ -24,12 +27,26 @@ def parse(found: Mapping[str, Any]) -> Rules:
     one_of(found, "act_bits", None, (None, 16, 32), METHOD)
     one_of(found, "data_type", "int", ("int", None), METHOD)
     base = described(found)
+    one_of(found, "method", METHOD, (METHOD, None), METHOD)
+    one_of(found, "pack_dtype", "int32", PACKED_IN, METHOD)
     left = names(found, "modules_to_not_convert", METHOD)
+    skipped = [_skipped(text) for text in mapping(found, "dynamic", METHOD)]
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(excludes(left, name) for name in layer) else base
+        if any(excludes(left, name) or any(each.match(name) for each in skipped) for name in layer):
+            return None
+        return base
 
     return rules
+
+
+def _skipped(text: str) -> re.Pattern[str]:
+    """The layers that an entry of ``dynamic`` leaves in floating point. Raises FormatError for other entries."""
+    if not text.startswith("-:"):
+        raise FormatError(
+            f'{METHOD}: dynamic: {text}: expected "-:" (left in floating point), for all others are alike'
+        )
+    return pattern(text.removeprefix("-:"), f"{METHOD}: dynamic")
 
 
 def described(found: Mapping[str, Any], version: str = "gemm") -> Description:

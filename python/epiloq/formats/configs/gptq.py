@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import TUNING, check_keys, excludes, mapping, names, one_of, pattern
+from epiloq.formats.configs.keys import PACKED_IN, TUNING, check_keys, excludes, mapping, names, one_of, pattern
 from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.base import FormatError, flag
 from epiloq.formats.layouts.gptq import VERSIONS
@@ -26,7 +26,8 @@ def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
     entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
-    one_of(found, "pack_dtype", "int32", ("int32", "torch.int32", None), METHOD)
+    one_of(found, "pack_dtype", "int32", PACKED_IN, METHOD)
+    one_of(found, "method", METHOD, (METHOD, None), METHOD)
     one_of(found, "data_type", "int", ("int", None), METHOD)
     one_of(found, "act_bits", None, (None, 16, 32), METHOD)
     if found.get("bits") is None or found.get("group_size") is None:

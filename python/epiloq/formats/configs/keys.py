@@ -25,6 +25,8 @@ TUNING = frozenset(
     v2_alpha v2_memory_device version vllm_backend vram_strategy wait_for_submodule_finalizers weight_dtype
     """.split()  # noqa: SIM905
 )
+PACKED_IN = ("int32", "torch.int32", None)
+"""Values of ``pack_dtype``: the words that hold the integers."""
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, "none", "None")
 
 

@@ -144,7 +144,9 @@ class Checkpoint:
         self.entries = {names[old]: entry for old, entry in self.entries.items()}
         self.files = {names[old]: file for old, file in self.files.items()}
         self.stored = {new: old for old, new in names.items() if new != old}
-        self._layers = {split_name(new)[0]: split_name(old)[0] for new, old in self.stored.items()}
+        # A bias may be stored beside its layer (VideoMAE's q_bias), so only tensors whose last part is the same count.
+        parts = [(split_name(new), split_name(old)) for new, old in self.stored.items()]
+        self._layers = {new: old for (new, part), (old, same) in parts if part == same}
 
     def stored_name(self, name: str) -> str:
         """The name of a tensor in the files; also for other tensors of the same layer."""

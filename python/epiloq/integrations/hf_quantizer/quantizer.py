@@ -132,6 +132,12 @@ class EpiloqQuantizer(HfQuantizer):
         exchanged afterwards, so a rank that dies leaves no partial file.
         """
         if self.split is None:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.is_meta:
+                    raise FormatError(
+                        f"{_NAME}: save_pretrained: {name}: its values are offloaded; bring them back first, by "
+                        "accelerate.hooks.remove_hook_from_submodules(model)"
+                    )
             return self._whole_state(model), {}
         state = dict[str, Tensor]()
         with self.split.whole(model) as first:

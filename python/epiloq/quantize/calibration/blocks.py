@@ -18,9 +18,19 @@ from epiloq.quantize.calibration.inputs import PROBE_TOKENS
 
 def block_lists(model: nn.Module, takes: Filter) -> list[str]:
     """Names of the outermost ``ModuleList``s that contain weights to quantise, ordered by the number of weights, then
-    by length. Raises ValueError if there is none.
+    by length; of ``Sequential``s if no ``ModuleList`` contains any. Raises ValueError if there is none.
     """
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    found = _outermost(model, nn.ModuleList, takes) or _outermost(model, nn.Sequential, takes)
+    if not found:
+        raise ValueError(
+            "calibrate: model: expected linear layers to quantise inside a ModuleList or Sequential of repeated "
+            "blocks, found none; epiloq.quantize_ and save_pretrained quantise layers anywhere, without calibration"
+        )
+    return found
+
+
+def _outermost(model: nn.Module, kind: type[nn.Module], takes: Filter) -> list[str]:
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, kind)}
     weights = {n: _weights(m, n, takes) for n, m in lists.items()}
     ordered = sorted(lists, key=lambda n: (weights[n], len(lists[n])), reverse=True)
     found: list[str] = []
@@ -28,18 +38,13 @@ def block_lists(model: nn.Module, takes: Filter) -> list[str]:
         apart = all(not name.startswith(f"{other}.") and not other.startswith(f"{name}.") for other in found)
         if weights[name] and apart:
             found.append(name)
-    if not found:
-        raise ValueError(
-            "calibrate: model: expected linear layers to quantise inside a ModuleList of repeated blocks, found "
-            "none; name the list with `blocks` if it is there"
-        )
     return found
 
 
 def find_blocks(model: nn.Module, takes: Filter, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The repeated blocks of a model by name, in order.
 
-    They are the children of the ``ModuleList`` with the most weights to quantise, or of the longest one among equals.
+    They are the children of the first of `block_lists`.
     `names` overrides the choice. Raises ValueError if there is none, or if blocks share modules or weights.
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
