@@ -141,7 +141,11 @@ WHEN_OPENED: dict[str, tuple[str, Damage, str]] = {
     "type list": ("float", config(dtype=["float32"]), "config.json: "),
     "model type": ("float", config(model_type=["llama"]), "config.json: "),
     "architecture": ("float", config(architectures=["T5ForConditionalGeneration"]), "config.json: "),
-    "code of its own": ("float", config(auto_map={"AutoConfig": "x.Y"}, model_type="own"), "config.json: "),
+    "code of its own": (
+        "float",
+        config(auto_map={"AutoConfig": "x.Y"}, model_type="own"),
+        "config.json: auto_map: epiloq runs no ",
+    ),
     "group": ("gptq", quantization(group_size=1 << 40), "group"),
     "block": ("fp8", quantization(weight_block_size=[128, 1 << 63]), "groups and blocks of less than 2.31, got 9223"),
     "bits list": ("gptq", quantization(bits=[4]), "bits: expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 
 import epiloq.integrations.transformers as integration
 from command_line import run
+from epiloq import quantize_
 from epiloq.formats.io.model import from_directory
 from opened_models import layers
 
@@ -50,6 +52,28 @@ def mgp_str() -> tuple[Any, Tensor]:
 FAMILIES: dict[str, Callable[[], tuple[Any, Tensor]]] = {"videomae": videomae, "mgp-str": mgp_str}
 
 
+OWN_CONFIG = """
+from transformers import PreTrainedConfig
+class OwnConfig(PreTrainedConfig):
+    model_type = "own_of_a_directory"
+"""
+OWN_MODEL = """
+from torch import nn
+from transformers import PreTrainedModel
+from .configuration_own import OwnConfig
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.post_init()
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+"""
+
+
 @torch.no_grad()
 def output(model: Any, pixels: Tensor) -> Tensor:
     found = model.eval()(pixels).logits
@@ -76,3 +100,25 @@ def test_written_and_reopened(seed: int, tmp_path: Path, name: str, scheme: str)
 
 def _distance(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
+def test_code_from_a_directory(seed: int, tmp_path: Path, scheme: str) -> None:
+    """Run by transformers if trusted; the command never does, and says what to type."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "configuration_own.py").write_text(OWN_CONFIG)
+    (folder / "modeling_own.py").write_text(OWN_MODEL)
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "modeling_own.OwnModel"}
+    written = {"model_type": "own_of_a_directory", "architectures": ["OwnModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(written))
+    result = run("quantize", folder, "--algorithm", "rtn", "--scheme", scheme, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and not (tmp_path / "out").exists()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = quantize_(transformers.AutoModel.from_config(config, trust_remote_code=True).eval(), scheme)
+    x = torch.randn(3, 64)
+    model.save_pretrained(tmp_path / "out")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert layers(again).keys() == {"blocks.0", "blocks.1"} and torch.equal(again(x), model(x))
+    result = run("inspect", tmp_path / "out", "--check")
+    assert result.exit_code == 2 and "trust_remote_code=True" in " ".join(result.output.split())

@@ -49,12 +49,23 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
     """The config.json as transformers reads it. Raises FormatError where it cannot."""
     from transformers import AutoConfig
 
+    where = checkpoint.folder / "config.json"
+    if "auto_map" in checkpoint.config and not _is_known(checkpoint.config.get("model_type")):
+        raise FormatError(
+            f"{where}: auto_map: epiloq runs no code from a directory; open it by from_pretrained(…, "
+            "trust_remote_code=True), and quantise it by epiloq.quantize_ and save_pretrained"
+        )
     try:
         # Otherwise transformers would ask at the terminal whether to run code from the directory.
         return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # huggingface_hub has its own exceptions for values of a wrong type
-        where = checkpoint.folder / "config.json"
         raise FormatError(f"{where}: transformers cannot read it: {reason(error)}") from error
+
+
+def _is_known(model_type: Any) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def positions(checkpoint: Checkpoint) -> int | None:

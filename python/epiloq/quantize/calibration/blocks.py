@@ -29,8 +29,8 @@ def block_lists(model: nn.Module, takes: Filter) -> list[str]:
     return found
 
 
-def _outermost(model: nn.Module, kind: type[nn.Module], takes: Filter) -> list[str]:
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, kind)}
+def _outermost(model: nn.Module, kind: type[nn.ModuleList | nn.Sequential], takes: Filter) -> list[str]:
+    lists = {n: m for n, m in model.named_modules() if n and isinstance(m, kind)}
     weights = {n: _weights(m, n, takes) for n, m in lists.items()}
     ordered = sorted(lists, key=lambda n: (weights[n], len(lists[n])), reverse=True)
     found: list[str] = []
