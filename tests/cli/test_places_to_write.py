@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from threading import Thread
 
@@ -78,3 +80,12 @@ def test_seeds_that_no_generator_takes(tmp_path: Path, seed: int) -> None:
     found = quantize(model, tmp_path / "out", "--scheme", "w8a16", "--seed", seed)
     assert found.exit_code == 2 and f"got {seed} (--seed)" in " ".join(found.output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+def test_a_reader_that_leaves_is_no_failed_disk(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as closed:
+        command = [sys.executable, "-m", "epiloq", "inspect", teacher_and_text(tmp_path, ROUND), "--json", "-"]
+        found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 1 and "Broken pipe" not in found.stderr

@@ -81,6 +81,8 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except ValueError as error:
         complain(command, str(error))
         raise typer.Exit(BAD_INPUT) from None
+    except BrokenPipeError:  # the reader of the results has seen enough (`epiloq … | head`): click ends quietly
+        raise
     except _disk_failures() as error:
         complain(command, f"{error}{hint}")
         raise typer.Exit(FAILED) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def check_request(settings: Settings) -> None:
         raise ValueError(f"{settings.algorithm} has no alpha: expected no --alpha")
     if needs_text(settings) and settings.calibration is None:
         reader = "--tune" if settings.tune else f"{settings.scheme} by {settings.algorithm}"
-        raise ValueError(f"{reader} needs calibration text (--calibration FILE)")
+        without = replace(settings, algorithm="rtn")
+        other = "" if needs_text(without) else "; --algorithm rtn needs none"
+        raise ValueError(f"{reader} needs calibration text (--calibration FILE){other}")
 
 
 def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
