@@ -16,6 +16,8 @@ pytest.importorskip("gguf")
 pytest.importorskip("numpy")
 transformers = pytest.importorskip("transformers")
 
+import gguf as package
+
 import gguf_files
 from epiloq.formats.io import gguf_model
 from epiloq.formats.io.gguf_file import GgufFile
@@ -261,6 +263,18 @@ def test_what_is_not_understood_is_refused_by_name(
     with pytest.raises(FormatError, match=message) as caught:
         gguf_model.load(tmp_path / "tiny.gguf")
     assert str(tmp_path / "tiny.gguf") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_file_of_several_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-00001-of-00002.gguf"
+    writer = package.GGUFWriter(path, "llama")  # the other files lack even the architecture
+    writer.add_uint16("split.no", 0)
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(FormatError, match=r"split.count: expected a whole model, got one of 2 files; join them by"):
+        gguf_model.load(path)
 
 
 def test_missing_tensors_are_named(seed: int, tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ class GgufFile:
         except (ValueError, struct.error) as error:
             named = isinstance(error, FormatError)
             raise FormatError(f"{path}: {error}" if named else f"{path}: not a whole GGUF file: {error}") from None
+        parts = self.values.get("split.count", 1)
+        if parts not in (0, 1):
+            raise FormatError(
+                f"{path}: split.count: expected a whole model, got one of {parts} files; join them by "
+                "llama-gguf-split --merge"
+            )
         architecture = self.values.get("general.architecture")
         if not isinstance(architecture, str):
             raise FormatError(f"{path}: general.architecture: expected a name, found {architecture!r}")
