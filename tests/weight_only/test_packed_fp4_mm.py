@@ -51,6 +51,22 @@ def test_products(m: int, n: int, k: int, form: str, dtype: torch.dtype, device:
     assert epiloq.explain("packed_fp4_mm", x, weight, bias)
 
 
+# From a part of a CTA to several waves, with splits of K and steps that warps share unevenly.
+@pytest.mark.parametrize(("n", "k"), [(1, 128), (17, 4096), (300, 712), (2500, 264), (4100, 1288), (9001, 128)])
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_few_tokens(n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
+    """Up to eight rows have a kernel of their own on a GPU."""
+    weight, exact = packed(n, k, form, device)
+    bias = torch.randn(n, device=device).to(dtype)
+    for m in (1, 2, 5, 8, 9):
+        x, out = torch.randn(m, k, device=device).to(dtype), torch.full((m, n), 7.0, device=device, dtype=dtype)
+        assert_rounded_product(epiloq.packed_fp4_mm(x, weight, out=out), x, exact, None)
+        assert_rounded_product(epiloq.packed_fp4_mm(x, weight, bias), x, exact, bias)
+        if device == "cuda":
+            assert ("GEMV" in epiloq.explain("packed_fp4_mm", x, weight)) == (m <= 8)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("rows", [[3, 0, 5], [0, 0, 1], [100, 0, 70]])
@@ -122,7 +138,9 @@ def test_every_code_by_every_scale(device: str) -> None:
         # By the kernel on a GPU: every number of the weight, as a row of the unit matrix picks it.
         for dtype in (torch.float16, torch.bfloat16):
             x = torch.eye(block, device=device, dtype=dtype)
+            few = torch.cat([epiloq.packed_fp4_mm(some, weight) for some in x.split(8)])
             found = epiloq.packed_fp4_mm(x, weight).t().float()
+            assert torch.equal(few.t().float().nan_to_num(), found.nan_to_num())
             picked = expected.to(dtype).float()
             # Others are rounded, or smaller than what some products take for 0.
             low, high = (2.0**-14, 2.0**14) if dtype == torch.float16 else (2.0**-100, 2.0**120)

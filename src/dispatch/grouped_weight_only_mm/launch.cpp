@@ -22,6 +22,17 @@ constexpr std::array<Launch, kFormats> by_format(std::integer_sequence<int, kFor
   return {};
 }
 
+// GEMVs are compiled for FP4 alone.
+template <int kRow, DType kX>
+constexpr std::array<Launch, kFormats> gemv_by_format() {
+  std::array<Launch, kFormats> all{};
+  if constexpr (kX == DType::kFloat16 || EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90) {
+    all[static_cast<int>(Format::kMxfp4)] = &launch_gemv<kRow, kX, Format::kMxfp4>;
+    all[static_cast<int>(Format::kNvfp4)] = &launch_gemv<kRow, kX, Format::kNvfp4>;
+  }
+  return all;
+}
+
 using ByType = std::array<std::array<Launch, kFormats>, 2>;
 
 template <int... kRow>
@@ -31,11 +42,18 @@ constexpr std::array<ByType, sizeof...(kRow)> table(std::integer_sequence<int, k
 }
 constexpr auto kTable = table(std::make_integer_sequence<int, static_cast<int>(kRows.size())>{});
 
+template <int... kRow>
+constexpr std::array<ByType, sizeof...(kRow)> gemv_table(std::integer_sequence<int, kRow...>) {
+  return {ByType{{gemv_by_format<kRow, DType::kFloat16>(), gemv_by_format<kRow, DType::kBFloat16>()}}...};
+}
+constexpr auto kGemvTable = gemv_table(std::make_integer_sequence<int, static_cast<int>(kGemvRows.size())>{});
+
 }  // namespace
 
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
-  Launch const launch = kTable[choice.row][x == DType::kBFloat16][static_cast<int>(choice.format)];
+  ByType const& row = choice.gemv ? kGemvTable[choice.row] : kTable[choice.row];
+  Launch const launch = row[x == DType::kBFloat16][static_cast<int>(choice.format)];
   if (launch == nullptr)
     throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.tiles, choice.split, device, stream);

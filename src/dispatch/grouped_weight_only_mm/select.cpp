@@ -7,6 +7,7 @@
 #include "core/checks.h"
 #include "epiloq/batch_invariant.h"
 #include "kernels/common/w4a16/config.h"
+#include "kernels/common/w4a16/split_k.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::grouped_weight_only_mm {
@@ -31,13 +32,18 @@ int most_tiles(Problem const& p, int tokens) {
   return (m + std::min(p.experts, m) * (tokens - 1)) / tokens;
 }
 
-// Shared memory of one pipeline stage: two weight panels per warp, and the token tile.
-int stage_bytes(Weight const& w, Format format, int tokens) {
+// Shared memory of a K step of one panel, with its scales and zero points; and of tokens.
+int panel_bytes(Weight const& w, Format format) {
   bool const is_byte = format == Format::kMxfp4 || format == Format::kNvfp4;
   int const groups = std::max(1, kPadding / w.group),
             scale_bytes = is_byte ? 1 : static_cast<int>(size_of(w.scale_dtype));
-  int const panel = weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
-  return kWarps * weight_only_mm::whole_lines(2 * panel) + tokens * kPadding * 2;
+  return weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
+}
+int token_bytes(int tokens) { return tokens * kPadding * 2; }
+
+// Shared memory of one pipeline stage: two weight panels per warp, and the token tile.
+int stage_bytes(Weight const& w, Format format, int tokens) {
+  return kWarps * weight_only_mm::whole_lines(2 * panel_bytes(w, format)) + token_bytes(tokens);
 }
 
 bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
@@ -47,6 +53,27 @@ bool fits(Problem const& p, Format format, Config const& c, Target const& target
 }
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
+
+// The largest GEMV CTAs of which all can run at a time, if they fit shared memory; else the smallest.
+std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& target) {
+  bool const is_fp4 = format == Format::kMxfp4 || format == Format::kNvfp4;
+  if (!is_fp4 || p.counts != nullptr || p.product.m > weight_only_mm::kGemvTokens) return std::nullopt;
+  Weight const& w = p.product.weight;
+  int const steps = w.padded_k / kPadding, rows = static_cast<int>(kGemvRows.size());
+  for (int row = 0; row < rows; ++row) {
+    weight_only_mm::GemvConfig const& c = kGemvRows[row];
+    int const cta_rows = c.panels * weight_only_mm::kPanelRows;
+    int const ctas = ceil_div(w.n, cta_rows), room = c.blocks * target.sm_count;
+    if (ctas > room && row + 1 < rows) continue;
+    // With split-K, each warp of a CTA has at least one K step.
+    int const most = has_clusters(target) ? std::clamp(steps / c.warps, 1, kMaxCluster) : 1;
+    int const split = std::clamp(room / ctas, 1, most);
+    int const stage = weight_only_mm::whole_lines(c.panels * panel_bytes(w, format)) + token_bytes(p.product.m);
+    int const received = weight_only_mm::gemv_received_bytes(p.product.m, cta_rows, split);
+    if (received + c.warps * c.stages * stage <= target.shared_bytes) return Choice{format, row, 1, split, true};
+  }
+  return std::nullopt;
+}
 
 // Slices of K that let as many CTAs run as the device holds.
 int split_of(Problem const& p, Config const& c, Target const& target) {
@@ -77,6 +104,7 @@ Choice choose(Problem const& p, Format format, Target const& target) {
   // A fixed tile height and no split-K give a row the same bits at any M.
   constexpr int kAnyM = 1;
   if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
+  if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
   while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;
@@ -98,6 +126,12 @@ Choice choose(Problem const& p, Format format, Target const& target, GroupedWeig
 
 std::string describe(Choice const& choice) {
   std::ostringstream text;
+  if (choice.gemv) {
+    weight_only_mm::GemvConfig const& c = kGemvRows[choice.row];
+    text << "GEMV, mma.sync, " << c.panels * weight_only_mm::kPanelRows << " weight rows x " << c.warps
+         << " warps, split-K " << choice.split;
+    return text.str();
+  }
   text << "grouped mma.sync, " << kTileRows << " weight rows x " << kRows[choice.row].tokens << " tokens, "
        << choice.tiles << " tiles of tokens at most, split-K " << choice.split;
   return text.str();

@@ -8,7 +8,6 @@
 #include "core/cuda_check.h"
 #include "dispatch/weight_only_mm/tables.h"
 #include "epiloq/device.h"
-#include "kernels/common/occupancy.h"
 #include "kernels/launch/weight_only_mm.h"
 #include "kernels/sm80/w4a16_gemm.cuh"
 #include "kernels/sm80/w4a16_gemv.cuh"
@@ -42,14 +41,7 @@ void launch_gemv(Problem const& p, int split, int device, Stream stream) {
                               Products::scratch_bytes(p.m), gemv_received_bytes(p.m, S::kRows, split)};
   dim3 const grid(static_cast<unsigned>(ceil_div(p.weight.n, S::kRows)), split);
   int const own_bytes = pipeline.received + std::max(S::kWarps * pipeline.warp_bytes(), S::kSumBytes);
-  // CTAs that start while the previous kernel's still run would pile up on the SMs that are free first. Padding shared
-  // memory spreads them, unless every SM gets the same number anyway: then the room lets the next kernel start.
-  DeviceProperties const& properties = device_properties(device);
-  int const blocks = static_cast<int>(grid.x) * split;
-  bool const spreads = properties.compute_capability >= 90 && blocks % properties.sm_count != 0;
-  int const share_bytes =
-      smem_for_ctas_per_sm(ceil_div(blocks, properties.sm_count), properties.shared_memory_per_block);
-  int const shared_bytes = spreads ? std::max(own_bytes, share_bytes) : own_bytes;
+  int const shared_bytes = gemv_shared_bytes(own_bytes, grid, device_properties(device));
   launch_kernel(gemv_kernel<S, T>, prepared, p, pipeline, grid, S::kThreads, shared_bytes, device, stream);
 }
 

@@ -10,4 +10,13 @@ constexpr int smem_for_ctas_per_sm(std::int64_t share, int shared_memory_per_blo
   return (shared_memory_per_block + kReservedPerCta) / static_cast<int>(share + 1) - kReservedPerCta / 2;
 }
 
+// The same for CTAs that need `own` bytes: those that start while the previous kernel's still run would pile up on the
+// SMs that are free first. Padding shared memory spreads them, unless every SM gets the same number anyway: then the
+// room lets the next kernel start.
+constexpr int smem_that_spreads(int own, std::int64_t ctas, int sm_count, int shared_memory_per_block) {
+  if (ctas % sm_count == 0) return own;
+  int const padded = smem_for_ctas_per_sm((ctas + sm_count - 1) / sm_count, shared_memory_per_block);
+  return own > padded ? own : padded;
+}
+
 }  // namespace epiloq

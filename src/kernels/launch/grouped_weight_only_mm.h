@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "kernels/common/w4a16/config.h"
 #include "problems/grouped_weight_only.h"
 
 namespace epiloq::ops::grouped_weight_only_mm {
@@ -22,10 +23,18 @@ inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
 inline constexpr std::array kRows{Config{8, 4, 3, 4, 128}, Config{16, 4, 3, 4, 128}, Config{32, 4, 3, 3, 128},
                                   Config{64, 3, 2, 2, 64}};
 
+// GEMV of one matrix of FP4 weights, for at most kGemvTokens tokens: few rows per CTA by many warps where there are few
+// CTAs, small CTAs where there are many.
+inline constexpr std::array kGemvRows{weight_only_mm::GemvConfig{2, 16, 2, 1, false},
+                                      weight_only_mm::GemvConfig{2, 8, 3, 2, false},
+                                      weight_only_mm::GemvConfig{2, 4, 3, 4, false}};
+
 // `tiles` tiles of tokens; the CTAs of a cluster split K.
 using Launch = void (*)(Problem const&, int tiles, int split, int device, Stream);
 
 template <int kRow, DType kX, Format kFormat>
 void launch_grouped(Problem const&, int tiles, int split, int device, Stream);
+template <int kRow, DType kX, Format kFormat>
+void launch_gemv(Problem const&, int tiles, int split, int device, Stream);
 
 }  // namespace epiloq::ops::grouped_weight_only_mm

@@ -4,6 +4,8 @@
 // steps in turn, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads are
 // in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
+#include "epiloq/device.h"
+#include "kernels/common/occupancy.h"
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
 #include "kernels/common/w4a16/split_k.cuh"
@@ -16,19 +18,26 @@ struct GemvPipeline {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
   int stages;
-  int scratch;   // bytes behind the stages
-  int received;  // before all pipelines, for other CTAs' sums
+  int scratch;                    // bytes behind the stages
+  int received;                   // before all pipelines, for other CTAs' sums
+  float const* factor = nullptr;  // of all sums of FP4 weights; null: 1
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
+// Dynamic shared memory of CTAs that need `own` bytes: spread over the SMs where kernels overlap.
+inline int gemv_shared_bytes(int own, dim3 grid, DeviceProperties const& device) {
+  if (device.compute_capability < 90) return own;
+  return smem_that_spreads(own, std::int64_t{grid.x} * grid.y, device.sm_count, device.shared_memory_per_block);
+}
+
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
 // w4a16_gemv_integer.cuh.
-template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
+template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, class F = Fragment<T, kBits>>
 struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;
-  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1>;
+  using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1, F>;
   using Sums = float[kPanels][1][4];
   static int token_bytes(int m) { return m * TokenPlace::kBytes; }
   static int scratch_bytes(int) { return 0; }
@@ -78,8 +87,13 @@ struct HalfProducts {
     W::multiply(sums, p.weight, layout, stage, [&](int, int block) { return load_tokens(tokens + read_at.at(block)); });
   }
 
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
-    W::store(target, stride, sums);
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums,
+                                               GemvPipeline const& pipeline) {
+    float unit = F::kUnit;
+    if constexpr (F::kScales != ScaleUse::kFloats) {
+      if (pipeline.factor != nullptr) unit *= __ldg(pipeline.factor);
+    }
+    W::store(target, stride, sums, unit);
   }
 };
 
@@ -196,7 +210,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the pipelines
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums);
+  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums, pipeline);
   finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, share);
 }
 

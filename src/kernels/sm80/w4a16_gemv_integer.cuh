@@ -260,7 +260,7 @@ struct DigitProducts {
   }
 
   // To shared memory, [token][row], tokens `stride` apart.
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums) {
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, GemvPipeline const&) {
     int const t = W::lane() % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kPanels; ++i) {
