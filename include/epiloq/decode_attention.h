@@ -20,9 +20,18 @@ struct DecodeAttention {
   std::optional<TensorView> key_scale{};  // [B, H_kv, T] of the query's type, dense along T; with 8 bits only
   std::optional<TensorView> value_scale{};
   float scale = 1;
+  std::optional<TensorView> workspace{};  // float32, contiguous; see decode_attention_workspace
 };
 
 EPILOQ_API void check(DecodeAttention const& call);
+
+struct DecodeAttentionSizes {
+  std::int64_t batches, heads, key_heads, tokens, width;  // B, H, H_kv, T, D
+};
+
+// Floats of workspace with which a call on that CUDA device can share a long context among more CTAs than a cluster
+// has. 0 if it would not be used. Set batch invariance as for the call.
+EPILOQ_API std::int64_t decode_attention_workspace(DecodeAttentionSizes const& sizes, int device);
 
 // Launches and returns true; or does nothing and returns false where there is no kernel: a head width other than 64,
 // 128 or 256, float32, rows that do not start on 16 bytes, a device before SM80, the CPU.

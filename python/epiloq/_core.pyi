@@ -60,6 +60,7 @@ def check_decode_attention(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    workspace: Tensor | None = None,
 ) -> None: ...
 def check_fp8_weight_mm(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
@@ -263,7 +264,11 @@ def decode_attention(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    workspace: Tensor | None = None,
 ) -> bool: ...
+def decode_attention_workspace(
+    batches: int, heads: int, key_heads: int, tokens: int, width: int, device: int
+) -> int: ...
 def dequantize_fp8(
     out: Tensor,
     weight: Tensor,

@@ -1,5 +1,7 @@
 #include "epiloq/decode_attention.h"
 
+#include <algorithm>
+
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "epiloq/batch_invariant.h"
@@ -10,10 +12,16 @@ namespace epiloq {
 namespace {
 
 using ops::decode_attention::Kind;
+using ops::decode_attention::Plan;
 using ops::decode_attention::Problem;
+using ops::decode_attention::Resources;
 using ops::decode_attention::Strides;
 
 constexpr std::int64_t kMostTokens = (std::int64_t{1} << 31) - 1024, kMostOnGrid = 65535;
+
+bool fits_grid(DecodeAttentionSizes const& sizes) {
+  return sizes.tokens <= kMostTokens && sizes.heads <= kMostOnGrid && sizes.batches <= kMostOnGrid;
+}
 
 void expect_shape(Checker const& check, char const* argument, TensorView const& view,
                   std::initializer_list<std::int64_t> shape) {
@@ -60,11 +68,16 @@ Problem checked(DecodeAttention const& call) {
   expect_shape(check, "value", call.value, {batches, key_heads, tokens, width});
   expect_shape(check, "out", call.out, {batches, heads, width});
   check.contiguous("out", call.out);
-  if (tokens > kMostTokens || heads > kMostOnGrid || batches > kMostOnGrid) {
+  if (!fits_grid({batches, heads, key_heads, tokens, width})) {
     check.fail("key", "expected at most ", kMostTokens, " tokens, and ", kMostOnGrid, " heads and sequences, got ",
                describe(call.key));
   }
   check_scales(call, check, call.key.dtype != call.query.dtype);
+  if (call.workspace) {
+    check.tensor("workspace", *call.workspace, {DType::kFloat32});
+    check.contiguous("workspace", *call.workspace);
+    if (!is_aligned(call.workspace->data)) check.fail("workspace", "expected memory aligned to 16 bytes");
+  }
   Problem p{};
   if (call.mask) {
     check.tensor("mask", *call.mask, {DType::kUInt8});
@@ -152,6 +165,21 @@ bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {
   return is_aligned(data) && whole(strides.batch) && whole(strides.head) && whole(strides.token);
 }
 
+constexpr std::int64_t workspace_floats(Problem const& p, int split) {
+  return std::int64_t{p.batches} * p.key_heads * p.group * split * (p.width + ops::decode_attention::kStateFloats);
+}
+
+// The kernel's plan, with a workspace or without; nothing if the device has no kernel.
+std::optional<Plan> plan_on(int device, Problem problem, bool has_workspace) {
+  DeviceProperties const& properties = device_properties(device);
+  if (properties.compute_capability < 80 || !(is_built(Arch::kSm80) || is_built(Arch::kSm90))) return std::nullopt;
+  bool const may_cluster = forced_arch() == Arch::kAuto || forced_arch() == Arch::kSm90;
+  Resources const resources{properties.sm_count,
+                            may_cluster && is_built(Arch::kSm90) && properties.compute_capability >= 90, has_workspace};
+  if (batch_invariant()) problem.batches = 1;  // the order of sums must not depend on how many there are
+  return ops::decode_attention::plan_of(problem, resources);
+}
+
 bool has_kernel_for(Problem const& p, DecodeAttention const& call) {
   if (call.query.device.type != Device::Type::kCuda || call.query.dtype == DType::kFloat32) return false;
   Strides query = p.of_query;
@@ -164,22 +192,36 @@ bool has_kernel_for(Problem const& p, DecodeAttention const& call) {
 
 void check(DecodeAttention const& call) { checked(call); }
 
+std::int64_t decode_attention_workspace(DecodeAttentionSizes const& sizes, int device) {
+  bool const is_empty = std::min({sizes.batches, sizes.heads, sizes.key_heads, sizes.tokens}) < 1;
+  if (is_empty || !fits_grid(sizes) || !ops::decode_attention::has_kernel(static_cast<int>(sizes.width))) return 0;
+  Problem problem{};
+  problem.batches = static_cast<int>(sizes.batches), problem.key_heads = static_cast<int>(sizes.key_heads);
+  problem.tokens = static_cast<int>(sizes.tokens), problem.width = static_cast<int>(sizes.width);
+  problem.group = static_cast<int>(sizes.heads / sizes.key_heads);
+  std::optional<Plan> const plan = plan_on(device, problem, true);
+  return plan && plan->has_workspace ? workspace_floats(problem, plan->split) : 0;
+}
+
 bool decode_attention(DecodeAttention const& call, Stream stream) {
-  Problem const problem = checked(call);
+  Problem problem = checked(call);
   if (call.out.numel() == 0) return true;
   if (!has_kernel_for(problem, call)) return false;
   int const device = call.query.device.index;
-  DeviceProperties const& properties = device_properties(device);
-  if (properties.compute_capability < 80 || !(is_built(Arch::kSm80) || is_built(Arch::kSm90))) return false;
-  bool const may_cluster = forced_arch() == Arch::kAuto || forced_arch() == Arch::kSm90;
-  Problem as_asked = problem;
-  if (batch_invariant()) as_asked.batches = 1;  // the order of sums must not depend on how many there are
-  int const split = ops::decode_attention::split_of(
-      as_asked, properties.sm_count, may_cluster && is_built(Arch::kSm90) && properties.compute_capability >= 90);
+  std::optional<Plan> const plan = plan_on(device, problem, call.workspace.has_value());
+  if (!plan) return false;
+  if (plan->has_workspace) {
+    std::int64_t const needed = workspace_floats(problem, plan->split);
+    Checker const check("decode_attention", call.query.device);
+    if (call.workspace->numel() < needed) {
+      check.fail("workspace", "expected ", needed, " elements, got ", describe(*call.workspace));
+    }
+    problem.workspace = call.workspace->as<float>();
+  }
   Kind const kind = call.key.dtype == DType::kInt8    ? Kind::kInt8
                     : call.key.dtype == DType::kUInt8 ? Kind::kFloat8
                                                       : Kind::kHalf;
-  ops::decode_attention::launch(problem, call.query.dtype, kind, split, device, stream);
+  ops::decode_attention::launch(problem, call.query.dtype, kind, plan->split, device, stream);
   return true;
 }
 
@@ -196,13 +238,15 @@ namespace ops::decode_attention {
 
 bool has_kernel(int width) { return width == 64 || width == 128 || width == 256; }
 
-int split_of(Problem const& p, int sm_count, bool has_clusters) {
-  constexpr int kMostSplit = 8, kFewestTokens = 64;
-  if (!has_clusters) return 1;
+Plan plan_of(Problem const& p, Resources const& resources) {
+  constexpr int kFewestTokens = 48, kMostOfCluster = 8;  // of a CTA; CTAs of a cluster
   std::int64_t const ctas = std::int64_t{p.batches} * p.key_heads * ceil_div(p.group, kHeadsPerCta);
-  int split = 1;
-  while (split < kMostSplit && ctas * split < sm_count && p.tokens >= 2 * split * kFewestTokens) split *= 2;
-  return split;
+  // A CTA for each SM has enough loads in flight.
+  int const split = static_cast<int>(std::min(resources.sm_count / ctas, ceil_div(p.tokens, kFewestTokens)));
+  if (split <= 1) return {1, false};
+  // Clusters of more than two CTAs leave SMs idle, but need no second kernel.
+  if (resources.has_workspace && (split > 2 || !resources.has_clusters)) return {split, true};
+  return {resources.has_clusters ? std::min(split, kMostOfCluster) : 1, false};
 }
 
 #if !EPILOQ_HAS_SM80 && !EPILOQ_HAS_SM90

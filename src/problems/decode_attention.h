@@ -16,6 +16,7 @@ struct Problem {
   std::uint8_t const* mask;  // null: every token counts
   void const *key_scale, *value_scale;
   void* out;
+  float* workspace;  // partial results, if the plan says so
   Strides of_query, of_key, of_value, of_key_scale, of_value_scale;
   std::int64_t mask_batch;
   int batches, key_heads, tokens, width;
@@ -27,10 +28,24 @@ struct Problem {
 enum class Kind { kHalf, kInt8, kFloat8 };
 
 // Query heads per CTA, at most.
-inline constexpr int kHeadsPerCta = 4;
+inline constexpr int kHeadsPerCta = 8;
+// Floats of the workspace for each head and CTA of its split, besides D: what the numerators are relative to.
+inline constexpr int kStateFloats = 4;
 
-// CTAs of a cluster that split the tokens: enough CTAs for the SMs, with enough tokens each.
-int split_of(Problem const& problem, int sm_count, bool has_clusters);
+// How many CTAs share the tokens of a key head, and whether a second kernel merges their results, by way of the
+// workspace; otherwise they are a cluster.
+struct Plan {
+  int split;
+  bool has_workspace;
+};
+
+// What a plan may use.
+struct Resources {
+  int sm_count;
+  bool has_clusters, has_workspace;
+};
+
+Plan plan_of(Problem const& problem, Resources const& resources);
 bool has_kernel(int width);
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);

@@ -17,6 +17,7 @@ from epiloq.ops.attention.decode_attention import decode_attention
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # B, key heads, query heads per key head, tokens, width
 SHAPES = [(2, 2, 4, 37, 64), (1, 1, 1, 1, 128), (3, 2, 3, 300, 128), (1, 8, 4, 2100, 128), (1, 1, 5, 70, 256)]
+SHAPES += [(2, 1, 11, 95, 128)]  # more query heads than a CTA multiplies
 ODD = [(2, 3, 2, 19, 80), (1, 2, 1, 40, 24)]  # widths without a kernel
 
 
@@ -111,6 +112,33 @@ def test_a_kernel_runs(seed: int, kind: str) -> None:
     query, key, value, scales, *_ = cache_of((2, 2, 4, 90, 128), torch.bfloat16, kind, "cuda")
     both = scales.get("key_scale"), scales.get("value_scale")
     assert _core.decode_attention(torch.empty_like(query), query, key, value, None, *both, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float", "int8"])
+def test_what_is_masked_is_not_read(seed: int, kind: str) -> None:
+    query, key, value, scales, exact_key, exact_value = cache_of((2, 2, 4, 900, 128), torch.bfloat16, kind, "cuda")
+    mask = torch.rand(2, 900, device="cuda") < 0.5
+    expected = decode_attention(query, key, value, mask, **scales)
+    assert_close(expected, query, exact_key, exact_value, mask, 128**-0.5)
+    for cached in scales.values() if scales else (key, value):
+        cached.transpose(1, 2)[~mask] = torch.nan
+    assert torch.equal(decode_attention(query, key, value, mask, **scales), expected)
+
+
+@pytest.mark.gpu
+def test_long_context_with_and_without_workspace(seed: int) -> None:
+    shape = (1, 2, 4, 9000, 128)
+    query, key, value, _, exact_key, exact_value = cache_of(shape, torch.bfloat16, "float", "cuda")
+    count = _core.decode_attention_workspace(1, 8, 2, 9000, 128, 0)
+    assert count > 0
+    out = torch.empty_like(query)
+    arguments = (out, query, key, value, None, None, None, 128**-0.5)
+    for workspace in (None, torch.full((count,), torch.nan, device="cuda")):
+        assert _core.decode_attention(*arguments, workspace)
+        assert_close(out, query, exact_key, exact_value, None, 128**-0.5)
+    with pytest.raises(ValueError, match="workspace: expected"):
+        _core.decode_attention(*arguments, torch.empty(count - 1, device="cuda"))
 
 
 def test_refusals(seed: int) -> None:

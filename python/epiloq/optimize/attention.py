@@ -2,8 +2,9 @@
 
 transformers repeats keys and values for each query head if there is a mask, as with a static cache, and attention
 kernels for many tokens use only a fraction of a GPU for a single one. `decode_attention` is used instead if each
-sequence has one new token. On a GPU this applies to a few sequences; for more of them torch's kernels are faster, with
-the query heads of a key head as rows. Several tokens at a time use transformers' own ``sdpa``.
+sequence has one new token. On a GPU this applies to a quantised cache, and to a few sequences of a 16-bit cache; for
+more of them torch's kernels are faster, with the query heads of a key head as rows. Several tokens at a time use
+transformers' own ``sdpa``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
-# Up to which `decode_attention` is the faster one on a GPU (H100: at 16 sequences it is not).
+# Up to which `decode_attention` is the faster one on a GPU for a 16-bit cache (H200: at 16 sequences it is not).
 _FEW_SEQUENCES = 2
 # As epiloq.kv_cache calls it, which needs transformers.
 READS_STORED = "epiloq_sdpa_of_stored"
@@ -102,7 +103,7 @@ def _groups_heads(query: Tensor, keys: Tensor, mask: Tensor | None) -> bool:
 
 def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
     """Whether this is a decode step that `decode_attention` supports."""
-    if query.is_cuda and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
+    if query.is_cuda and not is_stored and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
         return False
     if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
         return False

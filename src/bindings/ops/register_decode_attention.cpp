@@ -9,14 +9,21 @@ void register_decode_attention(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& query, TensorArg const& key, TensorArg const& value,
                  std::optional<TensorArg> const& mask, std::optional<TensorArg> const& key_scale,
-                 std::optional<TensorArg> const& value_scale, float scale) {
-          DecodeAttention const call{out.view,           query.view,           key.view, value.view, view_of(mask),
-                                     view_of(key_scale), view_of(value_scale), scale};
+                 std::optional<TensorArg> const& value_scale, float scale, std::optional<TensorArg> const& workspace) {
+          DecodeAttention const call{
+              out.view,           query.view,           key.view, value.view,        view_of(mask),
+              view_of(key_scale), view_of(value_scale), scale,    view_of(workspace)};
           return action(call, query);
         },
         py::arg("out"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("mask"), py::arg("key_scale"),
-        py::arg("value_scale"), py::arg("scale"));
+        py::arg("value_scale"), py::arg("scale"), py::arg("workspace") = py::none());
   };
+  module.def(
+      "decode_attention_workspace",
+      [](std::int64_t batches, std::int64_t heads, std::int64_t key_heads, std::int64_t tokens, std::int64_t width,
+         int device) { return decode_attention_workspace({batches, heads, key_heads, tokens, width}, device); },
+      py::arg("batches"), py::arg("heads"), py::arg("key_heads"), py::arg("tokens"), py::arg("width"),
+      py::arg("device"));
   define("decode_attention", [](DecodeAttention const& call, TensorArg const& query) {
     return decode_attention(call, current_stream(query));
   });

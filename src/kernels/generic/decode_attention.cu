@@ -1,354 +1,589 @@
-// Attention of one query token per sequence (flash decoding). A CTA multiplies the query heads of a key head, four at
-// most, so that keys and values are read once. Lanes of a warp share a token's elements, 16 bytes each; groups of such
-// tokens are interleaved over lanes, warps and the CTAs of a cluster. Each group keeps a running maximum, sum and
-// output; these are merged by shuffles, in shared memory, and through DSMEM (SM90).
+// Attention of one query token per sequence (flash decoding) on tensor cores.
+//
+// A CTA multiplies up to eight query heads of a key head, so that keys and values are read once for all of them. The
+// tokens are shared out in steps of 16 to the warps of all CTAs of a split, in turn, so that a masked end of a cache
+// leaves no CTA idle. A warp copies its steps to its own ring of stages in shared memory (cp.async), so that the main
+// loop has no CTA barrier, and uses mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output =
+// values (D x 16 tokens) * weights (16 tokens x 8 heads). Columns of D may come in any order as long as keys and
+// queries agree, and rows of values as long as the output is stored accordingly: a lane therefore reads whole chunks of
+// a row.
+//
+// Weights are rounded to the sum of two 16-bit floats; 8-bit keys and values are exact as float16. What the warps of a
+// CTA found is merged in shared memory; what the CTAs of a split found, through DSMEM (SM90) or a second kernel.
 
 #include <cfloat>
+#include <climits>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/ptx/cta.cuh"
+#include "kernels/common/w4a16/convert.cuh"
+#include "kernels/generic/decode_attention_merge.cuh"
 #include "problems/decode_attention.h"
 
 namespace epiloq::ops::decode_attention {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kAtOnce = 4;  // tokens per group of lanes whose loads are in flight together
+using weight_only_mm::mma;
+using Word = std::uint32_t;
 
-__device__ __forceinline__ void widen_pair(std::uint32_t bits, __half, float* out) {
-  float2 const pair = __half22float2(*reinterpret_cast<__half2 const*>(&bits));
-  out[0] = pair.x, out[1] = pair.y;
-}
-__device__ __forceinline__ void widen_pair(std::uint32_t bits, __nv_bfloat16, float* out) {
-  out[0] = __uint_as_float(bits << 16), out[1] = __uint_as_float(bits & 0xffff0000u);
-}
+constexpr int kStep = 16;       // tokens of a stage
+constexpr float kRaise = 12.f;  // weights are 2^12 times as large, so that small ones are normal float16 numbers
+constexpr int kMaxStages = 8;
 
-// 16 bytes of keys or values as floats.
-template <class T, Kind kKind>
-struct Chunk {
-  static constexpr int kCount = kKind == Kind::kHalf ? 8 : 16;
+// How a kernel is laid out; `Operand` is the type that tensor cores multiply.
+template <class T, Kind kKind, int kWidth>
+struct Layout {
+  using Operand = std::conditional_t<kKind == Kind::kHalf, T, __half>;
+  static constexpr bool kHasScales = kKind != Kind::kHalf;
+  static constexpr int kRow = kWidth * (kHasScales ? 1 : 2);    // bytes of a token's keys or values
+  static constexpr int kChunks = kRow / 16;                     // 16-byte chunks of a token
+  static constexpr int kKeyParts = kChunks / 4;                 // chunks of a token's keys that a lane multiplies
+  static constexpr int kValueBytes = kRow == 64 ? 8 : 16;       // of a token's values that a lane reads at once
+  static constexpr int kValueParts = kRow / (8 * kValueBytes);  // … and how often
+  static constexpr int kPerChunk = kValueBytes / (kHasScales ? 1 : 2);  // elements
+  static constexpr int kKeyBytes = kStep * kRow, kStage = 2 * kKeyBytes;
+  static constexpr int kRing = kStage > 4096 ? 3 * kStage : 12288, kWarps = 98304 / kRing;
+  static constexpr int kStages = kRing / kStage < kMaxStages ? kRing / kStage : kMaxStages;
+  static constexpr int kThreads = 32 * kWarps;
+  static_assert(kStages >= 3 && kStage % 1024 == 0);
 
-  static __device__ __forceinline__ void widen(uint4 const& raw, float (&out)[kCount]) {
-    std::uint32_t const words[] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kKind == Kind::kHalf) {
-        widen_pair(words[i], T{}, out + 2 * i);
-      } else if constexpr (kKind == Kind::kInt8) {
-        // q + 128 as the mantissa of 2^23.
-        std::uint32_t const shifted = words[i] ^ 0x80808080u;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          out[4 * i + j] = __uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7440 + j)) - 8388736.f;
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          auto const pair = static_cast<__nv_fp8x2_storage_t>(words[i] >> 16 * j);
-          float2 const values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
-          out[4 * i + 2 * j] = values.x, out[4 * i + 2 * j + 1] = values.y;
-        }
-      }
-    }
+  // Where a stage has chunk k of token t, so that neither copying a row nor reading what a lane multiplies has bank
+  // conflicts. Keys: lane (row, column) multiplies chunks 4 j + column of tokens row and row + 8. Values: columns of D
+  // 8 i + row, in units of kValueBytes, of tokens 2 * column, the next, and those plus 8.
+  static __device__ constexpr int key_slot(int t, int k) {
+    return (t / 8 * kKeyParts + k / 4) * 512 + (t % 8 ^ k / 4) * 64 + k % 4 * 16;
+  }
+  static __device__ constexpr int value_slot(int t, int k) {
+    int const of_lane = t % 2 + t / 8 * 2, column = t % 8 / 2;
+    if (kValueBytes == 8) return of_lane * 256 + k * 64 + (column ^ k) * 16;
+    return (of_lane * kValueParts + k / 8) * 512 + k % 8 * 64 + (column ^ k % 8 / 2) * 16;
   }
 };
 
-// 2^(part - whole) for maxima, of which the whole's is -infinity where no token has counted yet.
-__device__ __forceinline__ float weight_of(float part, float whole) {
-  return whole == -INFINITY ? 0.f : exp2f(part - whole);
-}
-
-struct State {
-  float most, sum, unused[2];
+// What is known of a stage besides keys and values.
+struct StageState {
+  std::uint16_t scale[2 * kStep];  // of keys, then of values
+  Word counts;                     // a bit per token; 0: there are no more steps
 };
 
-template <class T, Kind kKind, int kWidth, int kHeads>
-struct Attention {
-  using P = Chunk<T, kKind>;
-  static constexpr int kCount = P::kCount, kLanes = kWidth / kCount;  // lanes that share a token
-  static constexpr int kGroups = 32 / kLanes;                         // tokens of a warp at a time
-  static_assert(kLanes >= 4 && kLanes <= 32 && 32 % kLanes == 0);
+__device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpret_cast<Word*>(&pair); }
+__device__ __forceinline__ Word pack(float a, float b, __half) { return bits_of(__floats2half2_rn(a, b)); }
+__device__ __forceinline__ Word pack(float a, float b, __nv_bfloat16) { return bits_of(__floats2bfloat162_rn(a, b)); }
+__device__ __forceinline__ float2 unpack(Word pair, __half) {
+  return __half22float2(*reinterpret_cast<__half2 const*>(&pair));
+}
+__device__ __forceinline__ float2 unpack(Word pair, __nv_bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
 
-  struct Shared {
-    alignas(16) float of_warp[kWarps][kHeads][kWidth];
-    alignas(16) float own[kHeads][kWidth];
-    State warp_state[kWarps][kHeads], own_state[kHeads];
-  };
-
-  Problem const& p;
-  int batch, key_head, first_head;  // the last of those that share the key head
-  int chunk, of_warp;               // of a lane: which elements, and of which token
-  float q[kHeads][kCount];
-  float most[kHeads], sum[kHeads], out[kHeads][kCount];
-
-  __device__ explicit Attention(Problem const& problem) : p(problem) {
-    int const parts = (p.group + kHeads - 1) / kHeads;
-    batch = blockIdx.z, key_head = blockIdx.y / parts, first_head = blockIdx.y % parts * kHeads;
-    chunk = threadIdx.x % 32 % kLanes, of_warp = threadIdx.x % 32 / kLanes;
-    constexpr float kLog2E = 1.44269504f;
-    auto const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + chunk * kCount;
+// Four 8-bit numbers as float16, exactly.
+template <Kind kKind>
+__device__ __forceinline__ void widen(Word four, Word (&pairs)[2]) {
+  if constexpr (kKind == Kind::kInt8) {
+    // q + 128 as the low mantissa bits of 1024.
+    Word const shifted = four ^ 0x80808080u;
+    __half2 const offset = __half2half2(__ushort_as_half(0x6480));  // 1152
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      int const head = key_head * p.group + min(first_head + h, p.group - 1);
+    for (int i = 0; i < 2; ++i) {
+      Word const raised = __byte_perm(shifted, 0x64646464u, i == 0 ? 0x4140 : 0x4342);
+      pairs[i] = bits_of(__hsub2(*reinterpret_cast<__half2 const*>(&raised), offset));
+    }
+  } else {
 #pragma unroll
-      for (int i = 0; i < kCount; i += 8) {
-        uint4 const raw = *reinterpret_cast<uint4 const*>(query + head * p.of_query.head + i);
-        float values[8];
-        Chunk<T, Kind::kHalf>::widen(raw, values);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) q[h][i + j] = values[j] * (p.scale * kLog2E);
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) out[h][i] = 0.f;
-      most[h] = -INFINITY, sum[h] = 0.f;
+    for (int i = 0; i < 2; ++i) {
+      auto const pair = static_cast<__nv_fp8x2_storage_t>(four >> 16 * i);
+      pairs[i] = bits_of(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
     }
   }
+}
 
-  // Which of a group's kAtOnce tokens count, a bit each.
-  __device__ __forceinline__ unsigned counting(int at, int last) const {
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const token = at + i * kGroups + of_warp;
-      bool const counts = token < last && (p.mask == nullptr || p.mask[batch * p.mask_batch + token] != 0);
-      bits |= static_cast<unsigned>(counts) << i;
+// Transposes an 8 x 8 matrix of 16 bits: a lane holds columns 2 * (lane % 4) … of row lane / 4.
+__device__ __forceinline__ Word transposed(Word pair) {
+  Word result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+// The steps of a warp in which a token counts. Masks of 32 steps are read at a time, one step per lane.
+class Steps {
+ public:
+  __device__ Steps(Problem const& p, int first, int stride)
+      : mask_(p.mask == nullptr ? nullptr : p.mask + blockIdx.z * p.mask_batch),
+        tokens_(p.tokens),
+        next_(first),
+        stride_(stride) {}
+
+  // The next step's first token, and a bit for each of its tokens that counts: 0 if there is no step left.
+  __device__ __forceinline__ int advance(Word& counts) {
+    while (open_ == 0) {
+      if (next_ >= (tokens_ + kStep - 1) / kStep) {
+        counts = 0;
+        return 0;
+      }
+      read_window();
     }
+    int const lane = __ffs(static_cast<int>(open_)) - 1;
+    open_ &= open_ - 1;
+    counts = __shfl_sync(~0u, counts_, lane);
+    return (window_ + lane * stride_) * kStep;
+  }
+
+ private:
+  __device__ __forceinline__ void read_window() {
+    window_ = next_;
+    std::int64_t const step = window_ + std::int64_t{stride_} * (threadIdx.x % 32), token = step * kStep;
+    int const count = token >= tokens_ ? 0 : static_cast<int>(min(std::int64_t{kStep}, tokens_ - token));
+    counts_ = (1u << count) - 1;
+    if (mask_ != nullptr && count != 0) counts_ &= mask_bits(mask_ + token, count);
+    open_ = __ballot_sync(~0u, counts_ != 0);
+    next_ = static_cast<int>(min(window_ + std::int64_t{stride_} * 32, std::int64_t{INT_MAX}));
+  }
+  static __device__ __forceinline__ Word mask_bits(std::uint8_t const* from, int count) {
+    Word bits = 0;
+    if (count == kStep && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+      uint4 const raw = *reinterpret_cast<uint4 const*>(from);
+      Word const words[] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // moves bits 0, 8, 16 and 24 to 28 … 31
+        bits |= ((__vcmpne4(words[i], 0) & 0x01010101u) * 0x10204080u >> 28) << 4 * i;
+      }
+      return bits;
+    }
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) bits |= static_cast<Word>(i < count && from[i] != 0) << i;
     return bits;
   }
 
-  // What is loaded of kAtOnce tokens.
-  struct Tokens {
-    uint4 key[kAtOnce], value[kAtOnce];
-    float key_scale[kAtOnce], value_scale[kAtOnce];
+  std::uint8_t const* mask_;
+  int tokens_, next_, stride_, window_ = 0;
+  Word open_ = 0, counts_ = 0;  // steps of the window still to come; tokens of this lane's step that count
+};
+
+template <class T, Kind kKind, int kWidth>
+struct Attention {
+  using L = Layout<T, kKind, kWidth>;
+  using Operand = typename L::Operand;
+  static constexpr int kTiles = kWidth / 16;  // mma instructions of 16 columns of D
+
+  struct Shared {
+    alignas(1024) unsigned char ring[L::kWarps][L::kStages * L::kStage];
+    StageState stages[L::kWarps][L::kStages];
+    alignas(16) State warp_state[L::kWarps][kHeadsPerCta];
+    State own_state[kHeadsPerCta];
   };
 
-  __device__ __forceinline__ void load(Tokens& tokens, int at, unsigned counts) const {
-    constexpr int kBytes = kKind == Kind::kHalf ? 2 : 1;
-    auto const row = [&](void const* data, Strides const& s, int token) {
-      auto const* const bytes = static_cast<std::uint8_t const*>(data);
-      return __ldg(reinterpret_cast<uint4 const*>(
-          bytes + (batch * s.batch + key_head * s.head + token * s.token) * kBytes + chunk * 16));
+  Problem const& p;
+  Shared& shared;
+  int batch, key_head, first_head;          // the last of those that share the key head
+  int warp, row, column;                    // lane = 4 row + column
+  int token_of_lane, key_slot, value_slot;  // of the chunk that this lane copies first
+  std::uint8_t const *keys, *values;        // the same, in global memory
+  Steps steps;
+  Word q[kTiles][2];
+  float factor[2];  // of scores, of heads 2 * column …: scale, log2(e), and what the queries were divided by
+  float most[2], sum[2], out[kTiles][4];
+  float unit = FLT_MIN;  // with scales: weights are divided by this, the largest scale of a value so far
+
+  __device__ Attention(Problem const& problem, Shared& memory)
+      : p(problem),
+        shared(memory),
+        warp(threadIdx.x / 32),
+        row(threadIdx.x % 32 / 4),
+        column(threadIdx.x % 4),
+        steps(problem, blockIdx.x * L::kWarps + threadIdx.x / 32, gridDim.x * L::kWarps) {
+    int const parts = (p.group + kHeadsPerCta - 1) / kHeadsPerCta;
+    batch = blockIdx.z, key_head = blockIdx.y / parts, first_head = blockIdx.y % parts * kHeadsPerCta;
+    constexpr int kBytes = L::kRow / kWidth;
+    auto const base = [&](void const* data, Strides const& s) {
+      return static_cast<std::uint8_t const*>(data) + (batch * s.batch + key_head * s.head) * kBytes;
     };
-    auto const scale = [&](void const* data, Strides const& s, int token) {
-      return static_cast<float>(static_cast<T const*>(data)[batch * s.batch + key_head * s.head + token]);
-    };
+    int const lane = threadIdx.x % 32, chunk = lane % L::kChunks;
+    token_of_lane = lane / L::kChunks, key_slot = L::key_slot(token_of_lane, chunk);
+    value_slot = L::value_slot(token_of_lane, chunk);
+    keys = base(p.key, p.of_key) + token_of_lane * p.of_key.token * kBytes + 16 * chunk;
+    values = base(p.value, p.of_value) + token_of_lane * p.of_value.token * kBytes + 16 * chunk;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const token = at + i * kGroups + of_warp;
-      tokens.key[i] = tokens.value[i] = uint4{};
-      tokens.key_scale[i] = tokens.value_scale[i] = 1.f;
-      if ((counts >> i & 1) == 0) continue;
-      tokens.key[i] = row(p.key, p.of_key, token), tokens.value[i] = row(p.value, p.of_value, token);
-      if constexpr (kKind != Kind::kHalf) {
-        tokens.key_scale[i] = scale(p.key_scale, p.of_key_scale, token);
-        tokens.value_scale[i] = scale(p.value_scale, p.of_value_scale, token);
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] = 0.f;
+    }
+    most[0] = most[1] = -INFINITY, sum[0] = sum[1] = 0.f;
+  }
+
+  __device__ __forceinline__ int heads() const { return min(kHeadsPerCta, p.group - first_head); }
+
+  // The query of head `row`, in the order of keys.
+  __device__ __forceinline__ void load_query() {
+    constexpr float kLog2E = 1.44269504f;
+    int const head = key_head * p.group + min(first_head + row, p.group - 1);
+    T const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + head * p.of_query.head;
+    factor[0] = factor[1] = p.scale * kLog2E;
+    if constexpr (!L::kHasScales) {
+#pragma unroll
+      for (int i = 0; i < kTiles / 2; ++i) {
+        uint4 const raw = *reinterpret_cast<uint4 const*>(query + (4 * i + column) * 8);
+        q[2 * i][0] = raw.x, q[2 * i][1] = raw.y, q[2 * i + 1][0] = raw.z, q[2 * i + 1][1] = raw.w;
       }
+    } else {
+      // As float16, times the power of two that makes the largest one about 2^14.
+      float largest = 0.f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        uint2 const raw = *reinterpret_cast<uint2 const*>(query + (4 * (i / 4) + column) * 16 + i % 4 * 4);
+        q[i][0] = raw.x, q[i][1] = raw.y;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float2 const pair = unpack(q[i][j], T{});
+          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+#pragma unroll
+      for (int lane = 1; lane < 4; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+      int const exponent = static_cast<int>(__float_as_uint(largest) >> 23);  // biased by 127
+      int const power = min(max(127 + 14 - exponent, -112), 112);
+      float const times = __uint_as_float(static_cast<Word>(127 + power) << 23);
+      float const inverse = __uint_as_float(static_cast<Word>(127 - power) << 23);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float2 const pair = unpack(q[i][j], T{});
+          q[i][j] = pack(pair.x * times, pair.y * times, Operand{});
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) factor[j] *= __shfl_sync(~0u, inverse, 4 * (2 * column + j));
     }
   }
 
-  __device__ __forceinline__ void add(Tokens const& tokens, unsigned counts) {
-    float weight[kHeads][kAtOnce];
+  // Starts copying a step, if there is one, to a stage. Returns the scale that this lane fetches for it.
+  __device__ __forceinline__ std::uint16_t fetch(int stage) {
+    Word counts;
+    int const token = steps.advance(counts), lane = threadIdx.x % 32;
+    if (lane == 0) shared.stages[warp][stage].counts = counts;
+    std::uint16_t scale = 0;
+    if (counts != 0) {
+      SharedAddress const to = shared_address(shared.ring[warp]) + stage * L::kStage;
+      constexpr int kBytes = L::kRow / kWidth;
+      Word const of_lane = counts >> token_of_lane;
+      auto const* const from_keys = keys + token * p.of_key.token * kBytes;
+      auto const* const from_values = values + token * p.of_value.token * kBytes;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float key[kCount];
-      P::widen(tokens.key[i], key);
+      for (int i = 0; i < L::kChunks / 2; ++i) {
+        constexpr int kAtOnce = 32 / L::kChunks;  // tokens
+        int const t = i * kAtOnce, bytes = of_lane >> t & 1 ? 16 : 0;
+        int const at = L::key_slot(t, 0);
+        cp_async16((to + key_slot ^ at % 512) + at / 512 * 512, from_keys + t * p.of_key.token * kBytes, bytes);
+      }
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        float score = 0.f;
+      for (int i = 0; i < L::kChunks / 2; ++i) {
+        constexpr int kAtOnce = 32 / L::kChunks;
+        int const t = i * kAtOnce, bytes = of_lane >> t & 1 ? 16 : 0;
+        int const at = L::value_slot(t, 0), low = at % 256;
+        cp_async16((to + L::kKeyBytes + value_slot ^ low) + (at - low), from_values + t * p.of_value.token * kBytes,
+                   bytes);
+      }
+      if constexpr (L::kHasScales) {
+        // The first half of the warp fetches the keys' scales.
+        bool const of_key = lane < kStep;
+        Strides const& s = of_key ? p.of_key_scale : p.of_value_scale;
+        auto const* const from = static_cast<std::uint16_t const*>(of_key ? p.key_scale : p.value_scale);
+        if (counts >> lane % kStep & 1) scale = from[batch * s.batch + key_head * s.head + token + lane % kStep];
+      }
+    }
+    cp_async_commit();
+    return scale;
+  }
+
+  __device__ __forceinline__ void put_scale(int stage, std::uint16_t scale) {
+    if constexpr (L::kHasScales) shared.stages[warp][stage].scale[threadIdx.x % 32] = scale;
+  }
+  __device__ __forceinline__ float scale_of(StageState const& state, int i) const {
+    return static_cast<float>(*reinterpret_cast<T const*>(&state.scale[i]));
+  }
+
+  // Scores of tokens row and row + 8 with heads 2 * column and the next: (token, head) in row-major order.
+  __device__ __forceinline__ void score(unsigned char const* stage, float (&scores)[4]) const {
+    float parts[2][4] = {};
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) score = fmaf(q[h][j], key[j], score);
+    for (int i = 0; i < L::kKeyParts; ++i) {
+      unsigned char const* const chunk = stage + L::key_slot(row, 4 * i + column);
+      uint4 const a = *reinterpret_cast<uint4 const*>(chunk);
+      uint4 const b = *reinterpret_cast<uint4 const*>(chunk + L::key_slot(8, 0));
+      if constexpr (!L::kHasScales) {
+        Word const first[] = {a.x, b.x, a.y, b.y}, second[] = {a.z, b.z, a.w, b.w};
+        mma<Operand>(parts[0], first, q[2 * i][0], q[2 * i][1], parts[0]);
+        mma<Operand>(parts[1], second, q[2 * i + 1][0], q[2 * i + 1][1], parts[1]);
+      } else {
+        Word const of_a[] = {a.x, a.y, a.z, a.w}, of_b[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-        for (int lane = kLanes / 2; lane > 0; lane /= 2) score += __shfl_xor_sync(~0u, score, lane);
-        weight[h][i] = counts >> i & 1 ? score * tokens.key_scale[i] : -INFINITY;
+        for (int j = 0; j < 4; ++j) {
+          Word wide_a[2], wide_b[2];
+          widen<kKind>(of_a[j], wide_a), widen<kKind>(of_b[j], wide_b);
+          Word const four[] = {wide_a[0], wide_b[0], wide_a[1], wide_b[1]};
+          mma<Operand>(parts[j % 2], four, q[4 * i + j][0], q[4 * i + j][1], parts[j % 2]);
+        }
       }
     }
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      float whole = most[h];
+    for (int i = 0; i < 4; ++i) scores[i] = parts[0][i] + parts[1][i];
+  }
+
+  // Rescales for a larger maximum of a head's scores, or of the scales of values.
+  __device__ __forceinline__ void rescale(float const (&scores)[4], float largest) {
+    float kept[2];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) whole = fmaxf(whole, weight[h][i]);
-      float const kept = weight_of(most[h], whole);
-      most[h] = whole, sum[h] *= kept;
+    for (int j = 0; j < 2; ++j) {
+      float whole = fmaxf(most[j], fmaxf(scores[j], scores[2 + j]));
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) out[h][j] *= kept;
+      for (int lane = 4; lane < 32; lane *= 2) whole = fmaxf(whole, __shfl_xor_sync(~0u, whole, lane));
+      kept[j] = weight_of(most[j], whole);
+      most[j] = whole, sum[j] *= kept[j];
+    }
+    if constexpr (L::kHasScales) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float const exponential = weight_of(weight[h][i], whole);
-        sum[h] += exponential;
-        weight[h][i] = exponential * tokens.value_scale[i];
-      }
+      for (int lane = 4; lane < 32; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+      float const before = unit;
+      unit = fmaxf(unit, largest);
+      kept[0] *= before / unit, kept[1] *= before / unit;
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      float value[kCount];
-      P::widen(tokens.value[i], value);
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) out[h][j] = fmaf(weight[h][i], value[j], out[h][j]);
-      }
+      for (int j = 0; j < 4; ++j) out[i][j] *= kept[j % 2];
     }
   }
 
-  // The groups of a warp as one.
-  __device__ __forceinline__ void merge_groups() {
+  // Adds values times weights, which are the sums of `high` and `low`.
+  __device__ __forceinline__ void add_values(unsigned char const* stage, Word const (&high)[2], Word const (&low)[2]) {
+    using Chunk = std::conditional_t<L::kValueBytes == 16, uint4, uint2>;
+    constexpr int kWords = L::kValueBytes / 4;
+    unsigned char const* const chunks =
+        stage + L::kKeyBytes + L::value_slot(2 * column, row * L::kValueBytes / 16) + row * L::kValueBytes % 16;
 #pragma unroll
-    for (int lane = kLanes; lane < 32; lane *= 2) {
+    for (int i = 0; i < L::kValueParts; ++i) {
+      Word words[4][kWords];
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        float const other = __shfl_xor_sync(~0u, most[h], lane), whole = fmaxf(most[h], other);
-        float const mine = weight_of(most[h], whole), others = weight_of(other, whole);
-        most[h] = whole;
-        sum[h] = sum[h] * mine + __shfl_xor_sync(~0u, sum[h], lane) * others;
+      for (int j = 0; j < 4; ++j) {
+        int const at = L::value_slot(j % 2 + j / 2 * 8, 8 * i);
+        *reinterpret_cast<Chunk*>(words[j]) = *reinterpret_cast<Chunk const*>(chunks + at);
+      }
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          out[h][j] = out[h][j] * mine + __shfl_xor_sync(~0u, out[h][j], lane) * others;
+      for (int w = 0; w < kWords; ++w) {
+        auto const add = [&](int tile, Word const(&four)[4]) {
+          mma<Operand>(out[tile], four, high[0], high[1], out[tile]);
+          mma<Operand>(out[tile], four, low[0], low[1], out[tile]);
+        };
+        if constexpr (!L::kHasScales) {
+          Word const four[] = {
+              __byte_perm(words[0][w], words[1][w], 0x5410), __byte_perm(words[0][w], words[1][w], 0x7632),
+              __byte_perm(words[2][w], words[3][w], 0x5410), __byte_perm(words[2][w], words[3][w], 0x7632)};
+          add(i * kWords + w, four);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            int const which = half == 0 ? 0x5140 : 0x7362;
+            Word a[2], b[2];
+            widen<kKind>(__byte_perm(words[0][w], words[1][w], which), a);
+            widen<kKind>(__byte_perm(words[2][w], words[3][w], which), b);
+            Word const four[] = {a[0], a[1], b[0], b[1]};
+            add((i * kWords + w) * 2 + half, four);
+          }
         }
       }
     }
   }
 
-  __device__ __forceinline__ void put(Shared& shared) const {
-    if (of_warp != 0) return;
-    int const warp = threadIdx.x / 32;
+  __device__ __forceinline__ void add(int stage, Word counts) {
+    StageState const& state = shared.stages[warp][stage];
+    unsigned char const* const data = shared.ring[warp] + stage * L::kStage;
+    float scores[4], value_scale[2] = {1.f, 1.f};
+    score(data, scores);
+    bool is_larger = false;
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < 2; ++i) {
+      bool const counted = counts >> (row + 8 * i) & 1;
+      float key_scale = 1.f;
+      if constexpr (L::kHasScales) {
+        key_scale = scale_of(state, row + 8 * i);
+        value_scale[i] = scale_of(state, kStep + row + 8 * i);
+        is_larger |= value_scale[i] > unit;
+      }
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) shared.of_warp[warp][h][chunk * kCount + j] = out[h][j];
-      if (chunk == 0) shared.warp_state[warp][h] = {most[h], sum[h], {}};
+      for (int j = 0; j < 2; ++j) {
+        float& one = scores[2 * i + j];
+        one = counted ? one * (factor[j] * key_scale) : -INFINITY;
+        is_larger |= one > most[j];
+      }
     }
+    if (__any_sync(~0u, is_larger)) rescale(scores, fmaxf(value_scale[0], value_scale[1]));
+    Word high[2], low[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float weight[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Relative to 0 where no token has counted yet.
+        weight[j] = exp2f(scores[2 * i + j] - (most[j] == -INFINITY ? 0.f : most[j]) + kRaise);
+        sum[j] += weight[j];
+        if constexpr (L::kHasScales) weight[j] *= __fdividef(value_scale[i], unit);
+      }
+      high[i] = pack(weight[0], weight[1], Operand{});
+      float2 const rounded = unpack(high[i], Operand{});
+      low[i] = transposed(pack(weight[0] - rounded.x, weight[1] - rounded.y, Operand{}));
+      high[i] = transposed(high[i]);
+    }
+    add_values(data, high, low);
   }
 
-  // Four elements of head h: numerators and the sum that divides them.
-  struct Four {
-    float values[4];
-    float most, sum;
-  };
-
-  // `state(i)` and `values(i)` of the parts.
-  template <class StateOf, class ValuesOf>
-  static __device__ __forceinline__ Four merged(int parts, StateOf state, ValuesOf values) {
-    Four whole{{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
-    for (int i = 0; i < parts; ++i) whole.most = fmaxf(whole.most, state(i).most);
-    for (int i = 0; i < parts; ++i) {
-      State const of_part = state(i);
-      float const weight = weight_of(of_part.most, whole.most);
-      float4 const four = values(i);
-      whole.sum = fmaf(weight, of_part.sum, whole.sum);
-      float const each[] = {four.x, four.y, four.z, four.w};
+  // All steps of this warp.
+  __device__ __forceinline__ void run() {
+    std::uint16_t scales[L::kStages - 1];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) whole.values[j] = fmaf(weight, each[j], whole.values[j]);
+    for (int i = 0; i < L::kStages - 1; ++i) scales[i] = fetch(i);
+    pdl_trigger();
+    load_query();
+#pragma unroll
+    for (int i = 0; i < L::kStages - 1; ++i) put_scale(i, scales[i]);
+    std::uint16_t scale = 0;
+    bool is_first = true;
+    int stage = 0, before = L::kStages - 1;
+#pragma unroll 1
+    while (true) {
+      cp_async_wait<L::kStages - 2>();
+      // The scale fetched a step ago, for the stage before the one that is filled now.
+      if (!is_first) put_scale(before == 0 ? L::kStages - 1 : before - 1, scale);
+      __syncwarp();
+      Word const counts = shared.stages[warp][stage].counts;
+      if (counts == 0) break;
+      scale = fetch(before);
+      is_first = false;
+      add(stage, counts);
+      before = stage, stage = stage + 1 == L::kStages ? 0 : stage + 1;
     }
-    return whole;
+    cp_async_wait<0>();
+    __syncwarp();
   }
 
-  // Where no token counts the result is 0.
-  __device__ __forceinline__ void store(Four const& four, int h, int element) const {
-    if (first_head + h >= p.group) return;
-    std::int64_t const row = std::int64_t{batch} * p.key_heads * p.group + key_head * p.group + first_head + h;
-    T* const to = static_cast<T*>(p.out) + row * kWidth + element;
+  // The numerators of warp i, over its ring.
+  __device__ __forceinline__ float* numerators(int i) const { return reinterpret_cast<float*>(shared.ring[i]); }
+
+  __device__ __forceinline__ void put() const {
+    float total[2] = {sum[0], sum[1]};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) to[j] = static_cast<T>(four.sum == 0.f ? 0.f : four.values[j] / four.sum);
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int lane = 4; lane < 32; lane *= 2) total[j] += __shfl_xor_sync(~0u, total[j], lane);
+      int const head = 2 * column + j;
+      if (row == 0) shared.warp_state[warp][head] = {most[j], total[j], {}};
+      float const times = L::kHasScales ? unit : 1.f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        constexpr int kPairs = L::kPerChunk / 2;
+        int const element = (i / kPairs * 8 + row) * L::kPerChunk + i % kPairs * 2;
+        *reinterpret_cast<float2*>(numerators(warp) + head * kWidth + element) = {out[i][j] * times,
+                                                                                  out[i][2 + j] * times};
+      }
+    }
   }
 };
 
-template <class T, Kind kKind, int kWidth, int kHeads>
-__global__ __launch_bounds__(kThreads) void attention_kernel(__grid_constant__ Problem const p) {
-  using A = Attention<T, kKind, kWidth, kHeads>;
-  __shared__ typename A::Shared shared;
-  constexpr int kFours = kHeads * kWidth / 4, kInRow = kWidth / 4;
-  int const split = gridDim.x, rank = blockIdx.x, warp = threadIdx.x / 32;
+template <class T, Kind kKind, int kWidth>
+__global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads) void attention_kernel(
+    __grid_constant__ Problem const p) {
+  using A = Attention<T, kKind, kWidth>;
+  constexpr int kThreads = A::L::kThreads, kInRow = kWidth / 4;
+  auto& shared = *reinterpret_cast<typename A::Shared*>(dynamic_smem);
+  int const split = gridDim.x, rank = blockIdx.x;
   pdl_wait();
-  A attention(p);
-  int const share = (p.tokens + split - 1) / split, last = min(p.tokens, (rank + 1) * share);
-  constexpr int kOfWarp = A::kGroups * kAtOnce, kStep = kWarps * kOfWarp;
-  int at = rank * share + warp * kOfWarp;
-  unsigned counts = attention.counting(at, last);
-#pragma unroll 1
-  for (; at < last; at += kStep) {
-    // The mask a step ahead, so that loads do not wait for it. Where no token counts nothing is read.
-    unsigned const next = attention.counting(at + kStep, last);
-    if (__any_sync(~0u, counts != 0)) {
-      typename A::Tokens tokens;
-      attention.load(tokens, at, counts);
-      attention.add(tokens, counts);
-    }
-    counts = next;
-  }
-  pdl_trigger();
-  attention.merge_groups();
-  attention.put(shared);
+  A attention(p, shared);
+  attention.run();
+  attention.put();
   __syncthreads();
-  for (int i = threadIdx.x; i < kFours; i += kThreads) {
+  int const fours = attention.heads() * kInRow;
+  std::int64_t const first_row =
+      (std::int64_t{attention.batch} * p.key_heads + attention.key_head) * p.group + attention.first_head;
+  float* const own = attention.numerators(0);
+  for (int i = threadIdx.x; i < fours; i += kThreads) {
     int const h = i / kInRow, element = i % kInRow * 4;
-    auto const four = A::merged(
-        kWarps, [&](int of) { return shared.warp_state[of][h]; },
-        [&](int of) { return *reinterpret_cast<float4 const*>(&shared.of_warp[of][h][element]); });
+    Four const four = merged(
+        A::L::kWarps, [&](int of) { return shared.warp_state[of][h]; },
+        [&](int of) { return *reinterpret_cast<float4 const*>(attention.numerators(of) + h * kWidth + element); });
     if (split == 1) {
-      attention.store(four, h, element);
-      continue;
+      store<T>(four, p.out, (first_row + h) * kWidth + element);
+    } else if (p.workspace != nullptr) {
+      Partials<kWidth> const partials(p.workspace, std::int64_t{p.batches} * p.key_heads * p.group * split);
+      std::int64_t const row = (first_row + h) * split + rank;
+      *reinterpret_cast<float4*>(partials.values + row * kWidth + element) = four.values;
+      if (element == 0) partials.states[row] = {four.most, four.sum, {}};
+    } else {
+      *reinterpret_cast<float4*>(own + h * kWidth + element) = four.values;
+      if (element == 0) shared.own_state[h] = {four.most, four.sum, {}};
     }
-    *reinterpret_cast<float4*>(&shared.own[h][element]) = {four.values[0], four.values[1], four.values[2],
-                                                           four.values[3]};
-    if (element == 0) shared.own_state[h] = {four.most, four.sum, {}};
   }
-  if (split == 1) return;
+  if (split == 1 || p.workspace != nullptr) return;
   cluster_sync();
-  for (int i = threadIdx.x * split + rank; i < kFours; i += kThreads * split) {
+  for (int i = threadIdx.x * split + rank; i < fours; i += kThreads * split) {
     int const h = i / kInRow, element = i % kInRow * 4;
-    auto const four = A::merged(
+    auto const four = merged(
         split,
         [&](int of) {
           uint4 const raw = load_dsmem(shared_address(&shared.own_state[h]), of);
           return State{__uint_as_float(raw.x), __uint_as_float(raw.y), {}};
         },
         [&](int of) {
-          uint4 const raw = load_dsmem(shared_address(&shared.own[h][element]), of);
+          uint4 const raw = load_dsmem(shared_address(own + h * kWidth + element), of);
           return float4{__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
         });
-    attention.store(four, h, element);
+    store<T>(four, p.out, (first_row + h) * kWidth + element);
   }
   cluster_sync();  // no CTA ends while another reads its sums
 }
 
-template <class T, Kind kKind, int kWidth, int kHeads>
-void launch_kernel(Problem const& p, int split, Stream stream) {
-  int const parts = (p.group + kHeads - 1) / kHeads;
-  dim3 const grid(split, p.key_heads * parts, p.batches), cluster(split);
-  cuda_check(launch_pdl_clusters(&attention_kernel<T, kKind, kWidth, kHeads>, grid, cluster, kThreads, 0, stream, p),
-             "launching epiloq.decode_attention");
-}
-
 template <class T, Kind kKind, int kWidth>
-void launch_width(Problem const& p, int split, Stream stream) {
-  if constexpr (kWidth <= 128) {
-    if (p.group == 1) return launch_kernel<T, kKind, kWidth, 1>(p, split, stream);
-  }
-  launch_kernel<T, kKind, kWidth, kHeadsPerCta>(p, split, stream);
+void launch_kernel(Problem const& p, int split, int device, Stream stream) {
+  using A = Attention<T, kKind, kWidth>;
+  auto* const kernel = &attention_kernel<T, kKind, kWidth>;
+  constexpr int kShared = sizeof(typename A::Shared);
+  static PerDevice per_device;
+  per_device.once(device, [&] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
+               "preparing epiloq.decode_attention");
+  });
+  int const parts = (p.group + kHeadsPerCta - 1) / kHeadsPerCta;
+  bool const merges = split > 1 && p.workspace != nullptr;
+  dim3 const grid(split, p.key_heads * parts, p.batches), cluster(merges ? 1 : split);
+  char const* const doing = "launching epiloq.decode_attention";
+  cuda_check(launch_pdl_clusters(kernel, grid, cluster, A::L::kThreads, kShared, stream, p), doing);
+  if (!merges) return;
+  dim3 const heads(p.key_heads * p.group, p.batches);
+  cuda_check(launch_pdl(&merge_kernel<T, kWidth>, heads, 32 * kMergeWarps, 0, stream, p, split), doing);
 }
 
 template <class T, Kind kKind>
-void launch_kind(Problem const& p, int split, Stream stream) {
-  if (p.width == 64) return launch_width<T, kKind, 64>(p, split, stream);
-  if (p.width == 128) return launch_width<T, kKind, 128>(p, split, stream);
-  launch_width<T, kKind, 256>(p, split, stream);
+void launch_kind(Problem const& p, int split, int device, Stream stream) {
+  if (p.width == 64) return launch_kernel<T, kKind, 64>(p, split, device, stream);
+  if (p.width == 128) return launch_kernel<T, kKind, 128>(p, split, device, stream);
+  launch_kernel<T, kKind, 256>(p, split, device, stream);
 }
 
 template <class T>
-void launch_typed(Problem const& p, Kind kind, int split, Stream stream) {
-  if (kind == Kind::kInt8) return launch_kind<T, Kind::kInt8>(p, split, stream);
-  if (kind == Kind::kFloat8) return launch_kind<T, Kind::kFloat8>(p, split, stream);
-  launch_kind<T, Kind::kHalf>(p, split, stream);
+void launch_typed(Problem const& p, Kind kind, int split, int device, Stream stream) {
+  if (kind == Kind::kInt8) return launch_kind<T, Kind::kInt8>(p, split, device, stream);
+  if (kind == Kind::kFloat8) return launch_kind<T, Kind::kFloat8>(p, split, device, stream);
+  launch_kind<T, Kind::kHalf>(p, split, device, stream);
 }
 
 }  // namespace
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream) {
   DeviceGuard const guard(device);
-  if (query == DType::kFloat16) return launch_typed<__half>(problem, kind, split, stream);
-  launch_typed<__nv_bfloat16>(problem, kind, split, stream);
+  if (query == DType::kFloat16) return launch_typed<__half>(problem, kind, split, device, stream);
+  launch_typed<__nv_bfloat16>(problem, kind, split, device, stream);
 }
 
 }  // namespace epiloq::ops::decode_attention

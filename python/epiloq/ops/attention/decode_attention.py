@@ -80,7 +80,7 @@ def run(
     arguments = (result, query, key, value, of_bytes, key_scale, value_scale, scale)
     if not query.is_cuda:
         _core.check_decode_attention(*arguments)
-    if query.is_cuda and _core.decode_attention(*arguments):
+    if query.is_cuda and _core.decode_attention(*arguments, _workspace(query, key)):
         pass
     elif key_scale is None:
         _by_sdpa(result, query, key, value, mask, scale)
@@ -89,6 +89,15 @@ def run(
     if out is not None:
         mark_written(out)
     return result
+
+
+def _workspace(query: Tensor, key: Tensor) -> Tensor | None:
+    """Memory for partial results of long contexts, if the kernel uses it."""
+    if query.ndim != 3 or key.ndim != 4:
+        return None
+    (batch, heads, width), (_, key_heads, tokens, _) = query.shape, key.shape
+    count = _core.decode_attention_workspace(batch, heads, key_heads, tokens, width, query.device.index)
+    return query.new_empty(count, dtype=torch.float32) if count else None
 
 
 @torch.no_grad()

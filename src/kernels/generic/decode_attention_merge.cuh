@@ -1,0 +1,125 @@
+#pragma once
+
+// Merges partial results of attention: of warps, of the CTAs of a cluster, and, by a kernel of its own, of CTAs that
+// wrote them to a workspace.
+
+#include "kernels/common/device_code.cuh"
+#include "problems/decode_attention.h"
+
+namespace epiloq::ops::decode_attention {
+
+// Weights are relative to 2^most.
+struct State {
+  float most, sum, unused[2];
+};
+
+// 2^(part - whole) for maxima, of which the whole's is -infinity where no token has counted yet.
+__device__ __forceinline__ float weight_of(float part, float whole) {
+  return whole == -INFINITY ? 0.f : exp2f(part - whole);
+}
+
+// The same for a part that is added: without a maximum its sum is 0 or, of NaNs, NaN.
+__device__ __forceinline__ float weight_of_part(float part, float whole) {
+  return part == -INFINITY ? 1.f : exp2f(part - whole);
+}
+
+// Four elements of a head: numerators and the sum that divides them.
+struct Four {
+  float4 values;
+  float most, sum;
+};
+
+// `state(i)` and `values(i)` of the parts.
+template <class StateOf, class ValuesOf>
+__device__ __forceinline__ Four merged(int parts, StateOf state, ValuesOf values) {
+  Four whole{{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
+  for (int i = 0; i < parts; ++i) whole.most = fmaxf(whole.most, state(i).most);
+  for (int i = 0; i < parts; ++i) {
+    State const of_part = state(i);
+    float const weight = weight_of_part(of_part.most, whole.most);
+    float4 const four = values(i);
+    whole.sum = fmaf(weight, of_part.sum, whole.sum);
+    whole.values.x = fmaf(weight, four.x, whole.values.x), whole.values.y = fmaf(weight, four.y, whole.values.y);
+    whole.values.z = fmaf(weight, four.z, whole.values.z), whole.values.w = fmaf(weight, four.w, whole.values.w);
+  }
+  return whole;
+}
+
+// Where no token counts the result is 0.
+template <class T>
+__device__ __forceinline__ void store(Four const& four, void* out, std::int64_t element) {
+  T* const to = static_cast<T*>(out) + element;
+  float const each[] = {four.values.x, four.values.y, four.values.z, four.values.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) to[j] = static_cast<T>(four.sum == 0.f ? 0.f : each[j] / four.sum);
+}
+
+// Partial results in the workspace: a State and kWidth numerators for each split of each head.
+template <int kWidth>
+struct Partials {
+  State* states;
+  float* values;
+
+  __device__ __forceinline__ Partials(float* workspace, std::int64_t rows)
+      : states(reinterpret_cast<State*>(workspace)), values(workspace + rows * 4) {}
+};
+
+constexpr int kMergeWarps = 8;
+
+// Merges the partial results of a head: warps take splits in turn, lanes elements.
+template <class T, int kWidth>
+__global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant__ Problem const p, int split) {
+  constexpr int kPerLane = kWidth / 32, kAtOnce = 4;
+  struct Shared {
+    alignas(16) float values[kMergeWarps][kWidth];
+    State states[kMergeWarps];
+  };
+  __shared__ Shared shared;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  std::int64_t const heads = std::int64_t{gridDim.x} * gridDim.y;
+  std::int64_t const head = std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  Partials<kWidth> const partials(p.workspace, heads * split);
+  State const* const states = partials.states + head * split;
+  float const* const values = partials.values + head * split * kWidth + lane;
+  pdl_wait();
+  pdl_trigger();
+  float most = -INFINITY, sum = 0.f, out[kPerLane] = {};
+#pragma unroll 1
+  for (int first = warp; first < split; first += kMergeWarps * kAtOnce) {
+    State state[kAtOnce];
+    float part[kAtOnce][kPerLane];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const at = first + i * kMergeWarps;
+      state[i] = at < split ? states[at] : State{-INFINITY, 0.f, {}};
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) part[i][j] = at < split ? values[at * kWidth + j * 32] : 0.f;
+    }
+    float whole = most;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) whole = fmaxf(whole, state[i].most);
+    float const kept = weight_of(most, whole);
+    most = whole, sum *= kept;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) out[j] *= kept;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float const weight = weight_of_part(state[i].most, whole);
+      sum = fmaf(weight, state[i].sum, sum);
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) out[j] = fmaf(weight, part[i][j], out[j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) shared.values[warp][j * 32 + lane] = out[j];
+  if (lane == 0) shared.states[warp] = {most, sum, {}};
+  __syncthreads();
+  for (int i = threadIdx.x; i < kWidth / 4; i += 32 * kMergeWarps) {
+    Four const four = merged(
+        kMergeWarps, [&](int of) { return shared.states[of]; },
+        [&](int of) { return *reinterpret_cast<float4 const*>(&shared.values[of][4 * i]); });
+    store<T>(four, p.out, head * kWidth + 4 * i);
+  }
+}
+
+}  // namespace epiloq::ops::decode_attention
