@@ -43,6 +43,16 @@ def test_forms() -> None:
     assert not structure.has_form(module, structure.GATED_MLP)
 
 
+class PassesOn(nn.Module):
+    def forward(self, hidden_states: Tensor, past_key_values: object = None, **kwargs: object) -> Tensor:
+        return self.attention(hidden_states, past_key_values=past_key_values, mask=None, **kwargs)
+
+
+def test_a_cache_is_passed_on_by_either_name() -> None:
+    """Versions of transformers call it ``cache`` or ``past_key_values``."""
+    assert structure.body_of(PassesOn) == "return self.attention(hidden_states, mask=None)"
+
+
 def test_inputs() -> None:
     names = ("q_proj", "k_proj", "v_proj")
     assert structure.same_input(llama.LlamaAttention, names)

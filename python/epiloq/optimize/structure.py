@@ -85,13 +85,13 @@ class _Plain(ast.NodeTransformer):
     """Calls without keywords of the form ``name=name``, ``**kwargs`` and ``sliding_window=``; a cache by one name."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
+        # Before names are changed: a cache may be passed on by either name.
         node.keywords = [
             k
             for k in node.keywords
             if k.arg != "sliding_window" and (not isinstance(k.value, ast.Name) or k.arg not in (k.value.id, None))
         ]
-        return node
+        return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name("cache", node.ctx) if node.id == "past_key_values" else node
