@@ -181,7 +181,9 @@ def test_clipping_is_the_best_for_each_row(seed: int, grid: Grid | Float8Grid, s
         lost.view(-1, grid.rows).sum(1).repeat_interleave(grid.rows), torch.stack(together).amin(0), rtol=1e-3, atol=0
     )
     same = [(best == o[0]).all(1) for o in options]
-    assert torch.stack(same).any(0).all() and not same[0].all()
+    assert torch.stack(same).any(0).all()
+    # Few blocks of rows that share a scale may all prefer whole ranges.
+    assert grid.rows > 1 or not same[0].all()
 
 
 def _in_order(h: Tensor) -> Tensor:

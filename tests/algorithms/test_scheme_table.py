@@ -57,13 +57,6 @@ def test_the_gap_is_that_between_rounding_and_the_model() -> None:
     assert kept == ["16.80", "+5.0 %", "0.0700", "", "174", "", ""]
 
 
-def test_rows_from_before_an_algorithm_changed_are_marked() -> None:
-    old = FOUND | {"w4a16-g64 gptq": {**row("w4a16-g64", 17.0), "old": True}}
-    found = cells(scheme_table.table(old))
-    assert found["`w4a16-g64 gptq`"][0] == "17.00 †" and found["`w4a16-g64 rtn`"][0] == "20.00"
-    assert not scheme_table.current(old["w4a16-g64 gptq"]) and scheme_table.current(old["w4a16-g64 rtn"])
-
-
 def test_rows_that_are_missing_are_named() -> None:
     message = scheme_table.table(FOUND).rpartition("Not measured: ")[2]
     names = {name.strip("`.") for name in message.strip().split(", ")}

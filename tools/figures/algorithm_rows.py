@@ -34,7 +34,7 @@ from epiloq.quantize.calibration import work
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Parameters
-from scheme_rows import mark, nats
+from scheme_rows import nats
 
 COUNT, LENGTH, EVALUATED, EVALUATED_LENGTH = 8, 256, 3 * 512, 512
 GRIDS = {
@@ -208,7 +208,7 @@ def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
 
 
 def _cell(row: dict[str, Any], first: bool) -> str:
-    return (nats(row["kl"]) if first else f"{nats(row['kl'])} ({row['perplexity']:.2f})") + mark(row)
+    return nats(row["kl"]) if first else f"{nats(row['kl'])} ({row['perplexity']:.2f})"
 
 
 def _spent(rows: Sequence[dict[str, Any]]) -> str:

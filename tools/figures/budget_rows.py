@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from scheme_rows import mark, nats
+from scheme_rows import nats
 
 WINDOWS = 8
 """That are calibrated with."""
@@ -39,8 +39,8 @@ def table(found: dict[str, Any]) -> str:
             continue
         cells = [
             f"{one['bytes'] / 1e6:.2f} and {other['bytes'] / 1e6:.2f}",
-            nats(one["kl"]) + mark(one),
-            nats(other["kl"]) + mark(other),
+            nats(one["kl"]),
+            nats(other["kl"]),
             f"{100 * (1 - other['kl'] / one['kl']):.0f} %",
             f"{one['perplexity']:.2f}",
             f"{other['perplexity']:.2f}",

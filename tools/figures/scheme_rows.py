@@ -65,16 +65,6 @@ TEACHER_ROWS = (
 )
 
 
-def current(row: dict[str, Any] | None) -> bool:
-    """Whether a row was measured, and the algorithm has not changed since: `old` is true in rows from before."""
-    return row is not None and not row.get("old", False)
-
-
-def mark(row: dict[str, Any]) -> str:
-    """What follows the figures of a row from before its algorithm changed."""
-    return "" if current(row) else " †"
-
-
 def nats(kl: float) -> str:
     """A divergence, with as many digits as small ones need."""
     return f"{kl:.4f}" if kl >= 0.002 else f"{kl:.6f}"
@@ -83,7 +73,7 @@ def nats(kl: float) -> str:
 def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """A row's cells."""
     exact = found[FLOAT]["perplexity"]
-    cells = [f"{row['perplexity']:.2f}{mark(row)}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
+    cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
     cells.append(nats(row["kl"]) if "kl" in row and name != FLOAT else "")
     nearest = next((r for n, r in found.items() if n.startswith(f"{row.get('scheme')} rtn")), None)
     closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")

@@ -33,7 +33,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scheme_rows import ALGORITHMS, BUDGET, FLOAT, ROWS, TEACHER_ROWS, Row, current, table
+from scheme_rows import ALGORITHMS, BUDGET, FLOAT, ROWS, TEACHER_ROWS, Row, table
 
 app = typer.Typer(add_completion=False, help=__doc__)
 WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
@@ -113,7 +113,7 @@ def schemes(model: Path, texts: Path, work: Path, rows: Sequence[Row], results: 
         seen = evaluate(model, model, texts, work, device)
         add(results, FLOAT, {"perplexity": seen["perplexity"], "kl": 0.0, "bytes": seen["file_bytes"]})
     for row in rows:
-        if current(read(results).get(row.name)):
+        if row.name in read(results):
             continue
         output = work / row.name.replace(" ", "_")
         shutil.rmtree(output, ignore_errors=True)
@@ -161,7 +161,7 @@ def _algorithms(model: Path, texts: Path, rows: Sequence[Any], count: int, resul
 
     for row in rows:
         known = read(results).get(ALGORITHMS, {})
-        seen = None if current(known.get(row.name)) else algorithm_rows.measure(model, texts, row, count)
+        seen = None if row.name in known else algorithm_rows.measure(model, texts, row, count)
         if seen is not None:
             add(results, row.name, seen, ALGORITHMS)
 
@@ -177,7 +177,7 @@ def budget(model: Path, texts: Texts, work: Work, results: Results = RESULTS) ->
         for which, scheme, options in (("uniform", pair.scheme, pair.options), ("chosen", "", budget_rows.AUTO)):
             name = f"{pair.name}, {which}"
             known = read(results).get(BUDGET, {}).get(name)
-            if known is None or not current(known):
+            if known is None:
                 output = work / "budget"
                 shutil.rmtree(output, ignore_errors=True)
                 row = Row(scheme, "gptq", (*limit, *options))

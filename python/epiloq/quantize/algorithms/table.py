@@ -15,8 +15,9 @@ class Algorithm:
     compensate
         Round by GPTQ rather than to nearest.
     clip
-        The error that clipping of ranges minimises: of each weight ("mse"), of the output ("output"; see `fit`), or of
-        the output after GPTQ's compensation, by trying several ("best"; see `gptq`). None uses whole ranges.
+        The error that clipping of ranges minimises: of each weight ("mse"), of each weight times its input
+        ("weighted"), of the output ("output"; see `fit`), or of the output after GPTQ's compensation, by trying
+        several ("best"; see `gptq`). None uses whole ranges.
     refine
         Then refit scales and zero points, and change codes one by one; see `refine`.
     slices
@@ -31,7 +32,7 @@ class Algorithm:
     description: str
     fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
     compensate: bool = False
-    clip: Literal["mse", "output", "best"] | None = None
+    clip: Literal["mse", "weighted", "output", "best"] | None = None
     refine: bool = False
     slices: int = 0
     learn: int = 0
@@ -39,25 +40,26 @@ class Algorithm:
     @property
     def needs_inputs(self) -> bool:
         """Whether it needs calibration inputs."""
-        return self.fold is not None or self.compensate or self.learn > 0 or self.clip == "output"
+        return self.fold is not None or self.compensate or self.learn > 0 or self.clip in ("weighted", "output")
 
 
 _TABLE = (
     Algorithm("rtn", "round to nearest"),
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
-    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="best"),
+    Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
+    Algorithm("gptq+ranges", "GPTQ with three ranges tried for each row", compensate=True, clip="best"),
     Algorithm(
         "gptq+refine",
         "GPTQ, then scales refitted and codes moved while the error falls",
         compensate=True,
-        clip="best",
+        clip="weighted",
         refine=True,
     ),
     Algorithm(
         "gptq-guided",
         "the same, tokens weighted by the gradient of the end loss",
         compensate=True,
-        clip="best",
+        clip="weighted",
         refine=True,
         slices=1,
     ),
@@ -66,21 +68,21 @@ _TABLE = (
         "autoround",
         "GPTQ, then rounding and ranges trained block by block (slow)",
         compensate=True,
-        clip="best",
+        clip="weighted",
         learn=200,
     ),
     Algorithm("smoothquant", "move the range of activations into the weights", fold="smoothquant"),
     Algorithm("smoothquant-search", "the same by an alpha for each input", fold="smoothquant-search"),
-    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="best"),
+    Algorithm("awq+gptq", "AWQ's scales, then GPTQ", fold="awq", compensate=True, clip="weighted"),
     Algorithm(
         "awq+gptq-guided",
         "AWQ's scales, then gptq-guided",
         fold="awq",
         compensate=True,
-        clip="best",
+        clip="weighted",
         refine=True,
         slices=1,
     ),
-    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="best"),
+    Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
 )
 ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}

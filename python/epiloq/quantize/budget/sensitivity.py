@@ -124,10 +124,8 @@ class _Trial:
         return {candidate: measured * error / errors[reference] for candidate, error in errors.items()}
 
     def _rounded(self, weight: Tensor, hessian: Tensor, candidate: str) -> Tensor:
-        grid = self.candidates[candidate]
-        if self.compensate:
-            return gptq(weight, hessian, grid, moments="best").dequantize()
-        value = rtn(weight, grid, hessian.diagonal())
+        grid, moments = self.candidates[candidate], hessian.diagonal()
+        value = gptq(weight, hessian, grid, moments=moments) if self.compensate else rtn(weight, grid, moments)
         return value.dequantize()
 
     def _error(self, grid: Grid) -> float:
@@ -140,7 +138,7 @@ class _Trial:
                 size = weight.float().square() @ diagonal
                 rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight)), device=weight.device).long()
                 part = weight[rows].float()
-                lost = rtn(part, grid, measure if measure.ndim == 1 else diagonal).dequantize() - part
+                lost = rtn(part, grid, diagonal).dequantize() - part
                 errors = lost.square() @ measure if measure.ndim == 1 else (lost @ measure * lost).sum(1)
                 whole = float(size[rows].sum())
                 total += float(errors.sum()) * float(size.sum()) / whole if whole > 0 else 0.0

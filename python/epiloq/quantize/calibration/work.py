@@ -246,7 +246,9 @@ class Work:
         """Round rows of a weight that share a Hessian."""
         if not self.algorithm.compensate:
             return rtn(weight, grid, self._moments(hessian, weight))
-        moments: Tensor | Literal["best"] | None = "best" if self.algorithm.clip == "best" else None
+        moments: Tensor | Literal["best"] | None = "best"
+        if self.algorithm.clip != "best":
+            moments = self._moments(hessian, weight)
         value: Calibrated = gptq(weight, hessian, grid, moments=moments)
         return refine(value, weight, hessian) if self.algorithm.refine else value
 
@@ -258,7 +260,9 @@ class Work:
     def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
         if self.algorithm.clip == "mse":
             return torch.ones(weight.shape[1], device=weight.device)
-        return hessian if self.algorithm.clip == "output" else None
+        if self.algorithm.clip is None or hessian is None:
+            return None
+        return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
 
     def _fold(self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs) -> None:
         """Fold the algorithm's scales where that is exact and all readers of a producer share their input."""
