@@ -22,6 +22,9 @@ def scaled_input(layer: Any, x: Tensor) -> Tensor:
     scale, x = layer._stored(SCALE), convert_input(layer, x)
     if x.dim() == 0 or x.shape[-1] != layer.in_features or x.dtype not in FLOAT_DTYPES:
         return x
+    if scale.device != x.device:
+        kind = type(layer).__name__
+        raise ValueError(f"epiloq.nn.{kind}: {SCALE}: expected a tensor on {x.device}, got one on {scale.device}")
     if torch.is_grad_enabled():
         layer._refuse_gradients()
     scaled: Tensor = (x.float() * scale).to(x.dtype)
