@@ -492,9 +492,10 @@ struct Attention {
   }
 };
 
+// One CTA per SM: without the second bound ptxas saves registers, and spills for D = 64.
 template <class T, Kind kKind, int kWidth>
-__global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads) void attention_kernel(
-    __grid_constant__ Problem const p) {
+__global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
+                             1) void attention_kernel(__grid_constant__ Problem const p) {
   using A = Attention<T, kKind, kWidth>;
   constexpr int kThreads = A::L::kThreads, kInRow = kWidth / 4;
   auto& shared = *reinterpret_cast<typename A::Shared*>(dynamic_smem);
