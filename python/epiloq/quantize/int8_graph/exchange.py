@@ -36,7 +36,7 @@ def exchange_int8(
 
     - A ReLU, ReLU6, clamp or hardtanh that is the only reader of an `Int8Conv2d` becomes its clamp.
     - If every reader of a layer's result is an `Int8Conv2d` and all expect the same scale and zero point (as layers
-    calibrated on the same tensor do), the layer requantises its sums to these.
+      calibrated on the same tensor do), the layer requantises its sums to these.
     - Between them, int8 values pass through operations that only move values: reshape, permute, concatenate,
       nearest-neighbour upsampling, pixel shuffle, max pooling (`kinds.MOVES`). The results are exactly those of
       quantising afterwards. Operations that enlarge their input run on the quantised values.
