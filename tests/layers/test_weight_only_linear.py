@@ -285,4 +285,5 @@ def test_small_float16_weights_lose_no_more_than_large_ones(seed: int, device: s
         assert torch.allclose(layer(x).t().float(), found, atol=2**-24, rtol=2e-3)
         return float((found - exact).norm() / exact.norm())
 
-    assert error(std) < 1.06 * error(1.0)
+    # Two random matrices of one size differ by up to 6 %.
+    assert error(std) < 1.1 * error(1.0)
