@@ -165,7 +165,7 @@ def test_costs_of_columns_add_up_to_the_output_error(seed: int) -> None:
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("grid", [Grid(4, 64), Grid(4, -1, True), Grid(2, 32), Float8Grid(8, 32)])
 def test_clipping_is_the_best_for_each_row(seed: int, grid: Grid | Float8Grid, static: bool) -> None:
-    x, weight = inputs(96), torch.randn(40, 96) * torch.randn(40, 96).exp()
+    x, weight = inputs(96), torch.randn(160, 96) * torch.randn(160, 96).exp()
     h = hessian(x).double()
     damped = h + 0.01 * h.diagonal().mean() * torch.eye(96)
 
@@ -181,9 +181,7 @@ def test_clipping_is_the_best_for_each_row(seed: int, grid: Grid | Float8Grid, s
         lost.view(-1, grid.rows).sum(1).repeat_interleave(grid.rows), torch.stack(together).amin(0), rtol=1e-3, atol=0
     )
     same = [(best == o[0]).all(1) for o in options]
-    assert torch.stack(same).any(0).all()
-    # Few blocks of rows that share a scale may all prefer whole ranges.
-    assert grid.rows > 1 or not same[0].all()
+    assert torch.stack(same).any(0).all() and not same[0].all()
 
 
 def _in_order(h: Tensor) -> Tensor:

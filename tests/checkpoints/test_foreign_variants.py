@@ -58,7 +58,7 @@ def make(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")
-@pytest.mark.filterwarnings("ignore:.*no kernel multiplies")
+@pytest.mark.filterwarnings("ignore:.*no kernel supports")
 @pytest.mark.parametrize("name", variants.VARIANTS)
 def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
     exact = make(tmp_path / "in", name)

@@ -164,7 +164,7 @@ def changed(folder: Path, target: Path, activations: dict[str, Any] | None, more
 
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4"])
 def test_fp4_activations_stay_in_floating_point(folders: Path, tmp_path: Path, preset: str) -> None:
-    """The weights are used as they are; a warning says what is not carried out."""
+    """The weights are used as they are; a warning says that activations stay in floating point."""
     form = preset.lower()
     scheme = preset_name_to_scheme(preset, ["Linear"])
     activations = json.loads(scheme.model_dump_json(exclude_none=True))["input_activations"]

@@ -157,12 +157,12 @@ class Description:
 
     @property
     def loss(self) -> str | None:
-        """The part of the described computation that epiloq does not carry out; None if it carries out everything."""
+        """How epiloq's computation differs from the described one; None if it does not."""
         if self.kind == "fp8" and self.strategy == "block" and self.inputs is not None and self.rows is None:
             assert self.block is not None
             rows, columns = self.block
             return (
-                f"no kernel multiplies FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
+                f"no kernel supports FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
                 "in floating point"
             )
         if self.kind == "fp4" and self.inputs is not None:

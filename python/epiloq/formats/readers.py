@@ -206,9 +206,9 @@ def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
     """The reader of each quantised layer of a checkpoint, by its name there; layers with the same description share
     one.
 
-    Warns of what is not carried out: a quantised key-value cache, and blocks that no kernel multiplies. Raises
-    FormatError for an unsupported configuration, no quantised layers, or quantised tensors of a layer that the
-    configuration leaves in floating point.
+    Warns if the configuration has a quantised key-value cache, which is ignored, or if epiloq computes a layer
+    differently than described (`Description.loss`). Raises FormatError for an unsupported configuration, no quantised
+    layers, or quantised tensors of a layer that the configuration leaves in floating point.
     """
     found = checkpoint.quantization or {}
     try:

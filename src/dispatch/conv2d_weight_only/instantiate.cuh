@@ -6,8 +6,8 @@
 
 #include "core/cuda_check.h"
 #include "dispatch/conv2d_weight_only/tables.h"
-#include "epiloq/device.h"
 #include "kernels/sm80/conv2d_w4a16_gemm.cuh"
+#include "kernels/sm80/w4a16_launch.cuh"
 
 namespace epiloq::ops::conv2d_weight_only {
 
@@ -16,21 +16,15 @@ void launch_patches(Patches const& problem, int split, int device, Stream stream
   constexpr wo::TiledConfig kConfig = kRows[kRow];
   using S = wo::Tiled<CudaType<kX>, kBits, kGroups, kOffsets, kConfig.warps, kConfig.tokens, kConfig.stages(kBits),
                       kConfig.blocks>;
-  auto* const kernel = patches_kernel<S, CudaType<kX>>;
   static PerDevice prepared;
-  prepared.once(device, [kernel, device] {
-    int const most = device_properties(device).shared_memory_per_block;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-               "asking for shared memory");
-  });
   wo::Problem const& product = problem.product;
   auto const layout = wo::StageLayout::of(product.weight, S::kPanels, kGroups);
   Patches patches = problem;
   patches.windows_at = std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   int const shared_bytes = patches.windows_at + S::kTokens * static_cast<int>(sizeof(conv2d::Window));
   dim3 const grid((product.m + S::kTokens - 1) / S::kTokens, split, (product.weight.n + S::kRows - 1) / S::kRows);
-  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, patches, layout),
-             "launching epiloq.conv2d_weight_only");
+  wo::launch_kernel(patches_kernel<S, CudaType<kX>>, prepared, "launching epiloq.conv2d_weight_only", patches, layout,
+                    grid, S::kThreads, shared_bytes, device, stream);
 }
 
 }  // namespace epiloq::ops::conv2d_weight_only

@@ -6,12 +6,13 @@
 
 #include "core/ceil_div.h"
 #include "core/cuda_check.h"
-#include "epiloq/device.h"
 #include "kernels/launch/grouped_weight_only_mm.h"
-#include "kernels/sm80/w4a16_gemv.cuh"
 #include "kernels/sm80/w4a16_grouped.cuh"
+#include "kernels/sm80/w4a16_launch.cuh"
 
 namespace epiloq::ops::grouped_weight_only_mm {
+
+inline constexpr char kLaunching[] = "launching epiloq.grouped_weight_only_mm";
 
 template <class T, Format kFormat>
 struct FormatOf {
@@ -39,18 +40,12 @@ void launch_grouped(Problem const& p, int tiles, int split, int device, Stream s
   using S = wo::Tiled<T, F::kBits, F::kGroups, false, kWarps, kConfig.tokens, kStages, kConfig.blocks,
                       typename F::Fragment, kConfig.columns>;
   static_assert(S::kRows == kTileRows);
-  auto const kernel = &grouped_kernel<S, T>;
   static PerDevice prepared;
-  prepared.once(device, [kernel, device] {
-    int const most = device_properties(device).shared_memory_per_block;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-               "asking for shared memory");
-  });
   wo::StageLayout const layout = wo::StageLayout::of(p.product.weight, S::kPanels, F::kGroups);
   int const shared_bytes = kLocatedBytes + std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   dim3 const grid(static_cast<unsigned>(tiles) * static_cast<unsigned>(ceil_div(p.product.weight.n, S::kRows)), split);
-  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, p, layout),
-             "launching epiloq.grouped_weight_only_mm");
+  wo::launch_kernel(grouped_kernel<S, T>, prepared, kLaunching, p, layout, grid, S::kThreads, shared_bytes, device,
+                    stream);
 }
 
 template <int kRow, DType kX, Format kFormat>
@@ -60,26 +55,7 @@ void launch_gemv(Problem const& p, int, int split, int device, Stream stream) {
   using F = FormatOf<T, kFormat>;
   using Products = wo::HalfProducts<T, F::kBits, F::kGroups, false, kConfig.panels, typename F::Fragment>;
   using S = wo::Gemv<Products, kConfig.panels, kConfig.warps, kConfig.stages, kConfig.blocks>;
-  auto const kernel = &wo::gemv_kernel<S, T>;
-  static PerDevice prepared;
-  prepared.once(device, [kernel, device] {
-    int const most = device_properties(device).shared_memory_per_block;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-               "asking for shared memory");
-  });
-  wo::Problem const& one = p.product;
-  wo::StageLayout const weights = wo::StageLayout::of(one.weight, S::kRows / wo::kPanelRows, F::kGroups);
-  wo::GemvPipeline const pipeline{weights,
-                                  weights.bytes + Products::token_bytes(one.m),
-                                  S::kStages,
-                                  Products::scratch_bytes(one.m),
-                                  wo::gemv_received_bytes(one.m, S::kRows, split),
-                                  p.factor};
-  int const own_bytes = pipeline.received + std::max(S::kWarps * pipeline.warp_bytes(), S::kSumBytes);
-  dim3 const grid(static_cast<unsigned>(ceil_div(one.weight.n, S::kRows)), split);
-  int const shared_bytes = wo::gemv_shared_bytes(own_bytes, grid, device_properties(device));
-  cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, split), S::kThreads, shared_bytes, stream, one, pipeline),
-             "launching epiloq.grouped_weight_only_mm");
+  wo::launch_gemv_kernel<S, T, F::kGroups>(kLaunching, p.product, p.factor, split, device, stream);
 }
 
 }  // namespace epiloq::ops::grouped_weight_only_mm

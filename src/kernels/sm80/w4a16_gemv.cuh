@@ -4,8 +4,6 @@
 // steps in turn, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads are
 // in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
-#include "epiloq/device.h"
-#include "kernels/common/occupancy.h"
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
 #include "kernels/common/w4a16/split_k.cuh"
@@ -24,12 +22,6 @@ struct GemvPipeline {
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
-
-// Dynamic shared memory of CTAs that need `own` bytes: spread over the SMs where kernels overlap.
-inline int gemv_shared_bytes(int own, dim3 grid, DeviceProperties const& device) {
-  if (device.compute_capability < 90) return own;
-  return smem_that_spreads(own, std::int64_t{grid.x} * grid.y, device.sm_count, device.shared_memory_per_block);
-}
 
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see

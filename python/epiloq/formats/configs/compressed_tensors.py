@@ -123,7 +123,7 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         actual = {key: value for key, value in group["weights"].items() if value is not None}
         raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {actual!r}")
     if weights.kind == "int" and weights.block is not None:
-        raise FormatError(f"{METHOD}: weights: strategy: no kernel multiplies integers in blocks of {weights.block}")
+        raise FormatError(f"{METHOD}: weights: strategy: no kernel supports integers in blocks of {weights.block}")
     layout = group.get("format") or (usual if usual != MIXED else None)
     expected = _layouts(weights.kind, inputs is not None)
     if layout is not None and layout not in expected:
