@@ -19,6 +19,13 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail, rather than skip, GPU tests without a GPU")
+    parser.addoption("--seeds", type=int, default=1, help="run each test of random numbers with so many fresh seeds")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    seeds = metafunc.config.getoption("--seeds")
+    if "seed" in metafunc.fixturenames and seeds > 1:
+        metafunc.parametrize("seed", [None] * seeds, ids=range(seeds), indirect=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> Iterator[int]:
     """A fresh seed each run, printed when the test fails; EPILOQ_TEST_SEED repeats one."""
+    if request.config.getoption("--seeds") > 1:
+        torch.compiler.reset()  # what other seeds compiled counts towards the limit of recompilations
     value = int(os.environ.get("EPILOQ_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
     torch.manual_seed(value)
     print(f"EPILOQ_TEST_SEED={value}")

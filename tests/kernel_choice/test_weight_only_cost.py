@@ -154,6 +154,9 @@ def test_measured_layers_take_the_measured_kernel() -> None:
                 assert "as measured" not in epiloq.explain("weight_only_mm", **{**problem, **other}, terms=True)
 
 
+NOISE = 0.005  # of a measured time
+
+
 def timed(costs: list[float], memory: int, part: str, random: np.random.Generator) -> list[cost_fit.Timed]:
     """Problems whose times are those of a model of other numbers, with noise."""
     found = []
@@ -161,7 +164,7 @@ def timed(costs: list[float], memory: int, part: str, random: np.random.Generato
         with epiloq.config(arch="sm90"):
             names = [name for name, _ in _core.candidates_weight_only_mm(-1, **problem)[2]]
         expected = _core.expected_weight_only_mm(**problem, memory_gb_s=memory, costs=costs)
-        us = np.array([us for _, us in expected]) * random.normal(1, 0.005, len(names))
+        us = np.array([us for _, us in expected]) * random.normal(1, NOISE, len(names))
         us[[name.startswith(cost_fit.DENSE) for name in names]] = np.nan
         sizes = (problem[name] for name in ("bits", "m", "n", "k"))
         found.append(cost_fit.Timed(part, memory, *sizes, tuple(names), us, True))
@@ -183,10 +186,19 @@ def test_a_fit_finds_the_numbers_of_a_card(seed: int, tmp_path: Path, monkeypatc
     assert list(of_times) == names and of_times["tensor"] == dict(named)["tensor"]
     for name in ("memory_efficiency", "start"):
         assert abs(of_times[name] / other[names.index(name)] - 1) < 0.05, name
+    # Of problems that it has not seen, times to within their noise, and so the choices.
     held = timed(other.tolist(), H200, "held", random)
+    errors = cost_fit.Objective(held)
+    weights = errors.weight[errors.known]
+    assert np.mean(errors.errors(list(of_times.values()))[errors.known] ** 2) < np.mean(weights) * (1.5 * NOISE) ** 2
+    assert np.mean([cost_fit.loss(problem, list(of_times.values())) for problem in held]) < 0.01
+    # A fit of the choices makes its problems' choices better than both the numbers it may begin with.
     found = cost_fit.fit(problems, iterations=2)
-    for numbers in (of_times, found):
-        assert np.mean([cost_fit.loss(problem, list(numbers.values())) for problem in held]) < 0.01
+    goal = cost_fit.Objective(problems)
+    after, *before = (
+        goal.expected_loss(list(numbers.values()), cost_fit.TEMPERATURE) for numbers in (found, of_times, dict(named))
+    )
+    assert after < min(before)
 
     for name in ("costs.h", "measured.h"):
         (tmp_path / name).write_text((cost_fit.COST / name).read_text())

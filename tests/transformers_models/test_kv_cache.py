@@ -141,7 +141,8 @@ def test_static_crop_and_reset(seed: int) -> None:
 
 
 def test_compiles_whole(seed: int) -> None:
-    found, ids = model(), torch.randint(256, (2, 5))
+    # In float64 another order of operations does not move a state across a rounding of the cache.
+    found, ids = model().double(), torch.randint(256, (2, 5))
     name = argument(found)
     caches = [QuantizedCache(found.config, "int8", 12) for _ in range(2)]
     compiled = torch.compile(found, fullgraph=True, backend="aot_eager")
