@@ -170,6 +170,29 @@ def test_clipping_minimises_what_it_says(seed: int, grid: Float8Grid | OffsetGri
         assert clipped <= plain * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 32), (48, 100)])
+def test_clipping_of_mxfp4_finds_the_best_power_of_two(seed: int, shape: tuple[int, int]) -> None:
+    """Of all scales, block by block, the one of the least squared error; the format's own rule takes another for many
+    blocks, whose largest number it cuts."""
+    weight, grid = torch.randn(shape), Fp4Grid("mxfp4")
+    found, nearest = rtn(weight, grid, torch.ones(shape[1])), rtn(weight, grid)
+    blocks = torch.nn.functional.pad(weight, (0, -shape[1] % 32)).unflatten(1, (-1, 32)).double()
+    scales = 2.0 ** torch.arange(-24, 6, dtype=torch.float64)[:, None, None, None]
+    each = (blocks[..., None] / scales[..., None] - E2M1.double()).abs().amin(-1).mul(scales).square().sum(-1)
+    lost = (found.dequantize() - weight).double().square().sum()
+    torch.testing.assert_close(lost, each.amin(0).sum(), rtol=1e-6, atol=1e-12)
+    if weight.numel() > 1000:
+        assert lost < 0.97 * (nearest.dequantize() - weight).double().square().sum()
+
+
+def test_clipping_of_nvfp4_tries_wider_ranges(seed: int) -> None:
+    """A block whose numbers lie near its largest loses less where that becomes 4 rather than 6."""
+    weight, grid = torch.randn(48, 96), Fp4Grid("nvfp4")
+    found, nearest = rtn(weight, grid, torch.ones(96)), rtn(weight, grid)
+    assert (found.scale > 1.2 * nearest.scale).any()
+    assert (found.dequantize() - weight).norm() < 0.9 * (nearest.dequantize() - weight).norm()
+
+
 @ALL
 def test_searches_take_any_grid(seed: int, grid: Float8Grid | OffsetGrid) -> None:
     x = torch.randn(300, 96) * torch.logspace(-1, 1, 96)

@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from epiloq.cli import app
 from epiloq.formats.io import model as models
 from epiloq.quantize import job as jobs
+from epiloq.quantize.algorithms import one_weight
 from epiloq.quantize.calibration import calibrate as walking
 from epiloq.quantize.calibration import work
 from tiny_teacher import save, tiny_model
@@ -76,7 +77,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "measuring": (jobs, "perplexity"),
     "recording": (walking, "record"),
     "folding": (work, "foldings"),
-    "rounding": (work, "gptq"),
+    "rounding": (one_weight, "gptq"),
     "fixing scales": (work.InputWatch, "freeze"),
     "keeping a block": (jobs.Store, "write"),
     "reading blocks again": (jobs, "save"),

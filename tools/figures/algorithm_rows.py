@@ -27,10 +27,10 @@ from epiloq.evaluation.perplexity import perplexity
 from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, sample, windows
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
+from epiloq.quantize.algorithms import one_weight
 from epiloq.quantize.algorithms.gptq import gptq
 from epiloq.quantize.algorithms.rotate import rotate_
 from epiloq.quantize.algorithms.table import ALGORITHMS
-from epiloq.quantize.calibration import work
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Parameters
@@ -104,7 +104,7 @@ def measure(model: Path, texts: Path, row: Row, count: int = COUNT) -> dict[str,
     start = time.process_time()
     if row.rotated:
         rotate_(student)
-    with patch.object(work, "gptq", rounding):
+    with patch.object(one_weight, "gptq", rounding):
         blocks = calibrate(student, [window[:, :LENGTH] for window in cut], GRIDS[row.grid], algorithm)
         for _ in islice(blocks, FIRST if row.first else None):
             pass

@@ -16,10 +16,13 @@ from torch import Tensor
 from epiloq.weights import fp4
 from epiloq.weights.block_quant_weight import RANGES
 from epiloq.weights.grid import QuantizedWeight
-from epiloq.weights.rounding import Parameters, expand_parameters
+from epiloq.weights.rounding import CLIPPED, Parameters, expand_parameters
 
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 _SMALLEST = torch.finfo(torch.float32).tiny
+_NVFP4_RANGES = tuple(torch.linspace(2, 0.5, 31).tolist())
+# Scales are powers of two: each of these doubles or halves the scale of any range.
+_MXFP4_RANGES = (2.0, 0.5)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Float8Grid:
     group_size: int = -1
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     reorders: ClassVar[bool] = False
+    tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
 
     def length(self, channels: int) -> int:
         """Input channels in a full group of a layer with so many of them."""
@@ -79,6 +83,7 @@ class OffsetGrid:
     rows: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.int8
     reorders: ClassVar[bool] = False
+    tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
 
     def length(self, channels: int) -> int:
         """Input channels in a full block, however many a layer has."""
@@ -137,6 +142,12 @@ class Fp4Grid:
     def group_size(self) -> int:
         """Input channels that share a scale."""
         return fp4.FORMATS[self.format].block_size
+
+    @property
+    def tried_ranges(self) -> tuple[float, ...]:
+        """Up to twice the whole range: E2M1's numbers are closer together below 4 than between 4 and 6, and MXFP4's
+        rule may round a range down to three quarters of it."""
+        return _NVFP4_RANGES if fp4.FORMATS[self.format].has_global_scale else _MXFP4_RANGES
 
     def length(self, channels: int) -> int:
         """Input channels in a full block, however many a layer has."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epiloq.weights.packed_weight import BITS, PackedWeight, pack_weight
-from epiloq.weights.rounding import Parameters, expand_parameters
+from epiloq.weights.rounding import CLIPPED, Parameters, expand_parameters
 from epiloq.weights.scales import scales_in, wide_enough
 
 
@@ -41,6 +41,7 @@ class Grid:
     widens: bool = False
     rows: ClassVar[int] = 1
     reorders: ClassVar[bool] = True
+    tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
 
     def __post_init__(self) -> None:
         # What they are is said by files, too.

@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-# Clipping tries ranges from the whole down to this part of it; two bits want about half, four bits 0.8 to 1.
-SMALLEST_RANGE, RANGES = 0.4, 31
+# Two bits want about half of the whole range, four bits 0.8 to 1.
+CLIPPED = tuple(torch.linspace(1, 0.4, 31).tolist()[1:])
+"""Ranges that clipping tries, as multiples of a group's whole range, for grids of equally spaced numbers."""
 # Elements of a weight that are searched at once, to bound the temporaries (a few of 64 MB).
 SEARCHED = 1 << 24
 
@@ -59,6 +60,10 @@ class Codebook(Protocol[_Weight]):
     def reorders(self) -> bool:
         """Whether `make_weight` supports columns in an order other than the layer's (`perm`)."""
 
+    @property
+    def tried_ranges(self) -> tuple[float, ...]:
+        """Ranges that clipping tries besides a group's whole range, as multiples of it."""
+
     def length(self, channels: int) -> int:
         """Number of input channels in a full group, given the layer's number of input channels."""
 
@@ -99,10 +104,10 @@ def fit(weight: Tensor, grid: Codebook[object], moments: Tensor | None = None) -
     """Scales, and zero points or offsets, for a weight ``[N, K]``: float32 ``[ceil(N / rows), G]``.
 
     Args:
-        moments: None uses each group's whole range. ``[K]`` searches for the part of it that minimises
-            ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, and the diagonal of ``sum x x^T``
-            gives that of the output if channels are uncorrelated. ``[K, K]``, the whole matrix, minimises each
-            group's contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
+        moments: None uses each group's whole range. ``[K]`` searches the grid's `tried_ranges` for the one that
+            minimises ``sum_k moments_k (W_k - W'_k)^2``; ones give the mean squared error, and the diagonal of
+            ``sum x x^T`` gives that of the output if channels are uncorrelated. ``[K, K]``, the whole matrix,
+            minimises each group's contribution to the output's squared error (clipping as in AWQ, Lin et al., 2023).
 
     Raises:
         ValueError: a weight that is not finite, or too large for the type of the grid's scales.
@@ -176,7 +181,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
         return together(measure(lost), grid.rows, torch.sum)
 
     least = error(best)
-    for part in torch.linspace(1, SMALLEST_RANGE, RANGES).tolist()[1:]:
+    for part in grid.tried_ranges:
         tried = grid.parameters(part * low, part * high)
         found = error(tried)
         better = found < least

@@ -212,7 +212,7 @@ def choose_schemes(job: Job, advance: Callable[[], None] = lambda: None) -> Choi
             probed,
             job.budget_sizes.sizes.grids,
             _reference(layers, job.budget_sizes),
-            compensate=ALGORITHMS[settings.algorithm].compensate,
+            algorithm=ALGORITHMS[settings.algorithm],
             blocks=job.plan.lists,
             filter_fn=lambda module, name: name in layers,
             advance=advance,

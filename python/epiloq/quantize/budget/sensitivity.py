@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from epiloq.layer_filter import Filter
 from epiloq.observers import evaluating
-from epiloq.quantize.algorithms.gptq import gptq, uncompensated
+from epiloq.quantize.algorithms.gptq import uncompensated
+from epiloq.quantize.algorithms.one_weight import clip_moments, round_weight
+from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.budget.probe import Probe
 from epiloq.quantize.calibration.blocks import Call, find_blocks, linears_of, record, without_cache
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups
@@ -39,7 +41,7 @@ def losses(
     candidates: Mapping[str, Grid],
     reference: str,
     *,
-    compensate: bool,
+    algorithm: Algorithm,
     blocks: str | Sequence[str] | None,
     filter_fn: Filter,
     advance: Callable[[], None] = lambda: None,
@@ -55,8 +57,8 @@ def losses(
         The same, for measuring the divergence.
     reference
         The candidate with which the divergence is measured.
-    compensate
-        Whether weights are rounded by GPTQ; otherwise to nearest.
+    algorithm
+        How weights will be rounded. What it folds first or trains afterwards is left out.
     """
     found: Losses = {}
     chain = find_blocks(model, filter_fn, blocks)
@@ -68,7 +70,7 @@ def losses(
             walk = _Walk(block, recorded.calls[index], recorded.hidden)
             groups = input_groups(layers, [[partial(walk.run, window) for window in range(len(windows))]])
             for together in _groups(groups):
-                trial = _Trial(layers, together, candidates, compensate)
+                trial = _Trial(layers, together, candidates, algorithm)
                 found[trial.names] = trial.losses(reference, partial(probe.divergence, index))
             recorded.hidden = [walk.outputs[window] for window in range(len(windows))]
             recorded.calls[index].clear()
@@ -94,11 +96,11 @@ class _Trial:
         layers: Mapping[str, nn.Linear],
         groups: Sequence[InputGroup],
         candidates: Mapping[str, Grid],
-        compensate: bool,
+        algorithm: Algorithm,
     ) -> None:
-        self.layers, self.candidates, self.compensate = layers, candidates, compensate
+        self.layers, self.candidates, self.algorithm = layers, candidates, algorithm
         self.hessians = [(group.names, self._hessian(group)) for group in groups]
-        self.measures = [uncompensated(hessian) if compensate else hessian for _, hessian in self.hessians]
+        self.measures = [uncompensated(hessian) if algorithm.compensate else hessian for _, hessian in self.hessians]
         self.names = tuple(name for group in groups for name in group.names)
 
     @staticmethod
@@ -124,9 +126,7 @@ class _Trial:
         return {candidate: measured * error / errors[reference] for candidate, error in errors.items()}
 
     def _rounded(self, weight: Tensor, hessian: Tensor, candidate: str) -> Tensor:
-        grid, moments = self.candidates[candidate], hessian.diagonal()
-        value = gptq(weight, hessian, grid, moments=moments) if self.compensate else rtn(weight, grid, moments)
-        return value.dequantize()
+        return round_weight(weight, self.candidates[candidate], self.algorithm, hessian).dequantize()
 
     def _error(self, grid: Grid) -> float:
         """Squared output error of all layers, extrapolated from a sample of their rows."""
@@ -138,7 +138,7 @@ class _Trial:
                 size = weight.float().square() @ diagonal
                 rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight)), device=weight.device).long()
                 part = weight[rows].float()
-                lost = rtn(part, grid, diagonal).dequantize() - part
+                lost = rtn(part, grid, clip_moments(part, self.algorithm, hessian)).dequantize() - part
                 errors = lost.square() @ measure if measure.ndim == 1 else (lost @ measure * lost).sum(1)
                 whole = float(size[rows].sum())
                 total += float(errors.sum()) * float(size.sum()) / whole if whole > 0 else 0.0

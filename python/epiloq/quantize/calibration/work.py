@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from torch.func import functional_call
 from epiloq.models.multiplied_as_one import together
 from epiloq.quantize.algorithms.autoround import autoround
 from epiloq.quantize.algorithms.awq import awq_scale, output_error
-from epiloq.quantize.algorithms.gptq import gptq
-from epiloq.quantize.algorithms.refine import joined, refine
+from epiloq.quantize.algorithms.one_weight import round_weight
+from epiloq.quantize.algorithms.refine import joined
 from epiloq.quantize.algorithms.smoothquant import Folding, fold_, foldings, search_smooth_scale, smooth_scale
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.calibration.blocks import Call, first
@@ -26,7 +25,7 @@ from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
 from epiloq.quantize.calibration.statistics import InputStatistics
 from epiloq.weights.codebooks import Calibrated, Fp4Grid
 from epiloq.weights.grid import Grid, QuantizedWeight
-from epiloq.weights.rounding import Codebook, rtn
+from epiloq.weights.rounding import Codebook
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Work:
         grids = self._shared_grids(layers)
         for (name, layer), owner in zip(layers.items(), owners, strict=True):
             if owner == self.ranks.rank:
-                weights[name] = rtn(layer.weight, grids[name], self._moments(None, layer.weight))
+                weights[name] = round_weight(layer.weight, grids[name], self.algorithm)
                 lost = (weights[name].dequantize() - layer.weight.float()).norm()
                 whole = layer.weight.float().norm()
                 errors[name] = float(lost / whole) if whole else 0.0
@@ -235,34 +234,19 @@ class Work:
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         if guided is None:
-            whole = self._rounded(torch.cat([layer.weight.float() for layer in layers.values()]), hessian, grid)
+            stacked = torch.cat([layer.weight.float() for layer in layers.values()])
+            whole = round_weight(stacked, grid, self.algorithm, hessian)
             parts: Sequence[Calibrated] = whole.split([layer.out_features for layer in layers.values()])
         else:
             of_layer = dict(zip(group.names, guided.chunk(len(group.names)), strict=True))
             parts = [self._guided(layer.weight.float(), of_layer[name], grid) for name, layer in layers.items()]
         return dict(zip(layers, parts, strict=True)), _errors(layers, parts, statistics)
 
-    def _rounded(self, weight: Tensor, hessian: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
-        """Round rows of a weight that share a Hessian."""
-        if not self.algorithm.compensate:
-            return rtn(weight, grid, self._moments(hessian, weight))
-        moments: Tensor | Literal["best"] | None = "best"
-        if self.algorithm.clip != "best":
-            moments = self._moments(hessian, weight)
-        value: Calibrated = gptq(weight, hessian, grid, moments=moments)
-        return refine(value, weight, hessian) if self.algorithm.refine else value
-
     def _guided(self, weight: Tensor, hessians: Tensor, grid: Codebook[Calibrated]) -> Calibrated:
         """Round a layer's weight, each slice of rows with its own Hessian."""
         slices, grid = weight.tensor_split(len(hessians)), grid.for_weight(weight)
-        return joined([self._rounded(part, own, grid) for part, own in zip(slices, hessians, strict=True) if len(part)])
-
-    def _moments(self, hessian: Tensor | None, weight: Tensor) -> Tensor | None:
-        if self.algorithm.clip == "mse":
-            return torch.ones(weight.shape[1], device=weight.device)
-        if self.algorithm.clip is None or hessian is None:
-            return None
-        return hessian.diagonal() if self.algorithm.clip == "weighted" else hessian
+        pairs = zip(slices, hessians, strict=True)
+        return joined([round_weight(part, grid, self.algorithm, own) for part, own in pairs if len(part)])
 
     def _fold(self, prefix: str, layers: dict[str, nn.Linear], groups: Sequence[InputGroup], runs: Runs) -> None:
         """Fold the algorithm's scales where that is exact and all readers of a producer share their input."""
