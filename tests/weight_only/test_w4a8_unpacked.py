@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import epiloq
-from epiloq.ops import w4a8_unpacked
+from epiloq.ops.w4a8 import unpacked
 from reference import poisoned
 from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
 
 WAYS = [(-1, torch.float8_e4m3fn), (-1, torch.int8)]
 OTHERS = [(128, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (128, torch.int8)]
-MANY = w4a8_unpacked.MANY_TOKENS
+MANY = unpacked.MANY_TOKENS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,7 +23,7 @@ def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: tor
         problem = make_problem(9, n, k, group_size, kind, activations, bias=bias)
         x_q, weight, scale_a, added = problem.arguments
         out = poisoned((9, n), torch.float16, "cpu")
-        w4a8_unpacked.multiply(out, x_q, weight, scale_a, added)
+        unpacked.multiply(out, x_q, weight, scale_a, added)
         assert_close(out, problem)
 
 
@@ -57,9 +57,9 @@ def test_the_kernel_of_groups(seed: int, group_size: int, kind: str) -> None:
 @pytest.mark.gpu
 def test_older_kernels_and_odd_sizes_go_the_other_way(seed: int) -> None:
     problem = make_problem(MANY, 64, 256, -1, device="cuda")
-    assert w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
-    assert not w4a8_unpacked.fits(problem.x_q[1:], problem.weight.packed)
+    assert unpacked.fits(problem.x_q, problem.weight.packed)
+    assert not unpacked.fits(problem.x_q[1:], problem.weight.packed)
     with epiloq.config(arch="sm80"):
-        assert not w4a8_unpacked.fits(problem.x_q, problem.weight.packed)
+        assert not unpacked.fits(problem.x_q, problem.weight.packed)
         run_and_assert_close(problem, torch.float16)
     run_and_assert_close(make_problem(MANY, 64, 250, -1, device="cuda"), torch.float16)

@@ -175,6 +175,10 @@ def fp4_products(x: Tensor, n: int) -> Calls:
             yield OPS.fp4_mm_out, (x, *weight, bias), {"out": x.new_zeros(m, n)}
         yield OPS.fp4_dequantize, (*weight, k, torch.bfloat16), {}
         w = epiloq.pack_fp4_weight(*weight[:2], in_features=k, global_scale=None if whole == "none" else x.new_ones(1))
+        tensors = ((10 * x).to(torch.float8_e4m3fn), w.q, w.scale, None, None, x.new_ones(m, 1), None)
+        numbers = (n, k, w.group_size, w.format, w.global_scale)
+        yield OPS.w4a8_mm, (*tensors, *numbers), {"out_dtype": torch.bfloat16}
+        yield OPS.w4a8_mm_out, (*tensors, *numbers), {"out": x.new_zeros(m, n).bfloat16()}
         parts, numbers = (w.q, w.scale, w.global_scale), (w.format, n, k)
         yield OPS.packed_fp4_mm, (x.clone().requires_grad_(), *parts, x.new_zeros(n), None, None, *numbers), {}
         yield OPS.packed_fp4_mm_out, (x, *parts, None, None, None, *numbers), {"out": x.new_zeros(m, n)}

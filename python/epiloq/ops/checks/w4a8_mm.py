@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
+from epiloq.weights.fp4 import FORMATS
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
 from epiloq.weights.packed_layout import shapes_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight
 from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
 
 NAME = "w4a8_mm"
 ACTIVATIONS = (torch.int8, torch.float8_e4m3fn)
+Weight: TypeAlias = PackedWeight | PackedFp4Weight
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIMENSIONS = 6
 
@@ -23,13 +26,17 @@ class Call(NamedTuple):
 
     out: Tensor
     x_q: Tensor
-    weight: PackedWeight
+    weight: Weight
     scale_a: Tensor
     bias: Tensor | None
 
 
-def check_weight(weight: PackedWeight, operation: str = NAME) -> None:
+def check_weight(weight: Weight, operation: str = NAME) -> None:
     """Raise ValueError for an unsupported kind of weight."""
+    if isinstance(weight, PackedFp4Weight):
+        if weight.format not in FORMATS:
+            _refuse("weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format), operation)
+        return
     if weight.bits != 4:
         _refuse("weight", "4 bits", f"{weight.bits}", operation)
     if weight.offset is not None:
@@ -61,16 +68,30 @@ def check(call: Call, out_given: bool) -> None:
             _refuse("bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
     if out_given:
         inputs = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
-        inputs |= {f"weight.{name}": tensor for name, tensor in call.weight.state_dict().items()}
+        inputs |= {f"weight.{name}": tensor for name, tensor in _parts(call.weight).items()}
         for name, tensor in inputs.items():
             if tensor is not None and overlap(out, tensor):
                 _refuse("out", f"memory apart from {name}'s", "an overlap")
 
 
-def _check_parts(weight: PackedWeight, device: torch.device) -> None:
-    expected = shapes_of(4, weight.n, weight.k, weight.group_size)
-    kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
-    for name, tensor in weight.state_dict().items():
+def _parts(weight: Weight) -> dict[str, Tensor]:
+    """The weight's tensors by name."""
+    if isinstance(weight, PackedWeight):
+        return weight.state_dict()
+    parts = {"q": weight.q, "scale": weight.scale}
+    return parts if weight.global_scale is None else {**parts, "global_scale": weight.global_scale}
+
+
+def _check_parts(weight: Weight, device: torch.device) -> None:
+    expected: dict[str, tuple[int, ...]]
+    kinds: dict[str, tuple[torch.dtype, ...]]
+    if isinstance(weight, PackedFp4Weight):
+        expected = {**shapes_of_parts(weight.format, weight.n, weight.k), "global_scale": (1,)}
+        kinds = {"q": (torch.uint8,), "scale": (torch.uint8,), "global_scale": (torch.float32,)}
+    else:
+        expected = shapes_of(4, weight.n, weight.k, weight.group_size)
+        kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
+    for name, tensor in _parts(weight).items():
         check_memory(f"weight.{name}", tensor, device, NAME)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
