@@ -80,7 +80,7 @@ cuda-check: $(TOOLS)  ## compile every kernel and check the machine code and the
 gpu-bundle: $(TOOLS)  ## all that a GPU machine without a network needs, into build/gpu-bundle/; BUNDLE=--peers
 	$(BIN)/python tools/gpu_bundle.py $(BUNDLE)
 
-gpu-status:  ## what ran on a GPU, and what is owed
+gpu-status:  ## the last run on a GPU, and which runs are missing
 	@$(PYTHON) tools/gpu_status.py
 
 clean:  ## remove what was built; .venv stays

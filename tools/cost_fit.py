@@ -1,4 +1,4 @@
-"""Fits weight_only_mm's cost model to measured times and writes it into its headers, for tools/tune.py."""
+"""Fits weight_only_mm's cost model to measured times and writes it to the headers; used by tools/tune.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from epiloq import _core
 
 COST = Path(__file__).parents[1] / "src/dispatch/weight_only_mm/cost"
 MEMORY = {"NVIDIA H200": 4917, "NVIDIA H100 80GB HBM3": 3352}
-"""GB/s by clock and width, of sweeps that do not say."""
+"""Theoretical memory bandwidth in GB/s, for sweeps that do not record it."""
 
 Floats = NDArray[np.float64]
 
 GEMV = re.compile(r"gemv (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
 DECODE = re.compile(r"decode (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
-# Least CTAs per SM, which the sweeps' names of GEMV rows have, by panels, warps and stages.
+# (panels, warps, stages) of a GEMV row -> its minimum of CTAs per SM, which is part of its name in sweeps.
 BLOCKS = {
     **{"4,16,2": 1, "4,8,3": 2, "7,4,3": 1, "7,4,2": 2, "8,4,2": 2, "4,4,2": 4, "4,4,3": 3},
     **{"2,16,2": 1, "2,8,3": 2, "2,4,3": 4, "1,16,3": 2, "1,16,2": 2, "1,4,2": 2},
@@ -31,8 +31,11 @@ BLOCKS = {
 
 
 def name_in_sweep(explained: str) -> str:
-    """What the sweeps of tests/kernel_choice/measured call what `explain` says: "gemv panels,warps,stages,blocks",
-    "decode m_groups,k_groups,panels,tokens", "wgmma m_groups,k_groups,blocks,tokens", and perhaps " split 2"."""
+    """Translate a kernel's description by `explain` to its name in the sweeps of tests/kernel_choice/measured.
+
+    Names are "gemv panels,warps,stages,blocks", "decode m_groups,k_groups,panels,tokens" or
+    "wgmma m_groups,k_groups,blocks,tokens", followed by for example " split 2" with split-K.
+    """
     kernel, _, split = explained.partition(", K over clusters of ")
     if found := GEMV.fullmatch(kernel):
         row = ",".join(found.groups()[:3])
@@ -51,7 +54,7 @@ def name_in_sweep(explained: str) -> str:
 
 @dataclass(frozen=True)
 class Timed:
-    """A problem of weight_only_mm: its candidates' times, NaN for those not timed, in the library's order."""
+    """A problem of weight_only_mm with the times of its candidates in the library's order, NaN if not timed."""
 
     part: str
     memory_gb_s: int
@@ -64,11 +67,11 @@ class Timed:
     complete: bool  # whether slow candidates were timed
 
     def expected(self, costs: Sequence[float]) -> list[tuple[tuple[str, int, int], float]]:
-        """Candidates (family, row, split) and what the cost model expects of them."""
+        """Return candidates (family, row, split) and their times by the cost model."""
         return _core.expected_weight_only_mm(self.m, self.n, self.k, self.bits, self.memory_gb_s, list(costs))
 
     def chosen(self) -> int:
-        """The library's own choice, a candidate's index."""
+        """Index of the candidate that the library chooses."""
         sizes = {"m": self.m, "n": self.n, "k": self.k, "bits": self.bits}
         return self.names.index(epiloq.explain("weight_only_mm", **sizes, memory_gb_s=self.memory_gb_s))
 
@@ -78,7 +81,7 @@ class Timed:
 
 
 def load(path: Path) -> list[Timed]:
-    """The problems of weight_only_mm in a file that `time` or an earlier sweep has written."""
+    """Read the problems of weight_only_mm from a file written by `time` or by an earlier sweep."""
     record = json.loads(path.read_text())
     memory = record.get("memory_gb_s") or MEMORY[record["gpu"]]
     found = []
@@ -98,12 +101,14 @@ def load(path: Path) -> list[Timed]:
 
 DENSE = "dequantise"
 UNKNOWN, MOST = 0.4, 0.6
-"""Loss of a candidate of an incomplete sweep that was not among the fast ones; the most that a loss counts."""
+"""Loss assumed for a candidate that an incomplete sweep left out as slow, and the upper limit of any loss."""
 
 
 def loss(problem: Timed, costs: Sequence[float] | None = None) -> float:
-    """How much longer than the fastest the candidate takes that these numbers make the best, or that the library
-    chooses; 0 for a dense product, which is not timed."""
+    """Relative excess over the fastest candidate's time, for the choice with these costs or the library's own.
+
+    It is 0 for a dense product, which is not timed.
+    """
     if costs is None:
         index = problem.chosen()
         if problem.names[index].startswith(DENSE):
@@ -116,7 +121,7 @@ def loss(problem: Timed, costs: Sequence[float] | None = None) -> float:
 
 
 def timed_kernels(problem: Timed) -> NDArray[np.bool_]:
-    """Candidates that may be judged: all but a dense product, and of a complete sweep those that were timed."""
+    """Mask of candidates to be judged: all except a dense product; in a complete sweep only those timed."""
     known = ~np.isnan(problem.us)
     if problem.complete:
         return known
@@ -124,9 +129,9 @@ def timed_kernels(problem: Timed) -> NDArray[np.bool_]:
 
 
 class Objective:
-    """What a fit makes small, of the numbers' logarithms."""
+    """Objectives of a fit, as functions of the parameters' logarithms."""
 
-    HALF_LIFE = 0.15  # over the fastest: of a candidate's weight
+    HALF_LIFE = 0.15  # excess over the fastest time that halves a candidate's weight
 
     def __init__(self, all_problems: Sequence[Timed]) -> None:
         self.problems = all_problems
@@ -142,11 +147,11 @@ class Objective:
         self.complete = np.array([p.complete for p in all_problems])
 
     def expected(self, costs: Sequence[float]) -> Floats:
-        """Logarithms of all candidates' expected times."""
+        """Logarithms of the modelled times of all candidates."""
         return np.log([us for problem in self.problems for _, us in problem.expected(costs)])
 
     def errors(self, costs: Sequence[float]) -> Floats:
-        """Weighted errors of the logarithms. Incomplete sweeps were made with another timer: their mean is free."""
+        """Weighted errors of log times; those of incomplete sweeps, made with another timer, are centred first."""
         error = np.where(self.known, self.expected(costs) - self.log_us, 0)
         other = self.known & ~self.complete[self.of]
         if other.any():
@@ -154,7 +159,7 @@ class Objective:
         return np.asarray(np.sqrt(self.weight) * error)
 
     def expected_loss(self, costs: Sequence[float], temperature: float) -> float:
-        """The mean loss if a candidate is the likelier chosen the less time it is expected to take."""
+        """Mean loss if candidates are chosen with probabilities from a softmin of the modelled times."""
         times = np.where(self.valid, self.expected(costs), np.inf)
         least = np.full(len(self.problems), np.inf)
         np.minimum.at(least, self.of, times)
@@ -164,7 +169,7 @@ class Objective:
 
 
 def varied(costs: Floats, which: NDArray[np.bool_]) -> Callable[[Floats], list[float]]:
-    """All numbers, of the logarithms of some."""
+    """Return a function from the logarithms of the free parameters to all parameters."""
 
     def costs_of(logs: Floats) -> list[float]:
         result = costs.copy()
@@ -174,14 +179,14 @@ def varied(costs: Floats, which: NDArray[np.bool_]) -> Callable[[Floats], list[f
     return costs_of
 
 
-# Numbers from data sheets, and those that a choice says nothing of once times are fitted.
+# Parameters from data sheets, which are not fitted.
 GIVEN = ("tensor",)
 OF_TIMES = ("tensor", "memory_efficiency", "sm_load", "start", "latency", "cluster", "tensor_sustained")
 TEMPERATURE, OF_ERRORS, NEAR_START, NEAR_ONE = 0.03, 1.5, 0.5, 1.0
 
 
 def fit_times(named: Mapping[str, float], all_problems: Sequence[Timed]) -> dict[str, float]:
-    """The model's numbers by least squares of the times; all kernels' factors are 1."""
+    """Fit the model's parameters to times by least squares, with all kernels' factors at 1."""
     from scipy.optimize import least_squares
 
     costs = np.array([1 if name.startswith("factors") else value for name, value in named.items()])
@@ -194,7 +199,7 @@ def fit_times(named: Mapping[str, float], all_problems: Sequence[Timed]) -> dict
 def fit_choices(
     named: Mapping[str, float], all_problems: Sequence[Timed], iterations: int
 ) -> tuple[float, dict[str, float]]:
-    """From there on the kernels' numbers, for the choices; the card's stay. And what was made small."""
+    """Fit the kernels' parameters to choices, starting from these, with the card's fixed; returns objective and fit."""
     from scipy.optimize import minimize
 
     costs, which = np.array(list(named.values())), np.array([name not in OF_TIMES for name in named])
@@ -213,7 +218,7 @@ def fit_choices(
 
 
 def fit(all_problems: Sequence[Timed], iterations: int = 100) -> dict[str, float]:
-    """The card's numbers by times, then the kernels' by choices; or on from the library's numbers, if better."""
+    """Fit the card's parameters to times, then the kernels' to choices; starts from the library's if better."""
     now = dict(_core.weight_only_mm_costs())
     found = [fit_choices(start, all_problems, iterations) for start in (fit_times(now, all_problems), now)]
     return min(found, key=lambda each: each[0])[1]
@@ -221,11 +226,11 @@ def fit(all_problems: Sequence[Timed], iterations: int = 100) -> dict[str, float
 
 FAMILIES = {"gemv": "kGemv", "decode": "kDecode", "wgmma": "kWgmma"}
 MISSED = 0.04
-"""Over the fastest: a layer that the model misses by more is in the table of measured ones."""
+"""Layers with a loss above this are listed in the table of measured layers."""
 
 
 def missed(all_problems: Sequence[Timed], costs: Sequence[float]) -> list[str]:
-    """The rows of measured.h. A complete sweep goes before another of the same problem."""
+    """Return the rows of measured.h. For one problem, a complete sweep takes precedence."""
     rows: dict[tuple[int, ...], str] = {}
     for p in sorted(all_problems, key=lambda p: not p.complete):
         key = (p.memory_gb_s, p.bits, p.m, p.n, p.k)
@@ -241,13 +246,13 @@ BEGIN, END = "// [tools/tune.py: begin]\n", "// [tools/tune.py: end]\n"
 
 
 def replaced(text: str, block: str) -> str:
-    """A header with another generated block."""
+    """Replace the generated block of a header."""
     head, rest = text.split(BEGIN)
     return head + BEGIN + block + END + rest.split(END)[1]
 
 
 def costs_block(costs: Mapping[str, float]) -> str:
-    """kSm90Costs in C++."""
+    """Return the C++ definition of kSm90Costs."""
     hardware = [name for name in costs if not name.startswith("factors")]
     first_warp = hardware.index("gemv")
     parts = [hardware[:first_warp], hardware[first_warp:]]
@@ -262,7 +267,7 @@ def costs_block(costs: Mapping[str, float]) -> str:
 
 
 def write(all_problems: Sequence[Timed], costs: Mapping[str, float]) -> None:
-    """The numbers and the table of measured layers, in the sources."""
+    """Write the parameters and the table of measured layers to the sources."""
     written = {name: float(f"{value:.3g}") for name, value in costs.items()}
     path = COST / "costs.h"
     path.write_text(replaced(path.read_text(), costs_block(written)))

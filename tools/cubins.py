@@ -1,4 +1,4 @@
-"""Looks into the machine code of a library, with NVIDIA's cuobjdump and nvdisasm where they are installed."""
+"""Inspects the machine code of a library by NVIDIA's cuobjdump and nvdisasm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-# Wheels of a few megabytes without dependencies; they put the programs where pip's environment can find them.
+# Small wheels without dependencies that contain the programs.
 PACKAGES = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 
 _ARCH = re.compile(r"\.(?P<arch>sm_\w+)\.cubin$")
@@ -17,7 +17,7 @@ _TEXT = re.compile(r"\.text\.(?P<symbol>\w+)\s+PROGBITS\s+\w+\s+(?P<offset>[0-9a
 
 
 def program(name: str) -> Path | None:
-    """One of NVIDIA's programs, from the PATH or from the wheels beside this interpreter."""
+    """Find one of NVIDIA's programs on the PATH or in this interpreter's site-packages; None if absent."""
     if found := shutil.which(name):
         return Path(found)
     inside = sorted(Path(sysconfig.get_path("purelib"), "nvidia").glob(f"*/bin/{name}"))
@@ -25,7 +25,7 @@ def program(name: str) -> Path | None:
 
 
 def extract(library: Path, folder: Path) -> list[Path]:
-    """The cubins inside a library, written to an empty folder. FileNotFoundError without cuobjdump."""
+    """Extract the cubins of a library to an empty folder. Raises FileNotFoundError without cuobjdump."""
     cuobjdump = program("cuobjdump")
     if cuobjdump is None:
         raise FileNotFoundError(f"cuobjdump is not installed: pip install --no-deps {' '.join(PACKAGES)}")
@@ -34,7 +34,7 @@ def extract(library: Path, folder: Path) -> list[Path]:
 
 
 def arch(cubin: Path) -> str:
-    """The architecture in a cubin's name, as cuobjdump writes it."""
+    """Architecture in a cubin's file name, as cuobjdump writes it."""
     found = _ARCH.search(cubin.name)
     if found is None:
         raise ValueError(f"cubins.arch: cubin: expected a name that ends in .sm_*.cubin, got {cubin.name}")
@@ -42,8 +42,8 @@ def arch(cubin: Path) -> str:
 
 
 def code(cubin: Path) -> dict[str, bytes]:
-    """The machine code of each kernel, by its symbol."""
-    # readelf warns of fields whose meaning is NVIDIA's own.
+    """Machine code of each kernel by symbol."""
+    # readelf warns about NVIDIA's private fields.
     command, quiet = ["readelf", "-SW", str(cubin)], subprocess.DEVNULL
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=quiet, text=True, check=True).stdout
     content = cubin.read_bytes()
@@ -53,12 +53,12 @@ def code(cubin: Path) -> dict[str, bytes]:
 
 
 def code_sizes(cubin: Path) -> dict[str, int]:
-    """Bytes of machine code of each kernel, by its symbol."""
+    """Size in bytes of each kernel's machine code by symbol."""
     return {symbol: len(instructions) for symbol, instructions in code(cubin).items()}
 
 
 def products(cubin: Path) -> set[str]:
-    """The machine code's tensor-core instructions: HMMA, IMMA, HGMMA, ... FileNotFoundError without nvdisasm."""
+    """Tensor-core instructions in the code: HMMA, IMMA, HGMMA, ... Raises FileNotFoundError without nvdisasm."""
     nvdisasm = program("nvdisasm")
     if nvdisasm is None:
         raise FileNotFoundError(f"nvdisasm is not installed: pip install --no-deps {' '.join(PACKAGES)}")

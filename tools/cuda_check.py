@@ -1,8 +1,8 @@
-"""make cuda-check: compiles every kernel into a wheel and refuses what must not be in one.
+"""make cuda-check: compiles every kernel into a wheel and checks the compiler's resource report and the wheel.
 
-Refused: registers in local memory (stack or spills), serialised wgmma (C7510 to C7514, C7518), ignored setmaxnreg
-(C7508), a missing architecture, SM90 code without its tensor-core product, exported symbols that are not the public
-API, a wheel over 30 MB. A table of all kernels is printed and written to build/cuda-check/kernels.json.
+It fails for local memory (stack or spills), serialised wgmma (C7510 to C7514, C7518), ignored setmaxnreg (C7508), a
+missing architecture, SM90 code without its tensor-core instruction, exported symbols that are not part of the public
+API, and a wheel over 30 MB. It prints a table of all kernels and writes it to build/cuda-check/kernels.json.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import wheels
 FOLDER = wheels.ROOT / "build" / "cuda-check"
 ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a"}
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "OFF"}
-MMA_KERNELS = ("decode_kernel",)  # whose product on SM90 is mma.sync, as for the fewest tokens it is the faster one
+MMA_KERNELS = ("decode_kernel",)  # use mma.sync on SM90 too, which is faster for the smallest M
 
 
 def build(log: Path) -> Path:
-    """Build the wheel from nothing, so that the log tells of every kernel; ccache repeats what ptxas said."""
+    """Build the wheel from scratch, so that the log covers every kernel; ccache repeats ptxas's messages."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     python, environment = Path(sys.executable), os.environ | ENVIRONMENT
@@ -41,13 +41,13 @@ def build(log: Path) -> Path:
 
 
 def install_programs() -> None:
-    """Fetch cuobjdump and nvdisasm where they are not; without a network the check goes on with less."""
+    """Install cuobjdump and nvdisasm if absent; without a network the checks that need them are skipped."""
     if cubins.program("cuobjdump") is None or cubins.program("nvdisasm") is None:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", *cubins.PACKAGES], check=False)
 
 
 def lacks_product(symbols: Iterable[str], products: set[str]) -> str | None:
-    """The tensor-core product that these SM90 kernels are written with, if their machine code has none of it."""
+    """Name the tensor-core instruction that these SM90 kernels require but their machine code lacks, else None."""
     is_mma = all(any(name in symbol for name in MMA_KERNELS) for symbol in symbols)
     ending = "MMA" if is_mma else "GMMA"
     if any(product[1:] == ending for product in products):
@@ -56,7 +56,7 @@ def lacks_product(symbols: Iterable[str], products: set[str]) -> str | None:
 
 
 def check_machine_code(library: Path, kernels: Iterable[ptxas.Kernel]) -> list[str]:
-    """Fill in the kernels' code sizes; architectures without code, and SM90 code without its product."""
+    """Fill in code sizes; report architectures without code and SM90 code without its tensor-core instruction."""
     folder = FOLDER / "cubins"
     folder.mkdir(exist_ok=True)
     found = cubins.extract(library, folder)
@@ -75,7 +75,7 @@ def check_machine_code(library: Path, kernels: Iterable[ptxas.Kernel]) -> list[s
 
 
 def check_wheel(wheel: Path, folder: Path) -> list[str]:
-    """Size, exported symbols and architectures of a wheel, which is unpacked into ``folder``."""
+    """Check size, exported symbols and architectures of a wheel, which is unpacked into ``folder``."""
     faults = []
     size = wheel.stat().st_size
     if size > wheels.LIMIT:
@@ -94,7 +94,7 @@ def check_wheel(wheel: Path, folder: Path) -> list[str]:
 
 
 def table(kernels: Iterable[ptxas.Kernel]) -> str:
-    """A line for each kernel and architecture. Shared memory is the static part; CUTLASS asks for more at run time."""
+    """Format a line per kernel and architecture. Shared memory is the static part; CUTLASS adds more at run time."""
     lines = [["source", "kernel", "arch", "registers", "shared", "stack", "spills", "code"]]
     for kernel in kernels:
         counts = (kernel.registers, kernel.shared, kernel.stack, kernel.spills)
@@ -121,7 +121,7 @@ def main() -> None:
     try:
         faults += check_machine_code(unpacked / "epiloq" / "lib" / "libepiloq.so", kernels)
     except FileNotFoundError as error:
-        print(f"note: machine code not looked at: {error}")
+        print(f"note: machine code was not checked: {error}")
     (FOLDER / "kernels.json").write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n")
     print(table(kernels))
     print(f"{len(kernels)} kernels, {wheel.name} {wheel.stat().st_size / 1e6:.1f} MB, built in {seconds:.0f} s")

@@ -1,9 +1,9 @@
-"""make gpu-bundle: a folder for a GPU machine without a network; there, `bash tools/gpu_verify.sh` does the rest.
+"""make gpu-bundle: makes a folder for a GPU machine without a network, where `bash tools/gpu_verify.sh` runs the tests.
 
-It holds a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
-Hopper GPU, the wheels that the tests need beside torch, the tests and these tools. With `--peers` also the benchmark's
-peers that are small and load with the torch that such a machine has. Of what it compiles anew it says what `make
-cuda-check` would refuse, which takes half an hour to say so.
+It contains a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
+Hopper GPU, the wheels that the tests need in addition to torch, the tests and these tools; with `--peers` also small
+peers of the benchmark that work with that machine's torch. It reports faults that `make cuda-check`, which takes half
+an hour, would find in the kernels that were compiled again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LIMIT = 60 * 2**20  # bytes
 
 
 def commit() -> str:
-    """The checkout's commit, marked when it has local changes; empty outside a checkout."""
+    """Commit of the checkout, marked if it has local changes; empty outside a checkout."""
     command = ["git", "-C", str(wheels.ROOT), "describe", "--match=", "--always", "--dirty", "--abbrev=40"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
 def fetch(packages: tuple[str, ...], out: Path, *more: str) -> None:
-    """Wheels for Python 3.12 on Linux, with their dependencies unless `more` says otherwise."""
+    """Download wheels for Python 3.12 on Linux, with dependencies unless `more` has "--no-deps"."""
     platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "_2_17", "_2_24", "_2_28", "_2_34")]
     options = ["--only-binary=:all:", f"--python-version=3.{PYTHON_MINOR}", *platforms, f"--dest={out}", *more]
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, *packages], check=True)
@@ -50,14 +50,14 @@ def main() -> None:
     if python is None:
         sys.exit(f"gpu-bundle: no CPython 3.{PYTHON_MINOR} was found, on the PATH or in pyenv")
     shutil.rmtree(FOLDER, ignore_errors=True)
-    # Taken before the build: a change during it must not look tested.
+    # The digest is taken before the build, so that a change during the build does not count as tested.
     facts = {"kernel_sources": kernel_sources.digest(), "commit": commit()}
     environment = os.environ | ENVIRONMENT
     inside = wheels.build_environment(python, environment)
     with LOG.open("w", encoding="utf-8") as file:
         wheel = wheels.build(inside, FOLDER / "wheels", wheels.ROOT / "build" / "gpu-bundle-build", environment, file)
     kernels, warnings = ptxas.parse(LOG.read_text(encoding="utf-8").splitlines())
-    fetch(TEST_PACKAGES, FOLDER / "wheels")  # none of which wants torch
+    fetch(TEST_PACKAGES, FOLDER / "wheels")  # none of them depends on torch
     if options.peers:
         fetch(PEERS, FOLDER / "wheels", "--no-deps")
     for name in ("tests", "tools"):

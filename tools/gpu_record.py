@@ -1,8 +1,8 @@
-"""Records of runs on a GPU: written beside the results there, and kept in docs/verification.json here.
+"""Records of test and benchmark runs on a GPU.
 
-gpu_record.py --collect OUT   on the GPU machine (tools/gpu_verify.sh does it): OUT/record.json from what lies in OUT
-gpu_record.py FILE            in the checkout: put a record that came back into docs/verification.json, which keeps
-                              the latest of each card
+gpu_record.py --collect OUT   on the GPU machine, called by tools/gpu_verify.sh: write OUT/record.json from the results
+gpu_record.py FILE            in the checkout: add that record to docs/verification.json, which keeps the latest record
+                              of each card
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / "docs" / "verification.json"
-RUNS = ("gpu", "alone", "cpu")  # of gpu_verify.sh
+RUNS = ("gpu", "alone", "cpu")  # test runs of gpu_verify.sh
 REQUIRED = ("date", "gpu", "driver", "torch", "commit", "kernel_sources", "tests", "benchmark")
 
 
 def count_tests(junit: Path) -> dict[str, Any]:
-    """Outcomes of a pytest run by its JUnit file: counts, and the names of the tests that failed."""
+    """Read the counts and the names of failed tests from the JUnit file of a pytest run."""
     if junit.stat().st_size == 0:
         return {"passed": 0, "failed": 0, "errors": 1, "skipped": 0, "failures": ["pytest did not finish"]}
     suite = ElementTree.parse(junit).getroot().find("testsuite")
@@ -38,13 +38,13 @@ def count_tests(junit: Path) -> dict[str, Any]:
 
 
 def started_tests(out: Path) -> dict[str, Any]:
-    """Of the runs that were started: gpu_verify.sh makes a file for each, which pytest fills when it is done."""
+    """Count the tests of all runs that were started; gpu_verify.sh creates a file for each, which pytest fills."""
     found = {name: out / f"tests-{name}.xml" for name in RUNS}
     return {name: count_tests(junit) for name, junit in found.items() if junit.exists()}
 
 
 def benchmark(report: Path) -> dict[str, Any]:
-    """What a record keeps of a benchmark: the command, how many rows there are and failed, the geometric means."""
+    """Reduce a benchmark report to the command, the numbers of rows and failures, and the geometric means."""
     if not report.exists():
         return {"rows": 0}
     found = json.loads(report.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def benchmark(report: Path) -> dict[str, Any]:
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """The record of what gpu_verify.sh left in ``out``, on the machine where it ran."""
+    """Make a record from the results of gpu_verify.sh in ``out``, on the machine where it ran."""
     import torch
 
     import epiloq
@@ -76,7 +76,7 @@ def collect(out: Path) -> dict[str, Any]:
 
 
 def append(record: dict[str, Any], ledger: Path = LEDGER) -> None:
-    """Put a record into the ledger in place of its card's last one. ValueError when it lacks a field or is no newer."""
+    """Replace its card's record in the ledger. Raises ValueError if a field is missing or the record is not newer."""
     missing = [key for key in REQUIRED if key not in record]
     if missing:
         raise ValueError(f"gpu_record: record: expected {', '.join(REQUIRED)}; {', '.join(missing)} missing")

@@ -1,4 +1,4 @@
-"""The digest of all that decides what the kernels are. A record on a GPU holds for the digest that it carries."""
+"""Digest of all sources of the kernels. A record of a GPU run is valid for the digest that it contains."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PLACES = ("CMakeLists.txt", "cmake", "include", "src", "third_party")
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """The sources, in the order of their paths."""
+    """Return the sources, ordered by path."""
     found = [path for place in PLACES for path in (root / place, *(root / place).rglob("*")) if path.is_file()]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def digest(root: Path = ROOT) -> str:
-    """SHA-256 over the paths and the contents of the sources, as hexadecimal digits."""
+    """SHA-256 of the paths and contents of the sources, in hexadecimal."""
     total = hashlib.sha256()
     for path in files(root):
         total.update(path.relative_to(root).as_posix().encode() + b"\0")

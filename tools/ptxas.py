@@ -1,4 +1,4 @@
-"""Reads what ptxas -v and ninja print: each kernel's registers, shared memory, stack and spills."""
+"""Parses the output of ptxas -v and ninja: each kernel's registers, shared memory, stack and spills."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A message of ptxas that costs speed: wgmma serialised, for six causes that were met, setmaxnreg ignored (C7508).
+# ptxas warnings that mean slow code: wgmma serialised (six known causes), setmaxnreg ignored (C7508).
 PERFORMANCE_WARNINGS = re.compile(r"\bC75(08|10|11|12|13|14|18)\b")
 
 _SOURCE = re.compile(
@@ -29,7 +29,7 @@ _CUTLASS_2X = re.compile(r"Kernel2<.*?GemmShape<(\d+), (\d+), (\d+)>, cutlass::g
 
 @dataclass
 class Kernel:
-    """One kernel for one architecture, as ptxas saw it. Sizes are in bytes; shared memory is the static part."""
+    """ptxas's report of a kernel for one architecture. Sizes are in bytes; shared memory is the static part."""
 
     symbol: str
     arch: str
@@ -47,9 +47,9 @@ class Kernel:
 
 
 def parse(lines: Iterable[str]) -> tuple[list[Kernel], list[str]]:
-    """The kernels of a build log, in its order, and the warnings about speed that it holds.
+    """Return the kernels of a build log, in its order, and its warnings about slow code.
 
-    Functions that a kernel calls report their stack and spills after it; they count as the kernel's.
+    Stack and spills of functions that a kernel calls, reported after it, are added to the kernel's.
     """
     kernels: dict[tuple[str, str, str], Kernel] = {}
     warnings: dict[str, None] = {}
@@ -76,14 +76,14 @@ def parse(lines: Iterable[str]) -> tuple[list[Kernel], list[str]]:
 
 
 def demangle(symbols: list[str]) -> list[str]:
-    """C++ names in full: CUTLASS's are deeper than c++filt goes by default."""
+    """Demangle C++ names; CUTLASS's exceed the default recursion limit of c++filt."""
     command, pipe = ["c++filt", "--no-recurse-limit"], subprocess.PIPE
     answer = subprocess.run(command, input="\n".join(symbols), stdout=pipe, text=True, check=True)
     return answer.stdout.splitlines()
 
 
 def short_name(demangled: str) -> str:
-    """What tells a kernel from its siblings in the same source: the tile of a CUTLASS kernel, else its own name."""
+    """Short name of a kernel that is unique in its source: the tile of a CUTLASS kernel, else the function's name."""
     if found := _CUTLASS_3X.search(demangled):
         stages, cluster_m, cluster_n, schedule, *tile = found.groups()
         return f"{'x'.join(tile)} cluster {cluster_m}x{cluster_n} {stages} stages {schedule.lower()}".rstrip()
@@ -94,7 +94,7 @@ def short_name(demangled: str) -> str:
 
 
 def faults(kernels: Iterable[Kernel]) -> list[str]:
-    """A line for each kernel that keeps registers in local memory."""
+    """Return a line for each kernel that uses local memory."""
     return [
         f"{kernel.label}: {kernel.stack} bytes of stack, {kernel.spills} bytes of spills"
         for kernel in kernels

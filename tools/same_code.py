@@ -1,4 +1,4 @@
-"""Checks that a change only moved or renamed code: the tool of record for renames.
+"""Checks that a change only moved or renamed code.
 
 Two comparisons, each of a checkout or build before the change with one after it:
 
@@ -40,14 +40,14 @@ _TOKEN = re.compile(
 )
 _MARKER = re.compile(r'^#\s+\d+\s+"(?P<file>[^"]*)"(?P<flags>[\d ]*)$')
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"][^>"]+[>"]\s*$')
-# Checks in tests name their line, which may move.
+# Assertions in tests contain their line number, which may change.
 _NO_LINES = ("-D__LINE__=0", "-Wno-builtin-macro-redefined")
 _KINDS = {"class", "struct", "union", "enum", "concept", "using", "typedef"}
 
 
 @dataclass(frozen=True)
 class Rename:
-    """An identifier's old and new name, in old files whose path matches a pattern."""
+    """A renamed identifier, in old files whose path matches a pattern."""
 
     old: str
     new: str
@@ -55,13 +55,13 @@ class Rename:
 
 
 def read_renames(path: Path | None) -> list[Rename]:
-    """The table of renamed identifiers: ``old new [pattern]`` a line, ``#`` begins a comment."""
+    """Read the table of renamed identifiers: ``old new [pattern]`` per line; ``#`` begins a comment."""
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
     return [Rename(*words) for line in lines if (words := line.partition("#")[0].split())]
 
 
 def skip_template(tokens: list[str], start: int) -> int:
-    """The index behind ``template <...>`` heads that begin at ``start``."""
+    """Return the index after the ``template <...>`` heads that begin at ``start``."""
     while start + 1 < len(tokens) and tokens[start] == "template" and tokens[start + 1] == "<":
         angles = brackets = 0
         for index in range(start + 1, len(tokens)):
@@ -78,7 +78,7 @@ def skip_template(tokens: list[str], start: int) -> int:
 
 
 def declaration_end(tokens: list[str], start: int) -> int:
-    """The index behind the declaration that begins at ``start``."""
+    """Return the index after the declaration that begins at ``start``."""
     head = skip_template(tokens, start)
     needs_semicolon = head < len(tokens) and tokens[head] in _KINDS
     depth = 0
@@ -100,7 +100,7 @@ def declaration_end(tokens: list[str], start: int) -> int:
 
 
 def declarations(tokens: list[str]) -> Iterator[tuple[int, str]]:
-    """Every declaration at namespace scope: where it begins, and its text after the namespaces that it lies in."""
+    """Yield every declaration at namespace scope: its first index, and its text prefixed with its namespaces."""
     scopes: list[str] = []
     index = 0
     while index < len(tokens):
@@ -122,7 +122,7 @@ def declarations(tokens: list[str]) -> Iterator[tuple[int, str]]:
 
 
 class Declaration(NamedTuple):
-    """A declaration's text, the options that it is compiled with, and whether it is a translation unit's own."""
+    """A declaration: its text, its compiler options, and whether it is in the translation unit's main file."""
 
     text: str
     options: str
@@ -131,7 +131,7 @@ class Declaration(NamedTuple):
 
 @dataclass
 class Build:
-    """A configured build and what its translation units declare."""
+    """A configured build and the declarations of its translation units."""
 
     folder: Path
     renames: list[Rename] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Build:
         return Path(found[1])
 
     def is_own(self, file: str) -> bool:
-        """Whether a file is the project's, written or generated."""
+        """Whether a file belongs to the project, hand-written or generated."""
         return file.startswith((f"{self.root}/", f"{self.folder}/")) and "/_deps/" not in file
 
     @cached_property
@@ -158,14 +158,14 @@ class Build:
         return table
 
     def renamed(self, token: str, file: str) -> str:
-        """A token of this build as the other one spells it."""
+        """Translate a token of this build to the other build's name."""
         for rename in self._by_name.get(token, ()):
             if fnmatch.fnmatch(file, rename.files) or fnmatch.fnmatch(file, f"*/{rename.files}"):
                 return rename.new
         return "<path>" if token.startswith('"') and str(self.root) in token else token
 
     def own_tokens(self, preprocessed: str) -> tuple[list[str], list[str]]:
-        """The tokens of the project's own files and the file of each, by the preprocessor's line markers."""
+        """Return the tokens of the project's files and the file of each, by the preprocessor's line markers."""
         tokens, files, lines, file = list[str](), list[str](), list[str](), ""
         for line in [*preprocessed.splitlines(), '# 1 ""']:
             marker = _MARKER.match(line)
@@ -180,7 +180,7 @@ class Build:
         return tokens, files
 
     def preprocess(self, command: list[str], source: Path) -> list[Declaration]:
-        """The project's declarations in what the preprocessor makes of ``source``."""
+        """Preprocess ``source`` and return the project's declarations."""
         result = subprocess.run([*command, str(source)], cwd=self.folder, capture_output=True, text=True, check=False)
         if result.returncode:
             raise SystemExit(f"same_code: {source}: the preprocessor failed:\n{result.stderr}")
@@ -189,11 +189,11 @@ class Build:
         return [Declaration(text, options, files[at] == str(source)) for at, text in declarations(tokens)]
 
     def options(self, command: list[str]) -> str:
-        """What of a command decides the code, beside paths."""
+        """Return the options of a command that affect the code, without paths."""
         return " ".join(word for word in command[1:] if not word.startswith(("-I", "-isystem", "/")))
 
     def unit(self, entry: dict[str, str]) -> list[Declaration]:
-        """A translation unit's declarations. Generated units that include the same headers share theirs."""
+        """Return a translation unit's declarations; cached for generated units that include the same headers."""
         source = Path(entry["file"])
         lines = source.read_text(encoding="utf-8").splitlines()
         includes = [line for line in lines if _INCLUDE.match(line)]
@@ -216,14 +216,14 @@ class Build:
         return result
 
     def declared(self) -> list[Declaration]:
-        """What all translation units declare, without repetitions."""
+        """Return the declarations of all translation units, without repetitions."""
         entries = json.loads((self.folder / "compile_commands.json").read_text(encoding="utf-8"))
         with ThreadPoolExecutor(2) as pool:
             return list({each for unit in pool.map(self.unit, entries) for each in unit})
 
 
 def preprocessor_commands(command: list[str]) -> Iterator[list[str]]:
-    """Commands that preprocess rather than compile: one for each architecture of device code."""
+    """Yield preprocessor commands for a compiler command: one per architecture of device code."""
     if Path(command[0]).name == "ccache":
         command = command[1:]
     kept, pairs, words = [], list[str](), iter(command)
@@ -242,7 +242,7 @@ def preprocessor_commands(command: list[str]) -> Iterator[list[str]]:
 
 
 def only_in(some: list[Declaration], other: list[Declaration]) -> dict[str, str]:
-    """What ``other`` lacks: declarations by text, or those of sources by text and options."""
+    """Return declarations that ``other`` lacks, compared by text, and those of main files also by options."""
     texts, compiled = {each.text for each in other}, {(each.text, each.options) for each in other}
     missing = {each.text: "" for each in some if each.text not in texts}
     for each in some:
@@ -252,7 +252,7 @@ def only_in(some: list[Declaration], other: list[Declaration]) -> dict[str, str]
 
 
 def compare_sources(before: Build, after: Build) -> int:
-    """Print the declarations that only one of two builds has; their number."""
+    """Print the declarations that only one of two builds has, and return their number."""
     left, right = before.declared(), after.declared()
     removed, added = only_in(left, right), only_in(right, left)
     for sign, found in (("-", removed), ("+", added)):
@@ -264,7 +264,7 @@ def compare_sources(before: Build, after: Build) -> int:
 
 
 def machine_code(library: Path) -> Counter[tuple[str, str]]:
-    """How often each kernel's code occurs in a library, by architecture and the digest of its bytes."""
+    """Count the kernels of a library by architecture and digest of their machine code."""
     found: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins.extract(library.resolve(), Path(folder)):
@@ -274,7 +274,7 @@ def machine_code(library: Path) -> Counter[tuple[str, str]]:
 
 
 def compare_machine_code(before: Path, after: Path) -> int:
-    """Print how many kernels only one library has, by architecture; their number."""
+    """Print the number of kernels that only one library has, by architecture, and return it."""
     left, right = machine_code(before), machine_code(after)
     removed, added = left - right, right - left
     for arch in sorted({arch for arch, _ in [*left, *right]}):

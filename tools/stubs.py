@@ -11,7 +11,7 @@ from pathlib import Path
 
 STUB = Path(__file__).resolve().parents[1] / "python" / "epiloq" / "_core.pyi"
 MODULE = "epiloq._core"
-# What pybind11 says of arguments that a caster converts, and what callers should be held to.
+# pybind11's annotations of arguments with implicit conversion, and the stricter ones for callers.
 SIMPLER = (
     (r"typing\.SupportsInt \| typing\.SupportsIndex", "int"),
     (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
@@ -19,14 +19,14 @@ SIMPLER = (
     (r"typing\.Annotated\[list\[(\w+)\], '?\"?FixedSize\(\d+\)\"?'?\]", r"list[\1]"),
     (r"collections\.abc\.(\w+)", r"\1"),
     (r"typing\.(\w+)", r"\1"),
-    (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # of on_first_dispatch
-    (r"-> dict:", "-> dict[str, int]:"),  # of device_properties, which pybind11's dict does not say
+    (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # in on_first_dispatch
+    (r"-> dict:", "-> dict[str, int]:"),  # in device_properties
 )
 UNWANTED = r"^(from __future__ .*|import (collections\.abc|typing)|__all__: .*)\n"
 
 
 def generate() -> str:
-    """The stub's text, as ruff formats it."""
+    """Generate the stub's text, formatted by ruff."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pybind11_stubgen", MODULE, "-o", folder]
         subprocess.run(command, capture_output=True, check=True)
@@ -50,9 +50,9 @@ def _formatted(text: str) -> str:
 
 
 def main() -> None:
-    """Write the stub, or fail where it is not what the module has."""
+    """Write the stub, or with --check fail if it is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the stub is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the stub is out of date")
     arguments = parser.parse_args()
     text = generate()
     if not arguments.check:

@@ -1,13 +1,13 @@
-"""Times kernels of matrix products on this card, fits weight_only_mm's cost model, and judges what is chosen.
+"""Times kernels of matrix products on this card, fits weight_only_mm's cost model, and judges its choices.
 
     python tools/tune.py time times.json [--operations weight_only_mm,scaled_mm] [--seconds 240]
     python tools/tune.py judge times.json ... [--model]
     python tools/tune.py fit times.json ... [--write]
 
-`time` needs a GPU; of its layers some are marked "held": `fit` leaves them out, for `judge` to tell what a choice is
-worth on layers that it was not fitted to. `fit --write` writes the numbers in
-src/dispatch/weight_only_mm/cost/costs.h and, in measured.h, the layers whose fastest kernel the model misses. Sweeps of
-tests/kernel_choice/measured may be given, too: they have only the kernels within 15 % of the fastest.
+`time` needs a GPU. Some of its layers are marked "held" (held out): `fit` ignores them, and `judge` reports how good
+the choices are for them. `fit --write` writes the parameters to src/dispatch/weight_only_mm/cost/costs.h, and to
+measured.h the layers for which the model does not choose the fastest kernel. The sweeps in tests/kernel_choice/measured
+can be given, too; they contain only kernels within 15 % of the fastest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD = """7168x5120 5120x25600 51200x5120 10240x5120 3584x18944 37888x3584 4608x
 4096x5376 2304x9216 18432x2304 4096x2304 2304x2048 12288x4096 4096x12288 22016x4096 4096x11008 1000x2048 3200x8640
 5760x2304 11008x2048 896x896 13312x5120"""
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024, 2048, 4096)
-EVERY = 3  # of TOKENS a layer is timed with, another third for the next layer
+EVERY = 3  # each layer is timed with every third of TOKENS, starting at a different one for the next layer
 OPTIONS: Mapping[str, Sequence[Options]] = {
     "weight_only_mm": ((("bits", 4),), (("bits", 8),)),
     "scaled_mm": ((("dtype", "int8"),), (("dtype", "float8_e4m3fn"),)),
@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, Sequence[Options]] = {
 
 
 def problems(operations: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """What `time` times: "fit" or "held", and the problem."""
+    """Yield "fit" or "held" and a problem, for all problems that `time` measures."""
     for operation in operations:
         for part, shapes in (("fit", FIT), ("held", HELD)):
             for i, shape in enumerate(shapes.split()):
@@ -60,7 +60,7 @@ def problems(operations: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def time_all(operations: Sequence[str], seconds: float, path: Path) -> None:
-    """Times until the seconds are over, in random order; the file is kept up to date."""
+    """Time problems in random order until the seconds are over; the file is updated after each one."""
     import torch
 
     from epiloq.tuning.timer import CudaTimer
@@ -82,7 +82,7 @@ def time_all(operations: Sequence[str], seconds: float, path: Path) -> None:
 
 
 def judge(all_problems: Sequence[Timed], costs: Sequence[float] | None = None) -> None:
-    """Prints what choices lose: the library's own, or by the cost model with these numbers."""
+    """Print the losses of the library's choices, or of those by the cost model with these parameters."""
     for (memory, complete, part), some in itertools.groupby(
         sorted(all_problems, key=lambda p: (p.memory_gb_s, not p.complete, p.part)),
         key=lambda p: (p.memory_gb_s, p.complete, p.part),

@@ -1,4 +1,4 @@
-"""Install wheels as their users do, each into a fresh virtual environment, and multiply with them.
+"""Installs wheels as users do, each into a fresh virtual environment, and runs products with them.
 
 ``python tools/wheel_smoke.py dist/*.whl`` takes the CPython of each wheel's tag from the PATH, pyenv or /opt/python.
 A wheel fails if it is larger than `wheels.LIMIT`, does not install or import, or gives a wrong product.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import wheels
 
-# Run by the installed interpreter, which sees the wheel and its dependencies alone.
+# This is run in the fresh environment, which contains only the wheel and its dependencies.
 _CHECK = """
 import subprocess, sys
 from pathlib import Path
@@ -47,7 +47,7 @@ print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, kernels: {_c
 
 
 def interpreter_of(wheel: Path) -> Path:
-    """A CPython that the wheel is for. Ends the program where there is none."""
+    """Find a CPython of the wheel's version; exits if there is none."""
     tag = re.search(r"-cp3(\d+)-cp3\d+-", wheel.name)
     if tag is None:
         sys.exit(f"{wheel}: expected a wheel of CPython 3, got another name")
@@ -58,16 +58,16 @@ def interpreter_of(wheel: Path) -> Path:
 
 
 def check(wheel: Path, dependencies: Path | None) -> str:
-    """What an environment of its own says of a wheel. Raises CalledProcessError where it is not usable.
+    """Test a wheel in a fresh environment and return the report. Raises CalledProcessError if it is not usable.
 
-    `dependencies` is a site-packages folder that has torch and NumPy; pip installs them if it is None.
+    `dependencies` is a site-packages folder that contains torch and NumPy; pip installs them if it is None.
     """
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([str(interpreter_of(wheel)), "-m", "venv", folder], check=True)
         python = Path(folder, "bin", "python")
         options = [] if dependencies is None else ["--no-deps"]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *options, str(wheel.resolve())], check=True)
-        if dependencies is not None:  # Behind the wheel, or pip would take another epiloq there for it.
+        if dependencies is not None:  # added after the installation, or pip would find another epiloq in there
             (own,) = Path(folder).glob("lib/python3.*/site-packages")
             (own / "dependencies.pth").write_text(f"{dependencies.resolve()}\n", encoding="utf-8")
         run = subprocess.run(
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheels", type=Path, nargs="+")
     parser.add_argument(
-        "--dependencies", type=Path, help="a site-packages folder with torch, where there is no network"
+        "--dependencies", type=Path, help="a site-packages folder that contains torch, for machines without a network"
     )
     arguments = parser.parse_args()
     for wheel in arguments.wheels:

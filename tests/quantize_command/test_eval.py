@@ -143,4 +143,4 @@ def test_a_task_that_cannot_be_loaded_says_why(framed: Path, local_tasks: Path) 
 
 def test_a_tokenizer_that_frames_no_text_is_refused(teacher: Path, local_tasks: Path) -> None:
     result = run("eval", teacher, "--tasks", local_tasks)
-    assert result.exit_code == 2 and "expected a tokenizer with a token that begins or ends a text" in result.output
+    assert result.exit_code == 2 and "expected a tokenizer with a BOS or EOS token" in result.output

@@ -1,9 +1,9 @@
-"""Algorithms side by side on one model at reduced cost: the same few windows for all, weights rounded in memory.
+"""Compares algorithms on one model at reduced cost: the same few windows for all, weights rounded in memory.
 
 `scheme_table.py algorithms` measures the rows that are missing, `scheme_table.py teacher` those of a trained model.
-Rows of llm-compressor and GPTQModel run their own GPTQ, with scales by their defaults, on the Hessians that epiloq's
-rows see; they are left out where these packages are not installed (`pip install --no-deps llmcompressor gptqmodel`,
-and what the quantisation of GPTQModel imports: logbar, device-smi, pypcre, threadpoolctl).
+Rows of llm-compressor and GPTQModel run those packages' GPTQ, with their default scales, on the same Hessians as
+epiloq's rows. They are skipped if the packages are not installed (`pip install --no-deps llmcompressor gptqmodel`, and
+the dependencies of GPTQModel's quantisation: logbar, device-smi, pypcre, threadpoolctl).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ GRIDS = {
 }
 Rounding = Callable[..., QuantizedWeight]
 FIRST, FEW_EVALUATED, FEW_LENGTH = 3, 2 * 256, 256
-"""Rows of the first blocks alone, and the text that they are measured on."""
+"""Number of blocks in rows of the first blocks, and of the windows that they are evaluated on."""
 TEACHER_COUNT = 32
-"""Windows for the small teacher, whose rows take little."""
+"""Calibration windows for the small teacher, whose rows are cheap."""
 AUTOROUND = "autoround"
 
 PEERS: dict[str, Callable[[], Rounding | None]] = {
@@ -57,7 +57,7 @@ PEERS: dict[str, Callable[[], Rounding | None]] = {
 
 
 class Row(NamedTuple):
-    """A grid by an algorithm, of the whole model or of its first blocks; rotations are folded in first or not."""
+    """A grid and an algorithm, for the whole model or its first blocks, with or without rotations."""
 
     grid: str
     algorithm: str
@@ -88,9 +88,9 @@ TEACHER_ROWS = [
 
 
 def measure(model: Path, texts: Path, row: Row, count: int = COUNT) -> dict[str, Any] | None:
-    """Perplexity, KL divergence, and seconds of CPU time; None where its package is not installed.
+    """Measure perplexity, KL divergence and CPU seconds of a row; None if its package is not installed.
 
-    `count` windows of 256 tokens are calibrated with.
+    Calibration uses `count` windows of 256 tokens.
     """
     rounding = PEERS[row.algorithm]() if row.algorithm in PEERS else gptq
     if rounding is None:
@@ -117,7 +117,7 @@ def measure(model: Path, texts: Path, row: Row, count: int = COUNT) -> dict[str,
 
 
 def alone(package: str, parts: Sequence[str], **attributes: Any) -> bool:
-    """Let modules of a package be imported without what it imports itself. False where it is not installed."""
+    """Allow imports of submodules without running the package's own imports. False if it is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -154,7 +154,7 @@ def llm_compressor() -> Rounding | None:
         exact = weight.float()[None].clone(), hessian.float()[None].clone()
         values, _, fell_back = theirs.quantize_weight(*exact, scale[None], zero[None], None, arguments)
         assert not fell_back.any()
-        # Its integers are signed.
+        # llm-compressor's integers are signed.
         return on_grid(values[0], scale.float(), zero.float() + (1 << (grid.bits - 1)), grid)
 
     return rounded
@@ -176,7 +176,7 @@ def gptqmodel() -> Rounding | None:
         task.quantizer.configure(perchannel=True)
         matrix = hessian.double() / hessian.diagonal().mean()
         matrix.diagonal().add_(1e-9)
-        # It takes inputs: such as have this sum of products.
+        # GPTQModel takes inputs rather than a Hessian: these have the same sum of products.
         task.add_batch(torch.linalg.cholesky(matrix).t().float()[None], None)
         values, scale, zero, *_ = task.quantize()
         return on_grid(values.float(), scale.float(), zero.float(), grid)
@@ -185,7 +185,7 @@ def gptqmodel() -> Rounding | None:
 
 
 def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> QuantizedWeight:
-    """Rounded weights as the integers that they stand for."""
+    """Convert rounded weights to integers on the grid."""
     rows, columns = values.shape
     codes = (values.view(rows, scale.shape[1], -1) / scale[..., None]).round() + zero[..., None]
     found = grid.make_weight(codes.view(rows, columns).to(torch.uint8), Parameters(scale, zero))
@@ -194,7 +194,7 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Quantize
 
 
 def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
-    """KL divergence, and perplexity of whole models, by grid, an algorithm a row."""
+    """Format KL divergence and perplexity by grid, an algorithm per row."""
     lines = [f"| | {' | '.join(GRIDS)} | seconds of CPU |", f"|---|{'--:|' * (len(GRIDS) + 1)}"]
     for first, algorithm, rotated in dict.fromkeys((row.first, row.algorithm, row.rotated) for row in rows):
         of_grid = [Row(grid, algorithm, first, rotated) for grid in GRIDS]

@@ -1,4 +1,4 @@
-"""Budgets beside one scheme everywhere at equal bytes, through the command line; see `scheme_table.py budget`."""
+"""Compares byte budgets with one scheme everywhere at equal bytes; see `scheme_table.py budget`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 from scheme_rows import nats
 
 WINDOWS = 8
-"""That are calibrated with."""
+"""Number of calibration windows."""
 ENDS = ("--head", "w8a16", "--embedding", "w8a16")
 AUTO = ("--head", "auto", "--embedding", "auto")
 
 
 class Pair(NamedTuple):
-    """One scheme everywhere, and a budget of as many bytes."""
+    """A model with one scheme everywhere, and one chosen within the same number of bytes."""
 
     name: str
     scheme: str
     options: tuple[str, ...]
     chosen: tuple[str, ...]
-    """Options beside the budget."""
+    """Options of the chosen model in addition to the budget."""
 
 
 PAIRS = (
@@ -30,8 +30,8 @@ UNIFORM, CHOSEN = "uniform", "chosen"
 
 
 def table(found: dict[str, Any]) -> str:
-    """KL divergence, perplexity and bytes of each pair."""
-    heads = ("beside `w4a16-g64` with", "MB", "KL, uniform", "KL, chosen", "less by", "perplexity", "chosen")
+    """Format KL divergence, perplexity and bytes of each pair."""
+    heads = ("`w4a16-g64` with", "MB", "KL, uniform", "KL, chosen", "reduction", "perplexity", "chosen")
     lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     for pair in PAIRS:
         one, other = (found.get(f"{pair.name}, {which}") for which in (UNIFORM, CHOSEN))

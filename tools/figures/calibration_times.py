@@ -2,8 +2,8 @@
 
     python tools/figures/calibration_times.py --ranks 1 2 4 --device cuda --json times.json
 
-A few blocks are timed; the seconds of all of the model's are extrapolated from the time per block. Random weights and
-text take as long as real ones, and say nothing about accuracy.
+A few blocks are timed, and the whole model's time is extrapolated from the time per block. Weights and text are random,
+which does not affect the time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SHAPE = {
     "head_dim": 128,
 }
 BLOCKS, VOCABULARY = 32, 256
-"""Blocks of the whole model; tokens are bytes, for embeddings are not quantised."""
+"""Blocks of the whole model. The vocabulary is that of bytes, since embeddings are not quantised."""
 
 
 def make_model(folder: Path, blocks: int, shape: dict[str, Any], positions: int) -> None:
-    """Write a random model in bfloat16, and a tokenizer of bytes."""
+    """Write a random model in bfloat16 and a byte-level tokenizer."""
     import tokenizers
     import torch
     import transformers
@@ -53,7 +53,7 @@ def make_model(folder: Path, blocks: int, shape: dict[str, Any], positions: int)
 
 
 def run(folder: Path, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One calibration's report."""
+    """Run `epiloq quantize` on this number of ranks and return its report."""
     output, report = folder / f"out-{ranks}", folder / f"{ranks}.json"
     command = ["quantize", str(folder / "model"), "--output", str(output), "--scheme", arguments.scheme]
     command += ["--algorithm", arguments.algorithm, "--calibration", str(folder / "text"), "--json", str(report)]
@@ -65,7 +65,7 @@ def run(folder: Path, ranks: int, arguments: argparse.Namespace) -> dict[str, An
 
 
 def main() -> None:
-    """Print a line for each number of ranks."""
+    """Print a line per number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--device", default="auto")

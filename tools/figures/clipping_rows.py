@@ -1,6 +1,6 @@
-"""GPTQ's output error on text that calibration did not see, by how ranges are clipped: a table in Markdown.
+"""Prints a Markdown table of GPTQ's output error on held-out text by the clipping of ranges.
 
-Layers of a few blocks of the floating-point model, a sample of their rows, each layer alone.
+It measures a sample of rows of each layer of a few blocks of the floating-point model, each layer by itself.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CLIPS: dict[str, Any] = {
     "uncompensated": uncompensated,
     "best by row": lambda hessian: "best",
 }
-"""`moments` of `gptq` for a Hessian; errors are relative to the first."""
+"""The argument `moments` of `gptq`, computed from a Hessian; errors are relative to the first entry's."""
 
 
 @torch.no_grad()
 def statistics_of(model: Any, layers: dict[str, nn.Linear], texts: Sequence[Tensor]) -> dict[str, InputStatistics]:
-    """Of the layers' inputs."""
+    """Collect statistics of the layers' inputs over the texts."""
     found = {name: InputStatistics(layer.in_features) for name, layer in layers.items()}
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
@@ -48,7 +48,7 @@ def statistics_of(model: Any, layers: dict[str, nn.Linear], texts: Sequence[Tens
 
 
 def errors(weight: Tensor, seen: Tensor, unseen: Tensor, grid: Any) -> list[float]:
-    """The squared output error on inputs with the second Hessian, by each clipping with the first."""
+    """Squared output error on inputs with the Hessian `unseen`, for each clipping calibrated with `seen`."""
     rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight))).long()
     part, found = weight[rows].float(), []
     for moments in CLIPS.values():
@@ -63,7 +63,7 @@ def main(
     blocks: Annotated[str, typer.Option(help="Numbers of blocks, separated by commas.")] = "1,4,7",
     count: Annotated[int, typer.Option(help="Calibration windows of 512 tokens.")] = 32,
 ) -> None:
-    """Measure and print the geometric mean over the layers of each error, relative to that of the first clipping."""
+    """Print the geometric mean over layers of each clipping's error, relative to the first one's."""
     tokenizer, floating = load_tokenizer(model), load_float(Checkpoint(model)).float().eval()
     calibration = sample(windows(tokenizer, read_texts(texts / "calibration.txt"), LENGTH), count, 0)
     evaluation = windows(tokenizer, read_texts(texts / "evaluation.txt"), LENGTH)[:EVALUATED]

@@ -3,7 +3,7 @@
     python tools/figures/float8_error.py measure errors.json     (on a GPU)
     python tools/figures/float8_error.py draw errors.json docs/float8_error.png
 
-Errors are in spans: parts of the root of the sum of squared terms, which random sums are about as large as.
+Errors are relative to the root of the sum of squared terms, the typical magnitude of a random sum.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import typer
 import epiloq
 
 DEPTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-SHAPE = (512, 4096)  # which fast sums of any K serve
+SHAPE = (512, 4096)  # kernels with fast accumulation support it for every K
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def operands(k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal values over much of e4m3's range, as quantised layers have."""
+    """Draw normal values over much of e4m3's range, as in quantised layers."""
     m, n = SHAPE
     return tuple((torch.randn(rows, k, device="cuda") * 64).to(torch.float8_e4m3fn) for rows in (m, n))  # type: ignore[return-value]
 
@@ -35,7 +35,7 @@ def errors(k: int) -> dict[str, dict[str, float]]:
     one = torch.ones(1, device="cuda")
     groups = torch.ones(SHAPE[0], -(-k // 128), device="cuda")
     blocks = torch.ones(-(-k // 128), -(-SHAPE[1] // 128), device="cuda")
-    # Scaled into float16's range by a power of two, so that the output's rounding is small beside what is measured.
+    # A power of two scales outputs into float16's range, so that their rounding is small relative to the error.
     down = torch.full((1,), 2.0**-12 / k**0.5, device="cuda").log2().round().exp2()
     outputs = {
         "fast": epiloq.scaled_mm(a, weight.t(), down, one, out_dtype=torch.float16, fast_accum=True),

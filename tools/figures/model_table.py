@@ -3,8 +3,8 @@
     python tools/figures/model_table.py keep models.json RECORD --commit 3e9a0d5
     python tools/figures/model_table.py write RECORD README.md docs/guide/whole_models.md
 
-A record of some layers of a shape stands for all of them: time and size of one layer, times their number, beside
-embedding, last norm and head as they were measured.
+A record with a few layers of a shape is extrapolated to all: time and size of one layer times their number, plus
+embedding, last norm and head as measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epiloq.bench.models.plan import SHAPES, Measured
 app = typer.Typer(add_completion=False, help=__doc__)
 SHAPE = "llama-3-8b"
 BEGIN, END = "<!-- made by tools/figures/model_table.py: {} -->", "<!-- end -->"
-KERNELS, NAME = 12, 90  # that are kept of a contender's step, and of each name
+KERNELS, NAME = 12, 90  # kernels kept per contender, and characters kept of each name
 
 
 def read(record: Path) -> list[Measured]:
@@ -28,7 +28,7 @@ def read(record: Path) -> list[Measured]:
 
 
 def label(row: Measured) -> str:
-    """What a reader calls a contender."""
+    """Label of a contender in tables."""
     parts = [] if row.head is None else [f"head `{row.head}`"]
     parts += [] if row.cache is None else [f"{row.cache} cache"]
     name = "bf16" if row.scheme == "none" else f"`{row.scheme}`"
@@ -36,7 +36,7 @@ def label(row: Measured) -> str:
 
 
 def contenders(rows: list[Measured]) -> dict[str, dict[tuple[str, str, int], Measured]]:
-    """Each contender's rows by mode, phase and batch, in the record's order; a quantised one optimised."""
+    """Group rows by contender, then by mode, phase and batch, in the record's order; only optimised ones."""
     found: dict[str, dict[tuple[str, str, int], Measured]] = {}
     for row in rows:
         if row.optimized or row.scheme == "none":
@@ -51,7 +51,7 @@ def lines(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def short(rows: list[Measured], layers: int) -> str:
-    """Tokens per second and gigabytes of a compiled model with as many layers."""
+    """Format tokens per second and gigabytes of compiled models with this number of layers."""
     phases = {
         ("compile", "decode", 1): "decode, batch 1",
         ("compile", "decode", 16): "batch 16",
@@ -73,7 +73,7 @@ def short(rows: list[Measured], layers: int) -> str:
 
 
 def by_layer(rows: list[Measured]) -> str:
-    """Microseconds of a layer, without embedding, last norm and head."""
+    """Format microseconds per layer, without embedding, last norm and head."""
     phases = {
         ("compile", "decode", 1): "decode, batch 1",
         ("compile", "decode", 16): "batch 16",
@@ -89,7 +89,7 @@ TABLES = {"models": lambda rows: short(rows, SHAPES[SHAPE]["num_hidden_layers"])
 
 
 def written(text: str, rows: list[Measured]) -> str:
-    """A document with its tables made anew."""
+    """Return a document with its tables regenerated."""
     for name, table in TABLES.items():
         before, mark, rest = text.partition(BEGIN.format(name))
         if mark:
@@ -99,8 +99,8 @@ def written(text: str, rows: list[Measured]) -> str:
 
 
 @app.command()
-def keep(record: Path, to: Path, commit: Annotated[str, typer.Option(help="That was measured.")]) -> None:
-    """Keep of a record what the tables and a reader need."""
+def keep(record: Path, to: Path, commit: Annotated[str, typer.Option(help="The measured commit.")]) -> None:
+    """Reduce a record to what the tables and a reader need."""
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     shares: list[dict[str, Any]] = []
     for name in dict.fromkeys(share["contender"] for share in found["shares"]):
@@ -113,7 +113,7 @@ def keep(record: Path, to: Path, commit: Annotated[str, typer.Option(help="That 
 
 @app.command()
 def write(record: Path, documents: list[Path]) -> None:
-    """Put the tables into documents, between their marks."""
+    """Write the tables into documents, between their marks."""
     rows = read(record)
     for document in documents:
         document.write_text(written(document.read_text(encoding="utf-8"), rows), encoding="utf-8")

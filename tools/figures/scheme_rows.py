@@ -1,4 +1,4 @@
-"""The rows of scheme_table.py, and how they are printed."""
+"""Rows of scheme_table.py and their formatting."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 FLOAT = "floating point"
-# SmolLM2's 576 channels are no multiple of 128, which only this format can say.
+# SmolLM2's 576 channels are not a multiple of 128, which only this format can represent.
 SHORT_GROUPS = ("--format", "gptq")
 TUNED = ("--tune", "64")
 ALGORITHMS, BUDGET = "algorithms", "budget"
 NO_ROWS = ("speed", "about", ALGORITHMS, BUDGET)
-"""What the figures' file holds beside rows."""
+"""Keys of the results file that are not rows."""
 
 
 class Row(NamedTuple):
-    """A scheme by an algorithm; the cheap ones first."""
+    """A scheme and an algorithm."""
 
     scheme: str
     algorithm: str
@@ -53,7 +53,7 @@ ROWS = (
     *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
     *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
     *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
-    # The epiloq format alone has these short groups.
+    # Only the epiloq format has these short groups.
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
 )
 TEACHER_ROWS = (
@@ -66,12 +66,12 @@ TEACHER_ROWS = (
 
 
 def nats(kl: float) -> str:
-    """A divergence, with as many digits as small ones need."""
+    """Format a divergence, with more digits if it is small."""
     return f"{kl:.4f}" if kl >= 0.002 else f"{kl:.6f}"
 
 
 def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """A row's cells."""
+    """Return the cells of a row."""
     exact = found[FLOAT]["perplexity"]
     cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
     cells.append(nats(row["kl"]) if "kl" in row and name != FLOAT else "")
@@ -87,7 +87,7 @@ def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
-    """The table in Markdown, and what was not measured."""
+    """Format the table in Markdown, followed by the rows that were not measured."""
     heads = ("scheme, algorithm", "perplexity", "change", "KL", "gap closed", "MB", "prefill", "decode")
     lines = [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     known = {row.name for row in rows} | {name for name in found if name not in (FLOAT, *NO_ROWS)}

@@ -2,7 +2,7 @@
 
     python tools/figures/scheme_table.py all MODEL --work DIR
 
-cuts the text, measures every row that is missing, and writes the document's tables. Or one after the other:
+cuts the text, measures every missing row, and writes the document's tables. The steps by themselves:
 
     python tools/figures/scheme_table.py text TEXTS
     python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,…] [--device cuda]
@@ -11,14 +11,13 @@ cuts the text, measures every row that is missing, and writes the document's tab
     python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
     python tools/figures/scheme_table.py write docs/guide/choosing_a_scheme.md
 
-Rows are kept in benchmarks/results/accuracy (`--results`) as they are measured: run it again to go on. `speed` times,
-for each scheme that was measured, one output directory beside the floating-point model; `algorithms` and `budget` are
-tables of their own, see algorithm_rows.py and budget_rows.py. Of a model whose weights were never quantised,
+Rows are written to benchmarks/results/accuracy (`--results`) as they are measured, and an interrupted run can be
+repeated. `speed` times one output directory of each measured scheme alternately with the floating-point model;
+`algorithms` and `budget` are separate tables, see algorithm_rows.py and budget_rows.py. For the tables of a model whose
+weights were never quantised, run
 
     python tools/figures/small_teacher.py MODEL
     python tools/figures/scheme_table.py teacher MODEL --work DIR
-
-measures what these tables say of it.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks
 TEACHER_RESULTS = ROOT / "benchmarks/results/accuracy/small_teacher.json"
 BEGIN, END = "<!-- made by tools/figures/scheme_table.py{} -->", "<!-- end -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
-Work = Annotated[Path, typer.Option(help="Where the outputs are kept.")]
-Results = Annotated[Path, typer.Option(help="Where the figures are kept.")]
+Work = Annotated[Path, typer.Option(help="The folder for outputs.")]
+Results = Annotated[Path, typer.Option(help="The file of results.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 
 
 def epiloq(*arguments: object) -> None:
-    """Run the command line, niced, in a process of its own, whose peak memory is then its own too."""
+    """Run the command line at low priority in a separate process, so that its peak memory is measured alone."""
     command = ["nice", "-n", "10", sys.executable, "-m", "epiloq", *map(str, arguments)]
     print(" ".join(command[5:]), flush=True)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def read(results: Path) -> dict[str, Any]:
-    """Figures by row, and of all together."""
+    """Read the results: figures by row, and common ones."""
     return json.loads(results.read_text()) if results.exists() else {}
 
 
 def keep(results: Path, found: dict[str, Any]) -> None:
-    """Replace the file as a whole; a row takes one line."""
+    """Replace the file atomically, with a line per row."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in found.items())
     aside = results.with_suffix(".part")
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def keep(results: Path, found: dict[str, Any]) -> None:
 
 
 def add(results: Path, name: str, row: dict[str, Any], part: str = "") -> None:
-    """Keep a row of a part of the file, which is read anew: another process may have added to it."""
+    """Add a row to a part of the file, which is read again because another process may have changed it."""
     found = read(results)
     (found.setdefault(part, {}) if part else found)[name] = row
     keep(results, found)
@@ -78,7 +77,7 @@ def add(results: Path, name: str, row: dict[str, Any], part: str = "") -> None:
 
 @app.command()
 def text(texts: Path) -> None:
-    """Cut Python's language reference in two: the first quarter to evaluate on, the second half to calibrate with."""
+    """Cut Python's language reference: the first quarter for evaluation, the second half for calibration."""
     from pydoc_data.topics import topics
 
     whole = "\n".join(topics.values())
@@ -107,7 +106,7 @@ def quantise(
 
 
 def schemes(model: Path, texts: Path, work: Path, rows: Sequence[Row], results: Path, device: str = "cpu") -> None:
-    """Measure those of some rows that are missing, one after the other."""
+    """Measure the rows that are missing from the results."""
     work.mkdir(parents=True, exist_ok=True)
     if FLOAT not in read(results):
         seen = evaluate(model, model, texts, work, device)
@@ -131,7 +130,7 @@ def schemes(model: Path, texts: Path, work: Path, rows: Sequence[Row], results: 
         }
         add(results, row.name, figures)
         if any(other.scheme == row.scheme for other in rows[: rows.index(row)]):
-            shutil.rmtree(output)  # `speed` needs one for each scheme.
+            shutil.rmtree(output)  # `speed` needs one output per scheme
 
 
 @app.command()
@@ -143,14 +142,14 @@ def measure(
     results: Results = RESULTS,
     device: Device = "cpu",
 ) -> None:
-    """Measure the rows that are missing, one after the other."""
+    """Measure the rows that are missing from the results."""
     asked = [row for row in ROWS if not rows or row.scheme in rows.split(",")]
     schemes(model, texts, work, asked, results, device)
 
 
 @app.command()
 def algorithms(model: Path, texts: Texts, results: Results = RESULTS) -> None:
-    """Measure what is missing of the table of algorithms."""
+    """Measure the missing rows of the table of algorithms."""
     import algorithm_rows
 
     _algorithms(model, texts, algorithm_rows.ROWS, algorithm_rows.COUNT, results)
@@ -168,7 +167,7 @@ def _algorithms(model: Path, texts: Path, rows: Sequence[Any], count: int, resul
 
 @app.command()
 def budget(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
-    """Measure what is missing of the table of budgets."""
+    """Measure the missing rows of the table of budgets."""
     import budget_rows
 
     work.mkdir(parents=True, exist_ok=True)
@@ -190,7 +189,7 @@ def budget(model: Path, texts: Texts, work: Work, results: Results = RESULTS) ->
 
 @app.command()
 def teacher(model: Path, work: Work, results: Results = TEACHER_RESULTS) -> None:
-    """Cut the text, measure what is missing of the tables of small_teacher.py's model, and write them."""
+    """Cut the text, measure the missing rows of small_teacher.py's model, and write its tables."""
     import algorithm_rows
 
     texts = work / "texts"
@@ -203,7 +202,7 @@ def teacher(model: Path, work: Work, results: Results = TEACHER_RESULTS) -> None
 
 @app.command()
 def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
-    """Time each scheme in turns with the floating-point model, on this machine as it is."""
+    """Time each scheme alternately with the floating-point model on this machine."""
     from epiloq.cli.common import quiet
 
     quiet()
@@ -224,7 +223,7 @@ def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> 
 
 
 def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
-    """All tables by what follows the tool's name in their marks, of the model and of the one trained here."""
+    """Return all tables, of the model and of the one trained here, by the suffix of their marks."""
     import algorithm_rows
     import budget_rows
 
@@ -240,7 +239,7 @@ def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
 
 @app.command()
 def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
-    """Put the tables into a document, between their marks."""
+    """Write the tables into a document, between their marks."""
     whole = doc.read_text(encoding="utf-8")
     for part, made in tables(read(results), read(TEACHER_RESULTS)).items():
         before, mark, rest = whole.partition(BEGIN.format(part))
@@ -255,9 +254,9 @@ def everything(
     work: Work,
     results: Results = RESULTS,
     device: Device = "cpu",
-    document: Annotated[Path, typer.Option(help="Where the table goes, between its marks.")] = DOCUMENT,
+    document: Annotated[Path, typer.Option(help="The document with the tables' marks.")] = DOCUMENT,
 ) -> None:
-    """Cut the text, measure what is missing, and write the document's tables."""
+    """Cut the text, measure the missing rows, and write the document's tables."""
     texts = work / "texts"
     text(texts)
     measure(model, texts, work, results=results, device=device)

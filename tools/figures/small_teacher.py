@@ -1,11 +1,11 @@
-"""Trains a small language model whose weights were never quantised, to measure schemes and algorithms on.
+"""Trains a small language model whose weights were never quantised, for measuring schemes and algorithms.
 
     python tools/figures/small_teacher.py OUTPUT [--steps 650]
 
-A Llama of some 10 million parameters with a tokenizer of 512 byte-level pieces, from the standard library alone: the
-last three quarters of Python's language reference (`pydoc_data.topics`), whose first quarter `scheme_table.py` keeps
-to evaluate on, and the docstrings of its modules. The same seed gives the same model on one machine and number of
-threads. Some ten minutes on one core.
+The model is a Llama of about 10 million parameters with a byte-level tokenizer of 512 tokens. It is trained on text
+from the standard library: the last three quarters of Python's language reference (`pydoc_data.topics`), whose first
+quarter `scheme_table.py` reserves for evaluation, and docstrings. The same seed gives the same model on the same
+machine with the same number of threads. Training takes about ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 
 END = "<|end|>"
 WARMING, FLOOR = 0.05, 0.1
-"""Parts of the steps in which the rate rises, and of the rate that it falls to."""
+"""Fraction of the steps for warm-up, and the final learning rate as a fraction of the peak."""
 WEIGHT_DECAY, LARGEST_NORM, BETAS = 0.1, 1.0, (0.9, 0.95)
 
 
 class Recipe(NamedTuple):
-    """Sizes of the model, and how long it is trained; a step is `batch` windows of `length` tokens."""
+    """Sizes of the model and of its training; a step is `batch` windows of `length` tokens."""
 
     vocabulary: int = 512
     hidden: int = 320
@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
 
 def reference() -> str:
-    """The language reference without its first quarter."""
+    """Return the language reference without its first quarter."""
     from pydoc_data.topics import topics
 
     whole = "\n".join(topics.values())
@@ -52,7 +52,7 @@ def reference() -> str:
 
 
 def docstrings(folder: Path) -> Iterator[str]:
-    """All docstrings of each module under a folder, in the order of the files' names; no tests, no other packages."""
+    """Yield the docstrings of each module under a folder, ordered by file name, without tests and site-packages."""
     for file in sorted(folder.rglob("*.py")):
         if {"site-packages", "test", "tests", "idle_test", "pydoc_data"} & set(file.relative_to(folder).parts):
             continue
@@ -71,7 +71,7 @@ def docstrings(folder: Path) -> Iterator[str]:
 
 
 def tokenizer_of(texts: list[str], vocabulary: int) -> Any:
-    """Byte-level pairs, merged as often as the text asks for; `END` begins and ends texts."""
+    """Train a byte-level BPE tokenizer; `END` is its BOS and EOS token."""
     import tokenizers
     import transformers
 
@@ -90,7 +90,7 @@ def tokenizer_of(texts: list[str], vocabulary: int) -> Any:
 
 
 def windows_of(tokenizer: Any, texts: list[str], length: int) -> Tensor:
-    """All text as one stream, cut into windows int64 ``[count, length]``."""
+    """Tokenise all texts as one stream and cut it into windows, int64 ``[count, length]``."""
     stream: list[int] = []
     for ids in tokenizer(texts, verbose=False)["input_ids"]:
         stream += [tokenizer.eos_token_id, *ids]
@@ -101,7 +101,7 @@ def windows_of(tokenizer: Any, texts: list[str], length: int) -> Tensor:
 
 
 def blank(recipe: Recipe, vocabulary: int, end: int) -> Any:
-    """The model before training, by the recipe's seed."""
+    """Create the untrained model from the recipe's seed."""
     import transformers
 
     torch.manual_seed(recipe.seed)
@@ -122,7 +122,7 @@ def blank(recipe: Recipe, vocabulary: int, end: int) -> Any:
 
 
 def train(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
-    """Train in place by AdamW, the rate rising and then falling as a cosine; the loss of each step."""
+    """Train in place by AdamW with warm-up and cosine decay; returns the loss of each step."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     groups = [
         {"params": decayed, "weight_decay": WEIGHT_DECAY},
@@ -137,7 +137,7 @@ def train(model: Any, windows: Tensor, recipe: Recipe) -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = part * recipe.rate
         chosen = windows[torch.randint(len(windows), (recipe.batch,), generator=draw)]
-        with torch.autocast("cpu", torch.bfloat16):  # Of products; weights and sums of gradients are float32.
+        with torch.autocast("cpu", torch.bfloat16):  # affects products only; weights and gradients are float32
             loss = model(chosen, labels=chosen).loss
         optimizer.zero_grad()
         loss.backward()

@@ -1,12 +1,12 @@
-"""Times every tile of conv2d_int8 on a GPU, table rows x splits of K, beside the one that the table's rule chooses.
+"""Times every tile of conv2d_int8 on a GPU, table rows x split-K slices, and the one that the table's rule chooses.
 
     python tools/kernel_times/conv_sweep.py [--suites resnet50,resnet50-1,pp-ocr] [--rows 0,1,2] [--splits 1,2,4,8]
                                [--json sweep.json]
 
-Inputs are cold in L2 where a set of some 0.4 MB is, replays of a CUDA graph; every tile's result must equal the chosen
-one's, and that a float64 reference. cuDNN's convolution of the same numbers in fp16 stands beside. At the end stand the
-geometric means of cuDNN's time over the chosen and over the best tile's, and how often each row was best. The JSON file
-holds all times.
+Calls are replays of a CUDA graph, with inputs cold in L2 if an input set has at least about 0.4 MB. The chosen tile's
+result must equal a float64 reference, and every other tile's result the chosen one's. cuDNN's convolution of the same
+values in fp16 is timed for comparison. The summary has the geometric means of cuDNN's time over the chosen tile's and
+over the best tile's, and how often each row was best. The JSON file contains all times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from epiloq.ops.convolutions.conv2d import geometry
 
 NAME = "conv2d_int8"
 MOST_SETS = 160
-# Pixels and channels of a tile, by row of the table in src/dispatch/conv2d_int8/tables.h.
+# Pixels and channels of a CTA tile, by row of the table in src/dispatch/conv2d_int8/tables.h.
 TILES = (
     (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (128, 128), (128, 64), (128, 32), (64, 64),
     (64, 64), (64, 64),
@@ -44,8 +44,9 @@ Kernel = tuple[int, int]
 
 
 class QuickTimer(CudaTimer):
-    """For hundreds of kernels: two turns, of which 3 ms do not count and 6 do. Capturing a graph collects garbage,
-    which takes longer than that where it looks at all that was imported.
+    """Faster timer for hundreds of kernels: two runs of 6 ms after 3 ms of warm-up.
+
+    Capturing a graph collects garbage, so imported objects are frozen first; otherwise that would take longer.
     """
 
     MEASURE_MS = 6.0
@@ -70,7 +71,7 @@ class Row:
 
 
 def bind(call: partial[Tensor], kernel: Kernel) -> tuple[Call, Tensor]:
-    """A call of the operation as one of the kernel, and where its result goes."""
+    """Convert a call of the operation to a call of one kernel, and return it with its output."""
     x: Tensor
     weight: epiloq.PreparedInt8Weight
     x, weight = call.args
@@ -83,7 +84,7 @@ def bind(call: partial[Tensor], kernel: Kernel) -> tuple[Call, Tensor]:
 
 
 def candidates(case: Case, rows: list[int], splits: list[int], sm_count: int) -> list[Kernel]:
-    """Without tiles much wider than the layer, and without more blocks than keep the SMs busy."""
+    """Kernels to time, without tiles much wider than the layer and without split-K beyond one wave."""
     layer = LAYERS[case.layer]
     if layer.groups > 1:
         return []

@@ -1,12 +1,12 @@
-"""Times every kernel of conv2d_weight_only on a GPU, table rows x splits of K, beside the one that its model chooses.
+"""Times every kernel of conv2d_weight_only on a GPU, table rows x split-K slices, and the one that its model chooses.
 
     python tools/kernel_times/conv_weight_only_sweep.py [--variant w4_g128] [--batches 1] [--layers "3 3x3,4 3x3"]
                                            [--families wgmma,patches] [--splits 1,2,4,8] [--json sweep.json]
 
-Inputs are cold in L2 where a set takes at least some 0.4 MB, but for those of "dense"; replays of a CUDA graph. Every
-result is compared with torch's convolution of the dequantised weight, which the "dense" time dequantises for each
-time; cuDNN's convolution alone, of the same type, stands beside. The times in costs.h are to be fitted to what --json
-writes.
+Calls are replays of a CUDA graph, with inputs cold in L2 (except for "dense") if an input set has at least about
+0.4 MB. Every result is compared with torch's convolution of the dequantised weight; the "dense" time includes
+dequantisation, and cuDNN's convolution in the same dtype is timed without it. --json writes the times to which those
+in costs.h are fitted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 from epiloq.ops.convolutions.conv2d import Geometry, geometry
 
 NAME = "conv2d_weight_only"
-# Weight rows and pixels of a tile, by row of the tables in src/dispatch/conv2d_weight_only/tables.h.
+# Weight rows and pixels of a CTA tile, by row of the tables in src/dispatch/conv2d_weight_only/tables.h.
 TILES = {"wgmma": ((128, 64), (64, 64), (64, 64)), "patches": ((128, 64), (128, 32))}
 Kernel = tuple[str, int, int]
 
@@ -45,7 +45,7 @@ def place_of(call: partial[Tensor]) -> Geometry:
 
 
 def bind(call: partial[Tensor], kernel: Kernel) -> tuple[Call, Tensor]:
-    """A call of the operation as one of the kernel, and where its result goes, ``[B, Co, P, Q]``."""
+    """Convert a call of the operation to a call of one kernel, and return it with its output ``[B, Co, P, Q]``."""
     x: Tensor
     w: epiloq.PackedConv2dWeight
     x, w = call.args
@@ -65,7 +65,7 @@ def dense(call: partial[Tensor]) -> Tensor:
 
 
 def candidates(case: Case, families: list[str], splits: list[int], sm_count: int) -> list[Kernel]:
-    """Without more blocks than keep the SMs busy."""
+    """Kernels to time, without split-K beyond one wave."""
     pixels, kernels = case.m * math.prod(LAYERS[case.layer].output_image), []
     for family in families:
         for row, (tile_n, tile_m) in enumerate(TILES[family]):

@@ -1,9 +1,9 @@
-"""Fits the times of online_quant_mm's kernels on SM90 to sweeps, and says how far behind the fastest their choices are.
+"""Fits the cost model of online_quant_mm on SM90 to sweeps, and reports the losses of its choices.
 
     python tools/kernel_times/online_quant_fit.py [sweep.json ...]
                                      [--steps 300] [--write]
 
-online_quant_sweep.py makes sweeps; how a fit is made stands in times_fit.py.
+online_quant_sweep.py makes the sweeps; times_fit.py describes the fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUBJECT = Subject(
     places=(r"kMmaTimes\[\]\{.*?\n\};", r"kSm90Steps\[\]\[2\]\{.*?\n\};", r"double mma_power.*?\} kSm90Time;"),
     sweeps=(MEASURED / "online_quant_h100.json", MEASURED / "online_quant_h200.json"),
     name=name_of,
-    # Blocks of 128; nothing is known of a kernel that a sweep left out, being of too many tokens or shared by too many.
+    # Only blocks of 128 are fitted. Kernels that a sweep left out are not candidates.
     takes=lambda row: row.get("group", 128) == 128,
     counts=lambda row, name: name in row["us"],
     lacks_constant=True,

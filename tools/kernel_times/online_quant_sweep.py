@@ -1,11 +1,11 @@
-"""Times every kernel of online_quant_mm on a GPU, tiles x splits of K, beside the one that is chosen.
+"""Times every kernel of online_quant_mm on a GPU, tiles x split-K slices, and the one that is chosen.
 
     python tools/kernel_times/online_quant_sweep.py [--shapes 4096x4096,8192x8192] [--tokens 16,64,256]
                                        [--variants w8g128,w4g128] [--splits 1,2,3,4,5,6,7,8] [--json sweep.json]
 
-Microseconds of a whole call, with the pass that quantises: weights are cold in L2, replays of a CUDA graph. Every
-kernel's result is held to the float64 product first. At the end stands how far the choice is behind the fastest.
-online_quant_fit.py fits the times in costs.h to what --json writes.
+Times are microseconds of a whole call including the quantising pass, in replays of a CUDA graph with weights cold in
+L2. Every kernel's result is first compared with the float64 product. The summary tells how much slower the choice is
+than the fastest. online_quant_fit.py fits the times in costs.h to what --json writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from epiloq.bench.contract import Inputs
 from epiloq.bench.operations.online_quant_mm import KINDS, OPERATION
 from epiloq.bench.timing import CudaTimer, cache_bytes, kernel_us, rotate
 
-# Tokens of a tile, by row of the tables in src/dispatch/online_quant_mm/tables.h; weight rows of SM90's, their group.
+# Tokens per CTA tile, by row of the tables in src/dispatch/online_quant_mm/tables.h.
 TILES = {"sm80": (16, 16, 32, 64, 64, 64, 128, 64), "sm90": (64, 80, 96, 112, 128)}
 SM90_ROWS, SM90_GROUP = 128, 128
 SHAPES = ",".join(f"{shape.n}x{shape.k}" for shape in H200)
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
 
 def candidates(case: Case, splits: list[int], sm_count: int) -> Iterator[Kernel]:
-    """Without tiles that are mostly empty or many times too narrow, and without clusters of more than one wave."""
+    """Kernels to time, without mostly empty or far too narrow tiles, and without clusters beyond one wave."""
     for family, tiles in TILES.items():
         if family == "sm90" and KINDS[case.variant][1] != SM90_GROUP:
             continue
@@ -71,7 +71,7 @@ def name_of(explained: str) -> str:
 
 
 def sweep(case: Case, splits: list[int], timer: CudaTimer, generator: torch.Generator) -> tuple[str, dict[str, float]]:
-    """What is chosen, and microseconds by what `explain` calls a tile."""
+    """Return the chosen kernel, and microseconds by the description of a kernel in `explain`."""
     sets = rotate(OPERATION.inputs(case, generator), cache_bytes(generator.device))[0][:MOST_SETS]
     calls = [arguments_of(case, inputs) for inputs in sets]
     sm_count = torch.cuda.get_device_properties(generator.device).multi_processor_count
@@ -122,11 +122,11 @@ def main() -> None:
         print("    " + "; ".join(f"{times[name]:.2f} {name}" for name in ordered[:4]), flush=True)
         bits, group = KINDS[variant]
         rows.append({"bits": bits, "group": group, "n": n, "k": k, "m": m, "us": times})
-        if arguments.json:  # anew after each problem, so that a run that is cut short keeps what it had
+        if arguments.json:  # written after each problem, so that an aborted run keeps its results
             arguments.json.write_text(json.dumps(record))
     known = [ratio - 1 for ratio in behind if not math.isnan(ratio)]
-    print(f"{fmean(known):.2%} behind the fastest in the mean of {len(known)} problems, {max(known):.1%} at most;")
-    print(f"of {len(behind) - len(known)} the chosen kernel was not timed")
+    print(f"{fmean(known):.2%} slower than the fastest on average of {len(known)} problems, {max(known):.1%} at worst;")
+    print(f"for {len(behind) - len(known)} problems the chosen kernel was not timed")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fits the numbers of a costs.h to sweeps, for online_quant_fit.py.
+"""Fits the parameters of a costs.h to sweeps; used by online_quant_fit.py.
 
-What a kernel is said to take is asked of the library's own code, compiled with the numbers as variables. What a fit
-makes small is what choices are expected to lose, a kernel being the likelier chosen the less time it is said to take;
-errors of times by themselves tell mostly of kernels that never are.
+The modelled times come from the library's own code, compiled with the parameters as variables. A fit minimises the
+expected loss of choices, with choice probabilities from a softmin of the modelled times, because errors of the times
+themselves would be dominated by kernels that are never chosen.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rich.progress import track
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests/kernel_choice/measured"
-# GB/s that memory's clock and width amount to.
+# Theoretical memory bandwidth in GB/s.
 MEMORY = {"H200": 4917, "H100": 3352}
 ANY = range(1 << 31)  # tokens
-# What is fitted has a point or an exponent.
+# Fitted numbers have a decimal point or an exponent.
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+)")
-# Of what was not timed though it might have been, being slow: over the fastest. And the most that counts.
+# Loss assumed for candidates that a sweep left out as slow, and the upper limit of any loss.
 UNKNOWN, MOST = 0.4, 0.6
 DIGITS = 3
-MOST_BEHIND = 0.08  # the fastest, of what a climb does not hold against a choice beside its mean
+MOST_BEHIND = 0.08  # losses above this count extra in a climb
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -43,12 +43,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is fitted, to which sweeps: a file's "sweep" has rows {"bits", "n", "k", "m", "us":
-    {name: microseconds}}.
+    """A cost model and the sweeps to fit it to: files with rows {"bits", "n", "k", "m", "us": {name: microseconds}}.
 
-    ``source`` ends with times_library.h; ``places`` are where the header has the numbers, which the source has in the
-    same order; ``name`` is what sweeps call what `explain` says; ``takes`` tells which problems count, ``counts`` which
-    kernels of one; ``lacks_constant``: times are without what all kernels of a problem take.
+    ``source`` includes times_library.h at its end. ``places`` are patterns of the header's parameters, in the order in
+    which the source reads them. ``name`` translates a description by `explain` to a name in sweeps. ``takes`` selects
+    problems, ``counts`` kernels of a problem. ``lacks_constant``: modelled times leave out what is common to all
+    kernels of a problem.
     """
 
     header: str
@@ -65,18 +65,18 @@ class Subject:
         return ROOT / "src" / self.header
 
     def numbers_in(self, text: str, names: str = "") -> list[re.Match[str]]:
-        """Of the places that begin with such a name."""
+        """Find the parameters in the places whose patterns begin with a match of `names`."""
         spans = [re.search(pattern, text, re.DOTALL) for pattern in self.places if re.match(names, pattern)]
-        assert all(spans), f"{self.header} is not as this tool knows it"
+        assert all(spans), f"{self.header}: a pattern of places does not match"
         return [found for span in spans if span for found in NUMBER.finditer(text, *span.span())]
 
     def is_among(self, text: str, names: str) -> Bools:
-        """Of all numbers, whether their places do."""
+        """Return for each parameter whether `numbers_in` finds it with these `names`."""
         places = {found.start() for found in self.numbers_in(text, names)}
         return np.array([found.start() in places for found in self.numbers_in(text)])
 
     def with_numbers(self, text: str, values: Sequence[float]) -> str:
-        """The header with other numbers, of few digits."""
+        """Replace the parameters in the header's text, rounded to DIGITS digits."""
         for found, value in reversed(list(zip(self.numbers_in(text), values, strict=True))):
             digits = f"{value:.{DIGITS}g}"
             small_or_whole = "e-" in digits or ("." in digits and "e" not in digits)
@@ -86,7 +86,7 @@ class Subject:
 
 
 class Model:
-    """The library's times, as functions of the numbers."""
+    """The library's modelled times as a function of the parameters."""
 
     def __init__(self, subject: Subject, text: str) -> None:
         self._subject = subject
@@ -108,7 +108,7 @@ class Model:
         return values
 
     def add(self, row: Row, memory_gb_s: int) -> list[str]:
-        """What may serve a problem, as sweeps call it."""
+        """Add a problem; returns its candidates by their names in sweeps."""
         problem = (row["m"], row["n"], row["k"], row["bits"])
         before, self._count = self._count, self._library.problem_add(*problem, memory_gb_s)
         name = ctypes.create_string_buffer(200)
@@ -119,7 +119,7 @@ class Model:
         return names
 
     def times(self, numbers: Floats) -> Floats:
-        """Microseconds of all candidates of all problems so far."""
+        """Modelled microseconds of all candidates of all problems added so far."""
         values, out = np.ascontiguousarray(numbers, float), np.empty(self._count)
         self._library.numbers_write(values.ctypes.data_as(ctypes.c_void_p))
         self._library.times_of(out.ctypes.data_as(ctypes.c_void_p))
@@ -127,7 +127,7 @@ class Model:
 
 
 class Problems:
-    """The candidates of all problems one after the other, and what they took."""
+    """The concatenated candidates of all problems, with their measured times."""
 
     def __init__(self, model: Model, subject: Subject, paths: Iterable[Path], among: range = ANY) -> None:
         self.rows: list[Row] = []
@@ -148,7 +148,7 @@ class Problems:
         self.first, self.us, self.served = np.array(first), np.array(us), np.array(served)
         self.known = ~np.isnan(self.us)
         self.fastest = self.spread(self.least(np.where(self.known, self.us, np.inf)))
-        # What the choice of a candidate would lose, over the fastest.
+        # Loss of choosing each candidate, relative to the fastest.
         self.lost = np.where(self.known, np.minimum(self.us / self.fastest - 1, MOST), UNKNOWN)
         self._weight = np.where(self.known, np.maximum(1 - 2.5 * self.lost, 0.1), 0)
         self._lacks_constant = subject.lacks_constant
@@ -157,27 +157,27 @@ class Problems:
         return np.asarray(np.minimum.reduceat(values, self.first))
 
     def mean(self, values: Floats, weight: Floats) -> Floats:
-        """Of each problem's candidates."""
+        """Weighted mean over each problem's candidates."""
         return np.asarray(np.add.reduceat(values * weight, self.first) / np.add.reduceat(weight, self.first))
 
     def spread(self, of_problems: Floats) -> Floats:
         return np.repeat(of_problems, np.diff([*self.first, len(self.us)]))
 
     def chosen(self, times: Floats) -> NDArray[np.int64]:
-        """Of each problem the candidate of the least time, of equals the first."""
+        """Index of the fastest candidate of each problem; the first one of equals."""
         fastest = np.where(times <= self.spread(self.least(times)), np.arange(len(times)), len(times) - 1)
         return np.asarray(np.minimum.reduceat(fastest, self.first))
 
     def losses(self, times: Floats) -> Floats:
-        """Of each problem's choice."""
+        """Loss of each problem's choice."""
         return np.asarray(self.lost[self.chosen(np.where(self.served, times, np.inf))])
 
     def unknown(self, times: Floats) -> int:
-        """Of how many problems the choice among all was not timed."""
+        """Number of problems whose choice among all candidates was not timed."""
         return int((~self.known[self.chosen(times)]).sum())
 
     def objective(self, times: Floats, sharpness: float) -> float:
-        """Of expected losses, and a little of the times' own errors."""
+        """Expected loss, plus a small multiple of the squared errors of log times."""
         chance = np.where(self.served, -times / self.fastest * sharpness, -np.inf)
         chance = np.exp(chance + self.spread(self.least(-chance)))
         errors = np.where(self.known, times - np.where(self.known, self.us, 0), 0) / self.fastest
@@ -188,15 +188,17 @@ class Problems:
 
 
 def cost(lost: Floats) -> float:
-    """Of problems' losses: what is more than three percent counts more."""
+    """Mean of the problems' losses, in which losses above three percent count extra."""
     return float(lost.mean() + 100 * (np.maximum(lost - 0.03, 0) ** 2).mean())
 
 
 def fit(
     model: Model, problems: Problems, start: Floats, steps: int, free: Bools | None = None, stiffness: float = 2e-5
 ) -> Floats:
-    """Adam over the logarithms of the `free` ones' factors, by differences; `stiffness` holds them near 1. The best
-    that it came by, as what is chosen is less smooth than what is expected.
+    """Fit by Adam over the logarithms of factors of the `free` parameters, with finite differences.
+
+    `stiffness` pulls the factors to 1. Returns the best iterate by actual choices, which are less smooth than the
+    objective.
     """
     factors, slope, mean, square = (np.zeros(len(start)) for _ in range(4))
     free = np.ones(len(start), bool) if free is None else free
@@ -220,9 +222,10 @@ def fit(
 
 
 def climb(model: Model, problems: Problems, start: Floats, steps: int, free: Bools) -> Floats:
-    """Random steps, of which those that lessen what the choices themselves lose are taken: that is no slope's to find.
-    Loosely held where the fit left them, as numbers else wander off to where they serve but a few problems; and of as
-    many digits as are written, which choices may depend on.
+    """Improve the actual choices by random steps, since their losses have no gradient.
+
+    Parameters are pulled loosely to their start, so that they do not overfit a few problems, and are rounded as they
+    will be written, since choices may depend on the rounding.
     """
     random, places = np.random.default_rng(0), np.flatnonzero(free)
     factors = np.zeros(len(start))
@@ -245,8 +248,8 @@ def climb(model: Model, problems: Problems, start: Floats, steps: int, free: Boo
 
 def report(problems: Problems, times: Floats, title: str) -> None:
     lost = problems.losses(times)
-    print(f"{title}: {lost.mean():.2%} behind the fastest in the mean of {len(lost)} problems,")
-    print(f"  of which {problems.unknown(times)} are answered by a kernel that their sweep left out; most:")
+    print(f"{title}: {lost.mean():.2%} slower than the fastest on average over {len(lost)} problems,")
+    print(f"  {problems.unknown(times)} of which choose a kernel that their sweep left out; worst:")
     for i in np.argsort(-lost)[:5]:
         row = problems.rows[i]
         print(f"  {lost[i]:6.1%}  {row['bits']} bits, {row['n']}x{row['k']} by {row['m']}, {row['card']}")
@@ -255,11 +258,11 @@ def report(problems: Problems, times: Floats, title: str) -> None:
 def main(subject: Subject, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="*", type=Path, default=[*subject.sweeps])
-    parser.add_argument("--tokens", default="0:", help="only problems of so many, from:below [0:]")
-    parser.add_argument("--only", default="", help="numbers of places so named, a pattern, as kDecode [all]")
-    parser.add_argument("--steps", type=int, default=300, help="by slopes; without any: how good what serves is [300]")
-    parser.add_argument("--climb", type=int, default=30000, help="random steps behind those [30000]")
-    parser.add_argument("--write", action="store_true", help=f"into {subject.header}")
+    parser.add_argument("--tokens", default="0:", help="range of tokens FROM:BELOW of the fitted problems [0:]")
+    parser.add_argument("--only", default="", help="fit only parameters whose places match, such as kDecode [all]")
+    parser.add_argument("--steps", type=int, default=300, help="gradient steps; 0 only reports the current fit [300]")
+    parser.add_argument("--climb", type=int, default=30000, help="random steps after the gradient steps [30000]")
+    parser.add_argument("--write", action="store_true", help=f"write the fit to {subject.header}")
     arguments = parser.parse_args()
     text = subject.path.read_text()
     model = Model(subject, text)
@@ -271,7 +274,7 @@ def main(subject: Subject, description: str | None) -> None:
         return
     free = subject.is_among(text, arguments.only)
     if not free.any():
-        parser.error(f"--only: expected how some place of numbers begins, got {arguments.only}")
+        parser.error(f"--only: expected a pattern that matches the beginning of a place, got {arguments.only}")
     found = fit(model, problems, now, arguments.steps, free)
     report(problems, model.times(found), "fitted")
     found = climb(model, problems, found, arguments.climb, free)

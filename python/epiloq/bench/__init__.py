@@ -1,6 +1,6 @@
-"""Benchmarks: epiloq's operations against their peers and against the floor that memory and arithmetic set.
+"""Benchmarks: epiloq's operations, compared with other libraries and with the memory and arithmetic floors.
 
-``epiloq bench`` and ``python -m epiloq.bench`` run it; the second needs PyTorch alone. Cases and operations
-are data (:mod:`epiloq.bench.cases`, :mod:`epiloq.bench.operations`): a new operation adds a row there and leaves the
-runner as it is.
+``epiloq bench`` and ``python -m epiloq.bench`` run them; the second needs only PyTorch. Cases and operations are data
+(:mod:`epiloq.bench.cases`, :mod:`epiloq.bench.operations`): a new operation adds a row there, and the runner does not
+change.
 """

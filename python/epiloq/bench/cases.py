@@ -1,4 +1,4 @@
-"""What is measured: layer shapes of known models, token counts and named suites of both."""
+"""Benchmark cases: layer shapes of known models, token counts and named suites of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epiloq.bench.convolutions import PP_OCR, RESNET50, Layer
 
 
 class Shape(NamedTuple):
-    """The weight of a linear layer: N output features by K input features."""
+    """Weight shape of a linear layer: N output features, K input features."""
 
     layer: str
     n: int
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Shapes x token counts x the variants of each operation; beside all of their peers, or these."""
+    """Shapes x token counts x variants of each operation. An empty ``peers`` means every peer."""
 
     shapes: tuple[Shape, ...]
     tokens: tuple[int, ...]
@@ -101,7 +101,7 @@ H200 = (
     Shape("deepseek-v3 o", 7168, 16384),
     Shape("llama3-70b o", 8192, 8192),
 )
-# Multiples of 8 and 16 that no tile divides, then sizes that need the ragged path.
+# First multiples of 8 and 16 that no tile size divides, then sizes that need the ragged path.
 ODD = (
     Shape("smollm2 q_o", 576, 576),
     Shape("ragged tiles", 1040, 2064),
@@ -111,7 +111,7 @@ ODD = (
 )
 
 
-# q k^T and p v of one head: N or K are its 128 columns, the other one counts tokens.
+# q k^T and p v of one head: one of N and K is the head size of 128, the other one the number of tokens.
 ATTENTION = tuple(
     shape for t in (512, 4096) for shape in (Shape(f"scores of {t}", t, 128), Shape(f"values of {t}", 128, t))
 )

@@ -1,4 +1,4 @@
-"""``epiloq bench``, and ``python -m epiloq.bench`` where the command line's packages are not installed."""
+"""``epiloq bench``, and ``python -m epiloq.bench`` for environments without the command line's packages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PEERS = list(dict.fromkeys(name for operation in OPERATIONS.values() for name in
 
 
 def option(text: str) -> Any:
-    """The help of an option, in typer's form where typer is installed."""
+    """Return the help text of an option, as a typer option if typer is installed."""
     try:
         import typer
     except ImportError:
@@ -60,9 +60,9 @@ def bench(
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     settle: Annotated[
         float | None,
-        option("On a GPU, warm-up milliseconds of each turn; from 100 on each contender runs at its own clock. [8]"),
+        option("Warm-up milliseconds before each timing on a GPU; from 100 on, kernels run at their own clock. [8]"),
     ] = None,
-    commit: Annotated[str, option("The commit to record where the package is not inside a checkout.")] = "",
+    commit: Annotated[str, option("The commit to record if the package is not inside a checkout.")] = "",
     json: Annotated[Path | None, option("Write everything to FILE after every case; -: to standard output.")] = None,
     plot: Annotated[
         Path | None, option("Draw percent of floor and ratios to peers (.png or .svg; matplotlib).")
@@ -76,8 +76,8 @@ def bench(
     batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,
     head: Annotated[str, option("With --model: a scheme for the output head of quantised models.")] = "",
     cache: Annotated[str, option(f"With --model: their key-value cache in {' or '.join(CACHES)}.")] = "",
-    shares: Annotated[int, option("With --model: list so many kernels of a decode step by their share of time.")] = 0,
-    context: Annotated[int, option("With --model: tokens before a step of decode.")] = 512,
+    shares: Annotated[int, option("With --model: list this many kernels of a decode step by share of time.")] = 0,
+    context: Annotated[int, option("With --model: tokens in the cache before a decode step.")] = 512,
     prompt: Annotated[int, option("With --model: tokens of a prefill, by default those of --context.")] = 0,
     form: Annotated[
         list[str] | None, option(f"With --model: quantised models as they are, optimised: {', '.join(FORMS)}. [both]")
@@ -85,7 +85,7 @@ def bench(
 ) -> None:
     """Time the operations and their peers, check the results, and compare times with the roofline floor.
 
-    With --model: prefill and decode of a whole language model, quantised and optimised, beside its 16-bit self.
+    With --model: time prefill and decode of a language model, quantised and optimised, and compare with 16 bits.
 
     Exit codes: 1 when a result is wrong, 2 when an option is.
     """
@@ -103,7 +103,7 @@ def bench(
         cases = expand(suites, op or (), variant or (), m or ())
         _check_targets(json, plot)
         if not cases:
-            raise ValueError("bench: expected at least one case, got a choice of options that leaves none")
+            raise ValueError("bench: expected at least one case, got options that select none")
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -240,7 +240,7 @@ def _measure(
 ) -> Report:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    begin, short = time.monotonic(), TIMERS[device.type]()  # what nothing takes turns with
+    begin, short = time.monotonic(), TIMERS[device.type]()  # `short` times floors and host calls, one at a time
     timer = short if settle_ms is None else CudaTimer(settle_ms)
     environment = describe(device, commit) | {"seed": seed}
     _progress("read floor")
@@ -258,7 +258,7 @@ def _measure(
         if json and json != STDOUT:
             report.write(json)
     if device.type == "cuda":
-        # The last kernels have only just ended: about the clocks and the power under load.
+        # The last kernels have just ended, so these are close to the clocks and the power under load.
         environment["state_at_end"] = gpu_state(device)
     environment["seconds"] = round(time.monotonic() - begin)
     if json:
@@ -267,7 +267,7 @@ def _measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The options of :func:`bench`, read off its signature as typer reads them."""
+    """Build an argument parser from the signature of :func:`bench`, as typer does."""
     parser = argparse.ArgumentParser(prog="python -m epiloq.bench", description=inspect.getdoc(bench))
     defaults = inspect.signature(bench).parameters
     for name, hint in get_type_hints(bench, include_extras=True).items():

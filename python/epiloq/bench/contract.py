@@ -1,4 +1,4 @@
-"""The contract between an operation's row and the runner."""
+"""Interface between the registered operations and the benchmark runner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Call = Callable[[], object]
 
 
 class Unavailable(Exception):
-    """A contender cannot run here, or cannot run this case; the message is the reason that the report gives."""
+    """A contender cannot run on this machine, or cannot run this case; the report prints the message as the reason."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A contender with its inputs in place: one call for each input set, and what was changed to make it run."""
+    """A contender with its inputs prepared: one call per input set; ``note`` says what was changed to make it run."""
 
     calls: Sequence[Call]
     note: str = ""
@@ -31,12 +31,12 @@ Binder = Callable[[Case, Sequence[Inputs]], Bound]
 
 
 def product_work(case: Case) -> int:
-    """The multiplications and additions of a matrix product."""
+    """Multiplications and additions of a matrix product, 2 M N K."""
     return 2 * case.m * case.n * case.k
 
 
 def note_of(error: float) -> str:
-    """What is noted of a peer whose result is so many times the tolerance off: it is timed all the same."""
+    """Note for a peer whose error is this multiple of the tolerance; such a peer is timed all the same."""
     return "" if error <= 1 else f"{error:.3g} times the tolerance off"
 
 
@@ -44,11 +44,11 @@ def note_of(error: float) -> str:
 class Operation:
     """Everything that the runner needs to know about an operation.
 
-    ``inputs`` draws one input set on the generator's device. ``bind`` and ``peers`` prepare epiloq's call and the
-    others': conversions belong there, outside what is timed. ``error`` compares the first call's result with a float64
-    reference on a random subset of elements, as a multiple of the tolerance: at most 1 is right, NaN is wrong.
-    ``work`` counts multiplications and additions; ``ceiling`` names the rate of :mod:`epiloq.bench.floor` that bounds
-    them, empty for an operation that only moves memory.
+    ``inputs`` draws one input set on the generator's device. ``bind`` and ``peers`` prepare the calls of epiloq and of
+    other libraries; conversions belong there, since they are not timed. ``error`` compares the first call's result with
+    a float64 reference on a random subset of elements and returns a multiple of the tolerance: at most 1 is correct,
+    NaN is wrong. ``work`` counts multiplications and additions; ``ceiling`` names the rate of
+    :mod:`epiloq.bench.floor` that bounds them, and is empty for an operation that only moves memory.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Operation:
 
 
 def require(module: str) -> Any:
-    """Import a peer. A broken extension raises OSError or RuntimeError instead of ImportError: each one is a reason."""
+    """Import a peer, or raise Unavailable; broken extensions raise OSError or RuntimeError instead of ImportError."""
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -71,12 +71,12 @@ def require(module: str) -> Any:
 
 
 def sample(size: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """The first, the last and up to ``count`` random indices below ``size``."""
+    """Return the first, the last and up to ``count`` random indices below ``size``."""
     device = generator.device
     ends = torch.tensor([0, size - 1], device=device)
     return torch.cat([ends, torch.randint(size, (count,), generator=generator, device=device)])
 
 
 def worst(error: torch.Tensor, tolerance: torch.Tensor) -> float:
-    """The largest error as a multiple of its tolerance; NaN and infinity in either come out as NaN or infinity."""
+    """Return the largest error as a multiple of its tolerance; NaN and infinity in either propagate."""
     return float((error / tolerance).max())

@@ -1,7 +1,7 @@
-"""Convolutions that are measured: layers of ResNet-50, and layers like those of PP-OCRv4's detector and recogniser.
+"""Benchmarked convolutions: layers of ResNet-50, and layers like those of PP-OCRv4's detector and recogniser.
 
-A case of one has the images of a batch for M, the output channels for N and the values that each sums up for K; the
-rest follows from its layer's name.
+In a convolution's case M is the number of images, N the output channels and K the products summed for each output;
+the layer's name gives the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """``channels`` and ``outputs`` of all groups; half of the kernel is padding on every side."""
+    """``channels`` and ``outputs`` count all groups; the padding is half the kernel on every side."""
 
     channels: int
     outputs: int
@@ -35,7 +35,7 @@ class Layer:
         return height, width
 
 
-# Each distinct weight once: where a block starts with a stride, the layers that follow it are listed.
+# Each distinct weight shape is listed once; of a stage whose first block has a stride, the later blocks' shapes.
 RESNET50: Mapping[str, Layer] = {
     "resnet50 stem 7x7/2": Layer(3, 64, (224, 224), 7, 2),
     "resnet50 1 1x1 in": Layer(256, 64, (56, 56)),

@@ -1,4 +1,4 @@
-"""What a result must carry to be compared later: the machine, the versions, the commit, the command."""
+"""Environment recorded with each result: the machine, the versions, the commit and the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "pow
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a program prints; empty where it is absent or refuses."""
+    """Standard output of a program; empty if it is not installed or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -27,7 +27,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def gpu_state(device: torch.device) -> dict[str, str]:
-    """Driver, clocks (MHz) and power (W) as nvidia-smi reads them now; empty without it."""
+    """Driver, clocks (MHz) and power (W) that nvidia-smi reports now; empty without nvidia-smi."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     query = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     values = _output(query).split(", ")
@@ -35,19 +35,19 @@ def gpu_state(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout that holds this package, marked when it has local changes; empty outside one."""
+    """Commit of the checkout that contains this package, marked if it has local changes; empty outside a checkout."""
     folder = str(Path(__file__).parent)
     return _output(["git", "-C", folder, "describe", "--match=", "--always", "--dirty", "--abbrev=40"])
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command that was typed, without where files of this machine are: results are read on others."""
+    """The command line, with paths shortened to file names, because results are read on other machines."""
     options = arguments[1:] if arguments[:1] == ["bench"] else arguments
     return " ".join(["epiloq bench", *(re.sub(r"(^|=)/.*/", r"\1", option) for option in options)])
 
 
 def describe(device: torch.device, known_commit: str = "") -> dict[str, object]:
-    """JSON-ready facts. ``known_commit`` stands in where the package is not inside a checkout."""
+    """JSON-ready facts about the machine and the software. ``known_commit`` is used outside a checkout."""
     facts: dict[str, object] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command(sys.argv[1:]),

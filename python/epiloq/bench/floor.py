@@ -1,8 +1,9 @@
-"""What no kernel beats: the time to read a case's bytes once, cold, and the time for its arithmetic.
+"""Roofline floors: the time to read a case's bytes once, cold, and the time for its arithmetic.
 
-The read floor is fitted to the fastest of several simple readers, timed in the same run as the cases: t = a + S / B.
-On a CPU a is 0 and B the best rate seen: there a is not the cost of a kernel's launch but of torch waking its threads,
-which other code need not pay. The arithmetic rate is the datasheet's, or, for a device not listed, the best measured.
+The memory floor t = a + S / B is fitted to the fastest of several simple readers, timed in the same run as the cases.
+On a CPU a is 0 and B the best measured rate: there a would be the cost of waking torch's threads rather than of a
+launch, which other code need not pay. The arithmetic rate is the datasheet's, or the best measured one for a device
+that is not listed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ READ_MIB = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 448), "cpu": (1, 4, 16, 64)}
 
 # Dense int8 TOPS (10^12 multiplications and additions a second) at boost clock, from NVIDIA's datasheets. 16-bit
 # floating point with fp16 sums is half as fast on all of them.
-# A device is the entry with the most words that its name holds.
+# A device belongs to the entry that shares the most words with its name.
 DATASHEET_INT8 = {
     "T4": 130.0,
     "A10": 250.0,
@@ -57,7 +58,7 @@ _REDUCTIONS: Mapping[str, Reader] = {
 
 @dataclass(frozen=True)
 class ReadSample:
-    """The fastest reader's time for this many bytes."""
+    """Time of the fastest reader for this many bytes."""
 
     nbytes: int
     us: float
@@ -66,7 +67,7 @@ class ReadSample:
 
 @dataclass(frozen=True)
 class ReadFloor:
-    """t = overhead_us + bytes / bytes_per_us, fitted to ``samples``."""
+    """Memory floor t = overhead_us + bytes / bytes_per_us, fitted to ``samples``."""
 
     overhead_us: float
     bytes_per_us: float
@@ -78,7 +79,7 @@ class ReadFloor:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """An arithmetic rate in TOPS, and where it comes from."""
+    """Arithmetic rate in TOPS (10^12 operations per second), and its source."""
 
     tops: float
     source: str
@@ -88,9 +89,9 @@ class Ceiling:
 
 
 def fit(samples: Sequence[ReadSample]) -> ReadFloor:
-    """Least squares on the relative error, so that small sizes count as much as large; the overhead is at least 0.
+    """Fit by least squares of the relative error, so that all sizes count alike; the overhead is at least 0.
 
-    Where the times do not grow with the size (the machine was busy with something else), the best rate seen stands.
+    If the times do not grow with the size, because the machine was busy, the best measured rate is returned.
     """
     points = [(s.nbytes, s.us, 1 / s.us**2) for s in samples]
     total = sum(w for _, _, w in points)
@@ -104,12 +105,12 @@ def fit(samples: Sequence[ReadSample]) -> ReadFloor:
 
 
 def best_rate(samples: Sequence[ReadSample]) -> ReadFloor:
-    """The best rate that any size reached, and no overhead."""
+    """Return the best rate of all sizes, with no overhead."""
     return ReadFloor(0.0, max(s.nbytes / s.us for s in samples), tuple(samples))
 
 
 def _readers(device: torch.device) -> Mapping[str, Reader]:
-    """Triton's where it is there, since no reduction of torch's has ever been faster."""
+    """Readers for a device: Triton's where available, which are faster than any reduction of torch."""
     if device.type == "cuda":
         try:
             from epiloq.bench.peers.triton_readers import readers
@@ -120,7 +121,7 @@ def _readers(device: torch.device) -> Mapping[str, Reader]:
 
 
 def measure_read_floor(device: torch.device, timer: Timer[Any], sizes_mib: Sequence[int] = ()) -> ReadFloor:
-    """Times every reader on every size; its inputs rotate through slices of one arena, several caches long."""
+    """Time every reader on every size; inputs rotate through slices of one buffer several times the cache size."""
     sizes = [mib << 20 for mib in sizes_mib or READ_MIB[device.type]]
     span = max(CACHE_MULTIPLE[device.type] * cache_bytes(device), 3 * max(sizes))
     arena = torch.rand(span // 4, device=device)
@@ -136,7 +137,7 @@ def measure_read_floor(device: torch.device, timer: Timer[Any], sizes_mib: Seque
 
 
 def datasheet_entry(name: str) -> str | None:
-    """The key of ``DATASHEET_INT8`` for a device name as CUDA reports it."""
+    """Key of ``DATASHEET_INT8`` for a device name as CUDA reports it; None if not listed."""
     words = set(re.split(r"[\s-]+", name))
     return max((key for key in DATASHEET_INT8 if words.issuperset(key.split())), key=len, default=None)
 

@@ -1,4 +1,4 @@
-"""A picture of a run: percent of the floor and ratio to every peer, over M, a line a shape."""
+"""Plot of a run: percent of the floor and ratio to every peer over M, a line per shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _panel(axes: Any, rows: Sequence[Row], value: Value, title: str, level: floa
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Write a PNG or SVG (by suffix): a line of panels for each operation, variant and arch. Needs matplotlib."""
+    """Write a PNG or SVG (by suffix), a row of panels per operation, variant and arch. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row.percent_of_floor is not None]

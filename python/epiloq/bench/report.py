@@ -1,4 +1,4 @@
-"""A run as JSON and as plain text."""
+"""Results of a run as JSON and as plain text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL_WIDTH = 40
 
 @dataclass
 class Report:
-    """Everything that one run found out."""
+    """All results of one run."""
 
     environment: Mapping[str, object]
     floor: ReadFloor
@@ -33,7 +33,7 @@ class Report:
         return [row for row in self.rows if row.status == "FAILED"]
 
     def absent_peers(self) -> dict[str, str]:
-        """Peers without a single time, with the reasons that they gave."""
+        """Peers that were never timed, with their reasons."""
         notes: dict[str, dict[str, None]] = {}
         timed = set()
         for row in self.rows:
@@ -53,7 +53,7 @@ class Report:
         }
 
     def write(self, path: Path) -> None:
-        """Write JSON to a file, replaced whole so that a run cut short leaves what it had measured, or to ``-``."""
+        """Write JSON to standard output for ``-``, else to a file, replaced atomically in case the run is aborted."""
         text = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
         if path == STDOUT:
             sys.stdout.write(text)
@@ -62,7 +62,7 @@ class Report:
 
 
 def _number(value: float | None) -> str:
-    """Three figures or more, never an exponent."""
+    """Format with at least three significant digits and without an exponent."""
     return "-" if value is None else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -129,5 +129,5 @@ def render(report: Report) -> str:
     parts.append(f"host time of a call, M = 1, N = 64, K = 128\n{_host_table(report.host)}")
     absent = report.absent_peers()
     if absent:
-        parts.append("peers not here\n" + "\n".join(f"{label}: {reason}" for label, reason in absent.items()))
+        parts.append("peers not timed\n" + "\n".join(f"{label}: {reason}" for label, reason in absent.items()))
     return "\n\n".join(parts)

@@ -22,7 +22,7 @@ MEASURED_TO = 105.0
 
 @dataclass(frozen=True)
 class PeerTime:
-    """A peer's time and its ratio to epiloq's (above 1: epiloq is faster), or a note on why there is none."""
+    """Time of a peer and its ratio to epiloq's (above 1: epiloq is faster), or a note on why there is none."""
 
     time_us: float | None
     ratio: float | None
@@ -76,7 +76,7 @@ class HostTime:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every case of a run shares. ``peer_names`` empty means every peer."""
+    """Measures cases on one device with one timer. An empty ``peer_names`` means every peer."""
 
     device: torch.device
     timer: Timer[Any]
@@ -92,9 +92,9 @@ class Bench:
         return {name: p for name, p in operation.peers.items() if not self.peer_names or name in self.peer_names}
 
     def run(self, case: Case) -> Iterator[Row]:
-        """A row for each arch (matrix products only); the peers are timed once.
+        """Yield a row per arch (several only for matrix products); peers are timed once.
 
-        A forced arch has epiloq's own choice, named "epiloq", among its peers.
+        The row of a forced arch has epiloq's own choice, named "epiloq", among its peers.
         """
         operation = self.operations[case.operation]
         sets, cold = rotate(operation.inputs(case, self.generator), self.cache)
@@ -140,7 +140,7 @@ class Bench:
         return row, own
 
     def _peer(self, binder: Binder, case: Case, sets: Sequence[Inputs]) -> _Contender:
-        # Other projects' code: whatever it raises is the reason why its column is empty.
+        # Other projects' code may raise anything; the message explains the empty column.
         try:
             bound = binder(case, sets)
             return _Contender(bound.note, self.timer.prepare(bound.calls))
@@ -164,12 +164,12 @@ class Bench:
         row.bound = max(floors, key=floors.__getitem__)
         row.floor_us = floors[row.bound]
         percent = 100 * row.floor_us / row.time_us
-        # A CPU's rates are measured: one that a case exceeds, as where the inputs stay in a cache, bounds nothing.
+        # A CPU's floor is measured; a case that beats it, for example with inputs in a cache, gets no percentage.
         row.percent_of_floor = percent if self.device.type == "cuda" or percent <= MEASURED_TO else None
         row.gb_s = nbytes / row.time_us / 1e3
 
     def host_times(self, cases: Sequence[Case]) -> Iterator[HostTime]:
-        """Eager host time of every contender on M = 1, N = 64, K = 128, once for each operation and variant."""
+        """Yield each contender's eager host time for M = 1, N = 64, K = 128, once per operation and variant."""
         for name, variant in dict.fromkeys((case.operation, case.variant) for case in cases):
             operation = self.operations[name]
             case = Case(name, variant, "tiny", 1, 64 if operation.has_weight else 0, 128)
@@ -186,9 +186,9 @@ class Bench:
 
 @dataclass
 class _Contender:
-    """Who is timed: ``prepared`` is the timer's own, None where there is nothing to time.
+    """A contender of one case; ``prepared`` belongs to the timer, and is None if there is nothing to time.
 
-    ``nbytes`` is what epiloq's call reads and writes.
+    ``nbytes`` counts the bytes that epiloq's call reads and writes.
     """
 
     note: str = ""
@@ -198,7 +198,7 @@ class _Contender:
 
 
 def explanation(call: Call) -> str:
-    """The first line of ``epiloq.explain`` for a bound call; empty for an operation that has no choice to explain."""
+    """First line of ``epiloq.explain`` for a bound call; empty for an operation with a single kernel."""
     assert isinstance(call, partial)
     try:
         return epiloq.explain(call.func.__name__, *call.args, **call.keywords).partition("\n")[0]

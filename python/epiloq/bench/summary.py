@@ -13,7 +13,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-# Name of a group of rows -> whether a row with M rows belongs to it. Every M is a group of its own besides.
+# Name of a range -> whether it contains M. In addition every M forms a group.
 RANGES: Mapping[str, Callable[[int], bool]] = {
     "M <= 64": lambda m: m <= 64,
     "M >= 1024": lambda m: m >= 1024,
@@ -23,7 +23,7 @@ RANGES: Mapping[str, Callable[[int], bool]] = {
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means over the rows of a group that carry the value."""
+    """Geometric means over those rows of a group that have the value."""
 
     operation: str
     variant: str
@@ -35,7 +35,7 @@ class Summary:
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """Geometric means of the percent of floor and of each peer's ratio, for each M and for ranges of M."""
+    """Geometric means of percent of floor and of each peer's ratio, for each M and for ranges of M."""
     done = [row for row in rows if row.percent_of_floor is not None]
     summaries = []
     for kind in dict.fromkeys((row.operation, row.variant, row.arch) for row in done):

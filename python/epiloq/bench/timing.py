@@ -1,4 +1,4 @@
-"""Time of a kernel with cold inputs, and of the host's part of a call."""
+"""Timers for kernels with cold inputs, and for the host time of a call."""
 
 # torch.cuda's streams and events are untyped.
 # mypy: disable-error-code="no-untyped-call"
@@ -19,11 +19,11 @@ import torch
 
 from epiloq.bench.contract import Call, Inputs
 
-# Input sets rotate through so many times the last-level cache, so that each one has left it before it comes again. A
-# GPU's holds on to parts of a rotation where kernels ask it to evict first what they load.
+# Input sets together are this many times the last-level cache, so that each one is evicted before it is used again. A
+# GPU's cache retains parts of a rotation if kernels load with an evict-first policy.
 CACHE_MULTIPLE = {"cuda": 20, "cpu": 4}
 FEWEST_SETS = 3
-# Bounds the graph and the set-up of tiny problems; they then run warm, and their rows say so.
+# Limits graph size and set-up time of tiny problems, which then run warm; their rows say so.
 MOST_SETS = 4096
 
 
@@ -31,10 +31,10 @@ Prepared = TypeVar("Prepared")
 
 
 class Timer(Protocol[Prepared]):
-    """Answers are microseconds a call.
+    """Times contenders in microseconds per call.
 
-    A contender is a call for each input set. Contenders are prepared one by one, since each may fail for reasons of its
-    own, and timed together.
+    A contender is a sequence of calls, one per input set. Contenders are prepared one by one, since each may fail, and
+    timed together.
     """
 
     def prepare(self, calls: Sequence[Call]) -> Prepared: ...
@@ -45,12 +45,12 @@ class Timer(Protocol[Prepared]):
 
 
 def kernel_us(timer: Timer[Any], calls: Sequence[Call]) -> float:
-    """The time of one contender alone."""
+    """Time one contender alone, in microseconds per call."""
     return timer.take_turns([timer.prepare(calls)])[0]
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache; 32 MiB where Linux does not tell."""
+    """Size of the last-level cache in bytes; 32 MiB if Linux does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     try:
@@ -60,7 +60,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def rotate(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
-    """Copies of an input set in memory of their own, strides kept, and whether they are enough to stay cold."""
+    """Return copies of an input set with the same strides, and whether they are enough for cold inputs."""
     nbytes = sum(t.nbytes for t in inputs.values())
     multiple = CACHE_MULTIPLE[next(iter(inputs.values())).device.type]
     wanted = max(FEWEST_SETS, math.ceil(multiple * cache / nbytes))
@@ -69,12 +69,12 @@ def rotate(inputs: Inputs, cache: int) -> tuple[list[Inputs], bool]:
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
-    # Where rows are padded, clone() drops the padding, and a peer that wants it would copy in every call.
+    # clone() would drop the padding of rows, and a peer that requires padding would then copy in every call.
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _host_us(call: Call, synchronise: Callable[[], None], *, rounds: int = 7) -> float:
-    """Wall clock a call, nothing waited for: few enough calls a round that the launch queue never fills."""
+    """Wall-clock time per call without synchronisation, in rounds short enough not to fill the launch queue."""
     call()
     synchronise()
     start = time.perf_counter()
@@ -92,10 +92,10 @@ def _host_us(call: Call, synchronise: Callable[[], None], *, rounds: int = 7) ->
 
 
 class CpuTimer:
-    """Every call is timed by itself, the sets in turn; the lowest decile.
+    """Times every call by itself, rotating through the input sets, and reports the lowest decile.
 
-    Other work on the machine only ever adds, milliseconds where a thread waits for a busy core, and on a shared
-    machine it reaches past the median. ``budget_s`` bounds what one contender takes.
+    Other work on the machine only ever adds time, and on a shared machine it affects more than half of the calls.
+    ``budget_s`` bounds the time spent on one contender.
     """
 
     TURNS = 3
@@ -128,7 +128,7 @@ class CpuTimer:
 
 @dataclass(frozen=True)
 class Replay:
-    """A CUDA graph of several rounds of calls, and how long it took once. The calls hold the memory that it reads."""
+    """CUDA graph of several rounds of calls, and its duration. The calls keep the memory alive that it reads."""
 
     graph: torch.cuda.CUDAGraph
     calls: Sequence[Call]
@@ -136,26 +136,27 @@ class Replay:
     ms: float
 
     def count(self, ms: float) -> int:
-        """Replays that take at least so long."""
+        """Number of replays that take at least this long."""
         return math.ceil(ms / self.ms)
 
 
 class CudaTimer:
-    """Replays of one CUDA graph that holds every set's call, several rounds of them, replays queued back to back.
+    """Times back-to-back replays of a CUDA graph that contains several rounds of the calls of all input sets.
 
-    An event stands between neighbouring replays, so that a replay's launch hides behind the one before; the median of
-    the intervals over the calls in the graph. Contenders take turns in random order: a GPU at its power limit runs at
-    the clock that the work of the last tenths of a second left it, a tenth higher after a pause. The first `settle_ms`
-    of a turn do not count: by default all run at the clock of their mixture, from some 100 ms on each at its own.
+    Events are recorded between replays, so that a replay's launch overlaps the previous one; the result is the median
+    interval divided by the calls in the graph. Contenders alternate in random order, because at the power limit a GPU's
+    clock depends on the work of the last tenths of a second, and is a tenth higher after a pause. The first
+    `settle_ms` of each run do not count: with the default all contenders run at a common clock, from about 100 ms on
+    each runs at its own.
     """
 
     SHORT_US = 200.0
     CALLS_IF_SHORT = 64
     CALLS_IF_LONG = 8
-    # Where a call takes milliseconds, fewer calls are as good, down to one of each set.
+    # Graphs of calls that take milliseconds hold fewer rounds, down to one call per set.
     LONG_US = 4000.0
     MEASURE_MS = 12.0
-    # Turns: as many as take so long, but for these.
+    # Each contender runs about this long in total, within these numbers of runs.
     TURNS_MS = 160.0
     FEWEST_TURNS = 3
     MOST_TURNS = 8
@@ -220,7 +221,7 @@ class CudaTimer:
 
 
 def _in_order(turn: int, contenders: int) -> Sequence[int]:
-    """There and back."""
+    """Order of the contenders, reversed in every other round."""
     return range(contenders)[:: 1 if turn % 2 == 0 else -1]
 
 

@@ -1,7 +1,7 @@
-"""The demonstration: a real language model, quantised by each scheme, measured beside the original."""
+"""Demonstration: a real language model, quantised by each scheme and compared with the original."""
 
 from __future__ import annotations
 
 
 class DemoError(RuntimeError):
-    """The demonstration cannot go on, for a reason that its user can mend; the message says how."""
+    """The demonstration cannot continue; the message says what the user can do about it."""

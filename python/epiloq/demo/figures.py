@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG to place inside HTML: text stays text and takes the page's colour."""
+"""Figures of the report, as SVG for HTML: text remains text and has the page's colour."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def colours(results: Results) -> dict[str, str]:
-    """A colour for each scheme, in order."""
+    """Assign a colour to each scheme."""
     names = [scheme.name for scheme in results.schemes]
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
 def block_of(name: str) -> int:
-    """Index of the repeated block that a layer is in: the first number in its name, 0 without one."""
+    """Index of the decoder block that contains a layer: the first number in its name, or 0."""
     number = re.search(r"\d+", name)
     return int(number.group()) if number else 0
 
 
 def layer_errors(results: Results) -> str:
-    """Relative output error of every quantised linear by block: a dot each, a line through the worst of each block."""
+    """Draw the relative output error of every quantised linear layer by block, and a line through the worst ones."""
     from matplotlib.ticker import MaxNLocator
 
     palette = colours(results)
@@ -56,7 +56,7 @@ def _draw_errors(axes: Axes, scheme: Measured, colour: str) -> None:
 
 
 def speeds(results: Results) -> str:
-    """Prefill and decode speed of every run in multiples of the fp32 teacher's, as two rows of bars."""
+    """Draw prefill and decode speed of every run relative to the fp32 teacher, as two rows of bars."""
     palette = colours(results)
     bars = [
         (f"{measured.name}\n{run.place}", run, palette.get(measured.name, FLOAT_COLOUR))

@@ -1,4 +1,4 @@
-"""What quantisation does to each layer: output errors on real activations, and bytes of weights."""
+"""Effect of quantisation on each layer: output errors on real activations, and bytes of weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of every parameter and buffer, padding included; tensors that share storage (tied weights) count once."""
+    """Bytes of all parameters and buffers including padding; tensors that share storage (tied weights) count once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def quantised_layers(teacher: nn.Module, student: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Name -> (float layer, what replaced it) for each linear and convolution that the scheme replaced."""
+    """Name -> (float layer, quantised layer) for each linear layer and convolution that the scheme replaced."""
     from torch import nn
 
     replaced = dict(student.named_modules())
@@ -40,9 +40,9 @@ def output_errors(
 ) -> dict[str, float]:
     """Relative error ||y_student - y_teacher|| / ||y_teacher|| (Frobenius) of each quantised layer's output.
 
-    Both get the teacher's activations while ``run()`` runs it, so errors of earlier layers do not add up. The layers
-    are compared meanwhile: nothing is kept but the figures. Models sit on the same device; the student's layers take
-    `dtype`.
+    Both layers get the teacher's activations while ``run()`` runs the teacher, so errors of earlier layers do not
+    accumulate, and activations are not stored. Both models are on the same device; the student's layers take inputs
+    in `dtype`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The measurements in order: the teacher in each floating-point format, then each scheme, on each device."""
+"""Measurements: the teacher in each floating-point dtype, then each scheme, on each device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 BASELINE_DTYPE = "float32"
 TEACHER_DTYPES = (BASELINE_DTYPE, "bfloat16")
-# CUDA kernels write 16-bit outputs; the CPU also writes fp32, which leaves quantisation as the only difference, and
-# bf16, beside which a CPU with AMX has to be seen.
+# CUDA kernels write 16-bit outputs. The CPU also writes fp32, where quantisation is the only difference from the
+# teacher, and bf16, the dtype to compare with on CPUs with AMX.
 SCHEME_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. The first device is the principal one."""
+    """Settings of the demonstration. Headline figures are those of the first device."""
 
     name: str
     teacher: Path
@@ -37,7 +37,7 @@ class Settings:
 
 
 def cast(model: nn.Module, device: str, dtype: str) -> nn.Module:
-    """A copy of the model on a device, its parameters in a floating-point format named as torch names it."""
+    """Copy the model to a device and a floating-point dtype, given by torch's name for it."""
     import torch
 
     return copy.deepcopy(model).to(device=device, dtype=getattr(torch, dtype))
@@ -46,7 +46,7 @@ def cast(model: nn.Module, device: str, dtype: str) -> nn.Module:
 def measure_run(
     model: nn.Module, baseline: nn.Module, device: str, dtype: str, material: text.Text, advance: Advance
 ) -> Run:
-    """Perplexity, bytes and speed of a model that is already where it belongs, as the baseline is."""
+    """Measure perplexity, bytes and speed of a model; it and the baseline are on `device` already."""
     found = perplexity(model, material.evaluation.windows, advance)
     speeds = speed.measure(model, baseline, material.evaluation.windows[0])
     advance()
@@ -54,7 +54,7 @@ def measure_run(
 
 
 def quantise(model: nn.Module, scheme: str, material: text.Text, advance: Advance) -> nn.Module:
-    """Apply a scheme in place; schemes that need it are calibrated on the calibration part of the text."""
+    """Quantise in place by a scheme, calibrated on the calibration part of the text if the scheme requires it."""
     import epiloq
 
     device = next(model.parameters()).device
@@ -66,13 +66,13 @@ def quantise(model: nn.Module, scheme: str, material: text.Text, advance: Advanc
     try:
         quantised: nn.Module = epiloq.quantize_(model, scheme, calibrate=calibrate)
     except ValueError as error:
-        raise DemoError(f"{scheme} does not suit this teacher: {error}") from error
+        raise DemoError(f"{scheme} cannot quantise this teacher: {error}") from error
     advance()
     return quantised
 
 
 def measure_teacher(model: nn.Module, settings: Settings, material: text.Text, stage: Stage) -> Measured:
-    """The teacher in fp32 and bf16 on each device."""
+    """Measure the teacher in fp32 and bf16 on each device."""
     runs = []
     for device in settings.devices:
         baseline = model.to(device)
@@ -84,7 +84,7 @@ def measure_teacher(model: nn.Module, settings: Settings, material: text.Text, s
 
 
 def measure_scheme(model: nn.Module, scheme: str, settings: Settings, material: text.Text, stage: Stage) -> Measured:
-    """One scheme on each device in each floating-point format, and its layers' errors in the first run."""
+    """Measure one scheme on each device in each floating-point dtype, and its layers' errors in the first run."""
     runs: list[Run] = []
     errors: dict[str, float] = {}
     for device, dtype in ((place, dtype) for place in settings.devices for dtype in SCHEME_DTYPES[place]):
@@ -99,7 +99,7 @@ def measure_scheme(model: nn.Module, scheme: str, settings: Settings, material: 
 
 
 def describe_model(model: nn.Module, name: str) -> dict[str, Any]:
-    """Name and size of the teacher."""
+    """Return name and size of the teacher, JSON-ready."""
     return {
         "name": name,
         "architecture": type(model).__name__,
@@ -108,7 +108,7 @@ def describe_model(model: nn.Module, name: str) -> dict[str, Any]:
 
 
 def measure(settings: Settings, environment: dict[str, Any], stage: Stage) -> Results:
-    """Measure everything in the settings. Raises DemoError when the teacher or the text cannot be used."""
+    """Run all measurements of the settings. Raises DemoError if the teacher or the text cannot be used."""
     start = time.perf_counter()
     with stage("load the teacher", 1) as advance:
         model, tokenizer = teacher.load(settings.teacher)

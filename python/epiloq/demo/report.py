@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page."""
+"""Report of the demonstration as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epiloq.demo.results import Measured, Results, Run
 
 
 class Headline(NamedTuple):
-    """One figure at the top of the page; `worse` shows it in the colour of a loss."""
+    """A figure at the top of the page; `worse` selects the colour for a loss."""
 
     value: str
     label: str
@@ -19,7 +19,7 @@ class Headline(NamedTuple):
 
 
 def headlines(results: Results) -> list[Headline]:
-    """Four figures, all of one scheme (the one with the lowest perplexity) against the fp32 teacher."""
+    """Return four figures that compare the scheme of lowest perplexity with the fp32 teacher."""
     scheme, teacher = results.best_scheme, results.teacher.first
     run = scheme.first
     found = [
@@ -47,12 +47,12 @@ def headlines(results: Results) -> list[Headline]:
 
 
 def megabytes(count: int) -> str:
-    """Bytes as whole megabytes (10^6)."""
+    """Format bytes as whole megabytes (10^6)."""
     return f"{count / 1e6:.0f}"
 
 
 def rows(results: Results) -> list[dict[str, str]]:
-    """The table's cells by column, a row for each run; columns as the template heads them."""
+    """Return the cells of the table by column, a row per run; the template has the same column names."""
 
     def row(measured: Measured, run: Run) -> dict[str, str]:
         worst = measured.worst_layer
@@ -71,7 +71,7 @@ def rows(results: Results) -> list[dict[str, str]]:
 
 
 def render(results: Results) -> str:
-    """The page as HTML text."""
+    """Render the page as HTML."""
     return pages.render(
         "epiloq.demo/report.html",
         results=results,

@@ -1,4 +1,4 @@
-"""What the demonstration found, and its form as JSON."""
+"""Results of the demonstration, and their JSON representation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Run:
-    """Figures of one model on one device; ``dtype`` is that of the parts that stay floating-point."""
+    """Figures of one model on one device; ``dtype`` is that of the floating-point parts."""
 
     device: str
     dtype: str
@@ -25,11 +25,11 @@ class Run:
 
     @property
     def place(self) -> str:
-        """Device and format for a reader, as "cpu fp32"."""
+        """Device and dtype as text, for example "cpu fp32"."""
         return f"{self.device} {SHORT_DTYPE.get(self.dtype, self.dtype)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Perplexity, bytes, tokens per second, and speed-ups against the fp32 teacher on the same device."""
+        """JSON-ready: perplexity, bytes, tokens per second, and speed-ups over the fp32 teacher on the same device."""
         return {
             "device": self.device,
             "dtype": self.dtype,
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """One model: its runs, the principal one first, and each quantised layer's relative output error (none: float)."""
+    """One model: its runs, the principal one first, and the relative output error of each quantised layer."""
 
     name: str
     runs: tuple[Run, ...]
@@ -49,12 +49,12 @@ class Measured:
 
     @property
     def first(self) -> Run:
-        """The principal run."""
+        """The principal run, on the first device."""
         return self.runs[0]
 
     @property
     def worst_layer(self) -> tuple[str, float] | None:
-        """Name and relative error of the layer that suffers most; a NaN is worse than any number."""
+        """Name and relative error of the layer with the largest error; NaN counts as the largest."""
 
         def badness(item: tuple[str, float]) -> float:
             return math.inf if math.isnan(item[1]) else item[1]
@@ -64,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Results:
-    """The teacher, the schemes, and the circumstances."""
+    """Figures of the teacher and the schemes, with the text and the environment that they were measured in."""
 
     teacher: Measured
     schemes: tuple[Measured, ...]
@@ -74,18 +74,18 @@ class Results:
     seconds: float
 
     def change_percent(self, run: Run) -> float:
-        """Change of a run's perplexity against the teacher's principal run, in percent."""
+        """Change of a run's perplexity relative to the teacher's principal run, in percent."""
         return 100 * (run.perplexity / self.teacher.first.perplexity - 1)
 
     @property
     def best_scheme(self) -> Measured:
-        """The scheme that keeps the perplexity lowest."""
+        """The scheme with the lowest perplexity."""
         return min(self.schemes, key=lambda s: math.inf if math.isnan(s.first.perplexity) else s.first.perplexity)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``; figures that are not finite become None.
+        """JSON-ready results; figures that are not finite become None.
 
-        The teacher and each scheme carry the figures of their principal run at the top, and all runs under ``runs``.
+        The teacher and each scheme have the figures of their principal run at the top, and all runs under ``runs``.
         """
         return {
             "format": FORMAT,
@@ -109,5 +109,5 @@ class Results:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None

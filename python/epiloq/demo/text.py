@@ -1,6 +1,6 @@
-"""The text: the language reference that Python carries in ``pydoc_data.topics``, in disjoint parts.
+"""Text of the demonstration: Python's language reference, from ``pydoc_data.topics``, in disjoint parts.
 
-The model is evaluated on the first tokens and calibrated on tokens that begin in the middle.
+Models are evaluated on its first tokens and calibrated on tokens from the middle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of the text, cut into windows that the model sees one at a time."""
+    """Consecutive tokens of the text, used in independent windows."""
 
     first_token: int
     tokens: Tensor
@@ -27,7 +27,7 @@ class Part:
 
     @property
     def windows(self) -> list[Tensor]:
-        """The part as int64 [1, <= 512] windows; a last window of one token, which predicts nothing, is left out."""
+        """The tokens as int64 [1, <= 512] windows; a last window of one token, which predicts nothing, is dropped."""
         starts = range(0, len(self.tokens) - 1, WINDOW)
         return [self.tokens[None, start : start + WINDOW] for start in starts]
 
@@ -38,14 +38,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Text:
-    """The two disjoint parts, and where the text came from."""
+    """The two disjoint parts, and the source of the text."""
 
     source: str
     evaluation: Part
     calibration: Part
 
     def describe(self) -> dict[str, Any]:
-        """Which part was used for what, for the report."""
+        """Return source and use of each part, for the report."""
         return {
             "source": self.source,
             "evaluation": self.evaluation.describe(),
@@ -54,7 +54,7 @@ class Text:
 
 
 def read(tokenizer: Any, evaluation_tokens: int, calibration_tokens: int) -> Text:
-    """Tokenise the text and cut the two parts. Raises DemoError when the text is too short for them."""
+    """Tokenise the text and cut the two parts. Raises DemoError if the text is too short."""
     from pydoc_data.topics import topics
 
     import torch

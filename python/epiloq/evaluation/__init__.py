@@ -1,1 +1,1 @@
-"""How good a model is: text, windows of tokens, perplexity."""
+"""Evaluation of language models: text, windows of tokens, perplexity, divergence and tasks."""

@@ -1,4 +1,4 @@
-"""Two directories of one model, quantised or not: how far apart their weights, their sizes and their answers are."""
+"""Comparison of two directories of one model, quantised or not: weights, sizes and predictions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from epiloq.formats.layouts.base import FormatError
 
 @dataclass(frozen=True)
 class LayerError:
-    """The distance of a linear layer's dequantised weights, in float32.
+    """Difference between the dequantised weights of a linear layer in A and B, computed in float32.
 
     largest
-        The largest difference of two elements.
+        Largest absolute difference of two elements.
     relative
-        ``||B - A|| / ||A||`` (Frobenius); 0 where both are zero, infinite where only A is.
+        ``||B - A|| / ||A||`` (Frobenius); 0 if both are zero, infinite if only A is.
     equal
-        Whether every element is the same (which differs from 0 where there are NaN).
+        Whether all elements are equal; NaN is unequal to itself.
     """
 
     name: str
@@ -34,7 +34,7 @@ class LayerError:
 
 
 def weight_errors(a: Layers, b: Layers) -> Iterator[LayerError]:
-    """Each linear layer that both have, one at a time. Raises FormatError where the models' layers differ."""
+    """Yield the error of each linear layer, one at a time. Raises FormatError if the models' layers differ."""
     for name in sorted(a.linears.keys() | b.linears.keys()):
         for one, other in ((a, b), (b, a)):
             if name not in one.linears:
@@ -50,7 +50,7 @@ def weight_errors(a: Layers, b: Layers) -> Iterator[LayerError]:
 
 
 def layer_error(name: str, a: Tensor, b: Tensor) -> LayerError:
-    """The distance of two weights ``[N, K]``."""
+    """Compare two weights ``[N, K]``."""
     difference = (b - a).abs_()
     lost, whole = float(difference.norm()), float(a.norm())
     relative = lost / whole if whole else 0.0 if lost == 0 else float("inf")
@@ -59,7 +59,7 @@ def layer_error(name: str, a: Tensor, b: Tensor) -> LayerError:
 
 
 def other_tensors(a: Layers, b: Layers) -> list[str]:
-    """Names of tensors outside linear weights (norms, embeddings, biases) that differ, or that only one has."""
+    """Names of tensors other than linear weights (norms, embeddings, biases) that differ or that one model lacks."""
 
     def theirs(layers: Layers) -> set[str]:
         weights = {f"{name}.weight" for name in layers.linears}
@@ -81,10 +81,11 @@ def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def answers(
     a: nn.Module, b: nn.Module, windows: Sequence[Tensor], advance: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """How two causal language models answer int64 ``[1, n]`` windows, each seen without the others.
+    """Compare the predictions of two causal language models over independent int64 ``[1, n]`` windows.
 
-    The perplexity of both, the mean over tokens of ``KL(A || B) = sum p_A (log p_A - log p_B)`` in nats and its largest
-    value, and the part of tokens for which both hold the same next token for likeliest. In float32, summed in float64.
+    Returns the perplexity of both, the mean and the largest ``KL(A || B) = sum p_A (log p_A - log p_B)`` of a token in
+    nats, and the fraction of tokens for which both predict the same next token. Logits are compared in float32 and
+    summed in float64. ``advance`` is called after each window.
     """
     lost_a = lost_b = divergence = torch.zeros((), dtype=torch.float64)
     largest, agreed, tokens, predicted = 0.0, 0, 0, 0
@@ -92,9 +93,9 @@ def answers(
         logits = [logits_of(model, window).cpu() for model in (a, b)]
         if logits[0].shape != logits[1].shape:
             sizes = " and ".join(str(each.shape[-1]) for each in logits)
-            raise FormatError(f"expected two models of one vocabulary, got {sizes} tokens")
+            raise FormatError(f"expected two models with equal vocabularies, got {sizes} tokens")
         p, q = (values.float().log_softmax(-1) for values in logits)
-        # A token that A rules out counts nothing, whatever B makes of it.
+        # A token with probability 0 in A contributes 0, whatever its probability in B.
         each = torch.where(p == -torch.inf, 0, p.exp() * (p - q)).sum(-1).double()
         target = window[0, 1:, None]
         lost_a = lost_a - p[:-1].gather(1, target).sum(dtype=torch.float64)

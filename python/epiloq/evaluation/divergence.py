@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def divergence(
     teacher: nn.Module, model: nn.Module, windows: list[Tensor], advance: Callable[[], None] = lambda: None
 ) -> float:
-    """Mean of ``KL(teacher || model)`` over the predictions of all tokens, in nats, over int64 ``[1, n]`` windows.
+    """Mean ``KL(teacher || model)`` in nats over all predictions in int64 ``[1, n]`` windows.
 
-    0 for equal models. Logits are taken to fp32 and summed in float64. NaN when logits hold a NaN. Raises ValueError
-    for vocabularies of different sizes, or no windows.
+    The result is 0 for equal models and NaN if logits contain NaN. Logits are converted to fp32 and summed in float64.
+    Raises ValueError for vocabularies of different sizes, or no windows.
     """
     import torch
 
@@ -29,11 +29,11 @@ def divergence(
             expected, found = logits_of(teacher, window).float(), logits_of(model, window).float()
             if expected.shape != found.shape:
                 raise ValueError(
-                    f"divergence: expected one vocabulary, got {expected.shape[-1]} and {found.shape[-1]} tokens"
+                    f"divergence: expected equal vocabularies, got {expected.shape[-1]} and {found.shape[-1]} tokens"
                 )
             logs = expected.log_softmax(-1)
             lost = logs.exp() * (logs - found.to(logs.device).log_softmax(-1))
-            # A token that the teacher gives no probability adds nothing.
+            # A token with probability 0 by the teacher contributes 0.
             total += float(lost.where(logs != -torch.inf, 0.0).sum(dtype=torch.float64))
             predicted += window.numel()
             advance()

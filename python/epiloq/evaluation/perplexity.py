@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def logits_of(model: nn.Module, window: Tensor) -> Tensor:
-    """What a causal language model answers to int64 ``[1, n]``, ``[n, vocabulary]`` on the model's device.
+    """Logits ``[n, vocabulary]`` of a causal language model for int64 ``[1, n]`` tokens, on the model's device.
 
-    Raises ValueError for a model that cannot run: what its configuration says fits its tensors, but not together.
+    Raises ValueError for a model that fails to run, because values in its configuration contradict each other.
     """
     import torch
 
@@ -30,10 +30,10 @@ def logits_of(model: nn.Module, window: Tensor) -> Tensor:
 
 
 def perplexity(model: nn.Module, windows: list[Tensor], advance: Callable[[], None] = lambda: None) -> float:
-    """Perplexity of a causal language model over int64 [1, n] windows, each seen without the others.
+    """Perplexity of a causal language model over independent int64 [1, n] windows.
 
-    A window of n tokens gives n - 1 predictions. Logits are taken to fp32 and summed in float64. Infinite when the
-    model gives a token no probability, NaN when its logits hold a NaN.
+    A window of n tokens yields n - 1 predictions. Logits are converted to fp32 and summed in float64. The result is
+    infinite if a token has probability 0, and NaN if logits contain NaN.
     """
     import torch
 

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 PACKAGES = ("lm_eval", "datasets")
-"""What the extra ``tasks`` brings."""
+"""Packages that the extra ``tasks`` installs."""
 SUFFIXES = (".yaml", ".yml")
 
 Scores = dict[str, dict[str, float]]
-"""Of each task its metrics, named as the harness names them: ``acc,none``, ``acc_stderr,none``."""
+"""Metrics by task, with the harness's names: ``acc,none``, ``acc_stderr,none``."""
 
 
 def task_files(source: Path) -> list[Path]:
-    """The task descriptions (YAML) that `source` is, or that are in this folder. Raises ValueError for none."""
+    """Task descriptions (YAML): `source` itself, or those in this folder. Raises ValueError if there are none."""
     found = [source] if source.is_file() else sorted(f for f in source.rglob("*") if f.suffix in SUFFIXES)
     if not found or found[0].suffix not in SUFFIXES:
         raise ValueError(
@@ -28,23 +28,25 @@ def task_files(source: Path) -> list[Path]:
 
 
 def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None = None, batch: int = 1) -> Scores:
-    """What a causal language model achieves in tasks.
+    """Evaluate a causal language model on tasks.
 
-    Tasks may name Python functions beside them, which run. Paths of data sets are relative to the current folder.
+    A task may run Python functions from files next to its description. Paths of data sets are relative to the current
+    folder.
 
     Args:
-        model: of transformers, where it is to run.
-        source: a task description (YAML), or a folder of them.
-        limit: documents of each task at most; None for all.
-        batch: requests at once.
+        model: A transformers model, on the device where it shall run.
+        tokenizer: Its tokenizer.
+        source: A task description (YAML), or a folder of them.
+        limit: Maximum number of documents per task; None for all.
+        batch: Requests per batch.
 
     Raises:
         ImportError: lm_eval is not installed.
-        ValueError: no task there, or one that the harness cannot load or run, with its reason.
+        ValueError: No task was found, or the harness could not load or run one; the message gives the reason.
     """
     files = task_files(source)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise ValueError("--tasks: expected a tokenizer with a token that begins or ends a text, got one with neither")
+        raise ValueError("--tasks: expected a tokenizer with a BOS or EOS token, got one with neither")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

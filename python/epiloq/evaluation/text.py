@@ -13,22 +13,22 @@ from torch import Tensor
 from epiloq.formats.io.safe_files import check_folder, reason
 
 SEED = 0
-# Tokens that texts have in common by more than chance.
+# Lengths in tokens of a repetition that is no coincidence.
 RUN, SHORTEST_RUN = 64, 16
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it is from: a file, or "text 3" of a list."""
+    """A text, and its source: a file, or "text 3" of a list."""
 
     name: str
     text: str
 
 
 def read_documents(source: str | Path | Sequence[str]) -> list[Document]:
-    """The documents of a UTF-8 file, of every such file under a folder (hidden ones excepted), or of a list.
+    """Read documents from a UTF-8 file, from every file under a folder except hidden ones, or from a list.
 
-    Raises ValueError: nothing there, a file that is not text, or no text at all.
+    Raises ValueError if nothing is there, a file is not UTF-8, or there is no text.
     """
     if not isinstance(source, (str, Path)):
         found = [Document(f"text {number}", text) for number, text in enumerate(source, 1)]
@@ -39,7 +39,7 @@ def read_documents(source: str | Path | Sequence[str]) -> list[Document]:
         elif path.is_file():
             files = [path]
         else:
-            raise ValueError(f"text: {path}: expected a text file or a folder of them, found nothing there")
+            raise ValueError(f"text: {path}: expected a text file or a folder of text files, found neither")
         found = [Document(str(file), _read(file)) for file in files]
     found = [document for document in found if document.text.strip()]
     if not found:
@@ -48,12 +48,12 @@ def read_documents(source: str | Path | Sequence[str]) -> list[Document]:
 
 
 def read_texts(source: str | Path | Sequence[str]) -> list[str]:
-    """The texts of `read_documents`."""
+    """Return the texts of `read_documents`."""
     return [document.text for document in read_documents(source)]
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A model directory's tokenizer. Raises ValueError if there is none, or none that can be read."""
+    """Load the tokenizer of a model directory. Raises ValueError if there is none or it cannot be read."""
     from transformers import AutoTokenizer
 
     check_folder(folder)
@@ -61,7 +61,7 @@ def load_tokenizer(folder: Path) -> Any:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself for a file that it cannot read
         raise ValueError(f"{folder}: no tokenizer: {reason(error)}") from error
-    # Where files are missing, transformers makes one up that knows special tokens alone (T5's has one more).
+    # If files are missing, transformers constructs a tokenizer of special tokens only (T5's has one more token).
     if len(found) - len(found.all_special_ids) < 2:
         raise ValueError(
             f"{folder}: no tokenizer: expected its files (tokenizer.json or the like) beside config.json, found none "
@@ -71,10 +71,10 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Tensor]:
-    """Each text in consecutive windows, int64 ``[1, <= length]``, as the tokenizer itself cuts and frames them.
+    """Cut each text into consecutive windows, int64 ``[1, <= length]``, with special tokens as the tokenizer adds them.
 
-    Windows of fewer than two tokens are left out. Raises ValueError for a tokenizer that cannot cut (one of those
-    written in Python) or when nothing is left.
+    Windows of fewer than two tokens are left out. Raises ValueError for a tokenizer that cannot do this (one of those
+    written in Python), or if nothing is left.
     """
     cut: list[list[int]] = _cut(tokenizer, texts, length)["input_ids"]
     found = [torch.tensor([ids], dtype=torch.int64) for ids in cut if len(ids) > 1]
@@ -84,7 +84,7 @@ def windows(tokenizer: Any, texts: Sequence[str], length: int = 512) -> list[Ten
 
 
 def place(tokenizer: Any, documents: Sequence[Document], length: int, window: int, token: int) -> str:
-    """File, line and column (from 1) where a token of one of `windows` begins in the documents."""
+    """Describe where a token of one of `windows` begins: document, line and column, both from 1."""
     cut = _cut(tokenizer, [document.text for document in documents], length, return_offsets_mapping=True)
     kept = [index for index, ids in enumerate(cut["input_ids"]) if len(ids) > 1]
     document = documents[cut["overflow_to_sample_mapping"][kept[window]]]
@@ -104,7 +104,7 @@ def _cut(tokenizer: Any, texts: Sequence[str], length: int, **options: bool) -> 
 
 
 def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor]:
-    """`count` windows (all, if there are no more) in the text's order: the longest first, then shorter ones."""
+    """Draw `count` windows (all, if there are fewer), preferring the longest, and return them in the text's order."""
     longest = max(window.shape[1] for window in found)
     generator = torch.Generator().manual_seed(seed)
     chosen: list[int] = []
@@ -116,9 +116,9 @@ def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor
 
 
 def first_tokens(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Windows from the text's beginning on that have so many tokens together (all, if there are no more).
+    """Return windows from the beginning of the text that have `tokens` tokens in total (all, if there are fewer).
 
-    The last one is cut; one of fewer than two tokens is left out, because it predicts nothing.
+    The last one is truncated; one of fewer than two tokens is left out, because it predicts nothing.
     """
     taken: list[Tensor] = []
     for window in found:
@@ -132,17 +132,17 @@ def first_tokens(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Where a run of tokens is in two lists of windows: numbers of the window and of its token in either."""
+    """Position of a common run of tokens in two lists of windows, as (window, token) indices."""
 
     evaluation: tuple[int, int]
     calibration: tuple[int, int]
 
 
 def repeated(evaluation: Sequence[Tensor], calibration: Sequence[Tensor]) -> Repeat | None:
-    """A run of tokens of a calibration window of which text to evaluate on holds all or half, wherever windows begin.
+    """Find a calibration window of which at least half also occurs in the evaluation text, at any offset.
 
-    Half of its runs of `RUN` tokens (the window, where it is shorter, from `SHORTEST_RUN` tokens on): what documents
-    share by way of headings and licences does not count.
+    Compares runs of `RUN` tokens, or whole windows of at least `SHORTEST_RUN` tokens; requiring half of them ignores
+    common headings and licences. Returns the first common run, or None.
     """
     texts = [window.flatten().tolist() for window in evaluation]
     known: dict[int, dict[tuple[int, ...], tuple[int, int]]] = {}
@@ -172,4 +172,4 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"text: {file}: expected UTF-8 text, found bytes that are not at {error.start}") from None
+        raise ValueError(f"text: {file}: expected UTF-8 text, found invalid bytes at {error.start}") from None

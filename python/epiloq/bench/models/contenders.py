@@ -1,4 +1,4 @@
-"""The models that are measured: a known shape or a directory, in 16 bits, quantised, or another package's."""
+"""Benchmarked models: a known shape or a directory, in 16 bits, quantised, or quantised by another package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epiloq.bench.peers.whole_models import PEERS
 
 
 def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str) -> Any:
-    """The model of a shape's name, with random weights, or of a directory, in eval mode."""
+    """Build a model in eval mode: from a directory, or from a named shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if str(model) not in SHAPES:
@@ -35,9 +35,9 @@ def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str
 
 
 def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = None) -> nn.Module:
-    """The model quantised by `scheme`, unless that is "none", and optimised; or another package's of that name.
+    """Quantise the model by `scheme` (or by the package of that name, or not at all for "none") and optimise it.
 
-    Raises Unavailable for a package that is not installed, or cannot.
+    Raises Unavailable if the package is not installed or fails.
     """
     if scheme in PEERS:
         try:

@@ -1,7 +1,7 @@
-"""A whole language model: prefill, decode and memory, quantised and optimised beside its 16-bit self.
+"""Prefill, decode and memory of a language model, quantised and optimised, compared with its 16-bit original.
 
-Random weights of a known shape by default, for speed does not depend on values; a directory works too. Each contender
-is measured alone, in eager torch, in a CUDA graph of eager torch, or compiled.
+Weights are random by default, since speed does not depend on values; a model directory works too. Each contender is
+measured alone, in eager torch, in a CUDA graph of eager torch, or compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REPEATS = {"cuda": 30, "cpu": 3}
 
 
 def _timed(run: Callable[[], object], device: str, repeats: int) -> float:
-    """Median milliseconds of a call, on the GPU's own clock where there is one."""
+    """Median milliseconds of a call, by CUDA events on a GPU."""
     times = []
     for _ in range(repeats):
         if device == "cpu":
@@ -47,14 +47,14 @@ def _timed(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def _cache_argument(model: nn.Module) -> str:
-    """What this version of transformers calls the cache."""
+    """Name of the forward argument for the key-value cache, which differs between versions of transformers."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def _step(
     model: Any, mode: str, batch: int, context: int, kind: str | None = None
 ) -> tuple[Callable[[], object], Callable[[], None]]:
-    """One decode step after `context` tokens, and a function that restores the cache."""
+    """Return a decode step after `context` tokens, and a function that restores the cache."""
     from transformers import StaticCache
 
     device, name = model.device, _cache_argument(model)
@@ -75,7 +75,7 @@ def _step(
 
 
 def _replayed(run: Callable[[], object]) -> Callable[[], object]:
-    """`run` as the replay of a CUDA graph."""
+    """Capture `run` in a CUDA graph and return its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -110,7 +110,7 @@ def _nothing() -> None:
 def measure(
     model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
 ) -> Measured:
-    """Figures of one phase: prefill of ``[batch, tokens]``, or a decode step after `tokens` in a static cache."""
+    """Measure one phase: prefill of ``[batch, tokens]``, or a decode step after `tokens` in a static cache."""
     device = model.device.type
     repeats, layers = _REPEATS[device], model.config.num_hidden_layers
     with _settled():
@@ -124,7 +124,7 @@ def measure(
             reset = _nothing
         else:
             run, reset = _step(model, mode, batch, tokens, cache)
-        run()  # which compiles
+        run()  # compiles
         replays = mode != "eager" and device == "cuda"
         reset()
         whole = _timed(_replayed(run) if replays else run, device, repeats)
@@ -145,7 +145,7 @@ def measure(
 
 @contextmanager
 def _first_layer(model: Any) -> Iterator[None]:
-    """The model without all other layers: what it does around them takes an eager step as long as several."""
+    """Reduce the model to its first layer; in an eager step the work around the layers takes as long as several."""
     layers, model.config.num_hidden_layers = model.config.num_hidden_layers, 1
     try:
         yield
@@ -154,7 +154,7 @@ def _first_layer(model: Any) -> Iterator[None]:
 
 
 def _outside(model: Any, batch: int, tokens: int) -> Callable[[], object]:
-    """Embedding, last norm and head, as a graph where there is a GPU."""
+    """Return a call of embedding, last norm and head alone; on a GPU, as a CUDA graph."""
     ids = torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
 
     def run() -> object:
@@ -171,8 +171,10 @@ def run_plan(
     beside: Beside | None = None,
     keep: Callable[[list[Measured]], None] = lambda _: None,
 ) -> list[Measured]:
-    """Every contender of a plan, the 16-bit model first; `progress` is told of each, `beside` filled, and `keep` called
-    after each with all results so far."""
+    """Measure every contender of a plan, the 16-bit model first.
+
+    `progress` receives a line per contender, `keep` all results so far after each one, and `beside` is filled in.
+    """
     beside = Beside() if beside is None else beside
     results: list[Measured] = []
     quantised = [(scheme, FORMS[form]) for scheme in plan.schemes for form in plan.forms]
@@ -205,7 +207,7 @@ def run_plan(
 
 
 def step_shares(model: Any, name: str, mode: str, batch: int, tokens: int, cache: str | None = None) -> list[Share]:
-    """Kernels of one step of decode by their share of the time, largest first."""
+    """Kernels of one decode step by their share of the time, largest first."""
     with _settled():
         run, reset = _step(model, mode, batch, tokens, cache)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What is measured of whole models, and what comes of it."""
+"""Plans and results of benchmarks of whole models."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 MODES = ("eager", "graph", "compile")
 FORMS = {"plain": False, "optimised": True}
-"""Of a quantised model: as `quantize_` leaves it, and after `optimize_`."""
+"""Forms of a quantised model, and whether `optimize_` follows `quantize_`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One contender's figures. Times are medians; `us_a_layer` leaves the embedding, last norm and head out,
-    and unless compiled everything else around the layers."""
+    """Figures of one contender. Times are medians; `us_a_layer` excludes embedding, last norm and head, and, unless
+    the model is compiled, everything else around the layers."""
 
     scheme: str  # or the name of a peer
     optimized: bool
@@ -62,7 +62,7 @@ class Measured:
     cache: str | None = None
 
     def of_layers(self, layers: int) -> Measured:
-        """The figures of a model with as many layers, by the time and size of one; its peak memory is not known."""
+        """Extrapolate to this number of layers from the time and size of one; the peak memory becomes NaN."""
         more = layers - self.layers
         milliseconds = self.milliseconds + more * self.us_a_layer / 1e3
         return replace(
@@ -77,7 +77,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model by each scheme, in each form and mode: a prefill of `prompt` tokens, and decode after `context`."""
+    """Benchmark of a model in each scheme, form and mode: prefill of `prompt` tokens and decode after `context`."""
 
     model: str
     schemes: Sequence[str]
@@ -86,7 +86,7 @@ class Plan:
     context: int
     layers: int | None = None
     prompt: int | None = None
-    """As many as `context` unless given."""
+    """`context` if None."""
     forms: Sequence[str] = tuple(FORMS)
     head: str | None = None
     """A scheme for the output head of every quantised model (and the embedding that it is tied to)."""
@@ -95,12 +95,12 @@ class Plan:
     peers: Sequence[str] = ()
     """Other packages' models, keys of `whole_models.PEERS`."""
     shares: bool = False
-    """Whether a step of decode is profiled."""
+    """Whether to profile a decode step."""
 
 
 @dataclass
 class Beside:
-    """What a run gives beside its figures: why peers were left out, and where the time of a step goes."""
+    """Further results of a run: why peers were left out, and kernels by their share of a decode step."""
 
     left_out: dict[str, str] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)

@@ -14,13 +14,13 @@ from epiloq.cli import output
 def write_json(
     path: Path, environment: Mapping[str, Any], results: Sequence[Measured], beside: Beside | None = None
 ) -> None:
-    """The environment, a row a result, what was left out and the shares of time."""
+    """Write the environment, a row per result, the reasons of absent peers and the shares of time."""
     found = {"environment": dict(environment), "rows": [asdict(r) for r in results]}
     output.write_json(path, found | asdict(Beside() if beside is None else beside))
 
 
 def draw_models(results: Sequence[Measured], path: Path) -> None:
-    """Tokens per second by contender, a panel for each mode, phase and batch. Needs matplotlib."""
+    """Draw tokens per second of each contender, a panel per mode, phase and batch. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((r.mode, r.phase, r.batch) for r in results))
@@ -39,7 +39,7 @@ def _label(result: Measured) -> str:
 
 
 def table(results: Sequence[Measured]) -> str:
-    """A line a result, each beside the 16-bit model in the same mode, phase and batch."""
+    """A line per result, with its speed-up over the 16-bit model in the same mode, phase and batch."""
     base = {(r.mode, r.phase, r.batch): r.milliseconds for r in results if r.scheme == "none"}
     lines = [f"{'scheme':22}{'mode':9}{'phase':9}{'batch':>6}{'ms':>10}{'tokens/s':>11}{'us/layer':>10}{'MB':>9}  x"]
     for r in results:

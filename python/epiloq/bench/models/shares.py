@@ -1,4 +1,4 @@
-"""Where the time of a step of decode goes: kernels by their share, from torch.profiler."""
+"""Kernels of a decode step by their share of its time, from torch.profiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Share:
-    """One kernel (or, on a CPU, operation of torch) of a contender's step: its part of the device's time, which is
-    `us` microseconds in all, and calls."""
+    """One kernel (on a CPU, one torch operation) of a contender's decode step: its share of the device time, which is
+    `us` microseconds in total, and its number of calls."""
 
     contender: str
     kernel: str
@@ -23,7 +23,7 @@ class Share:
 
 
 def profiled(contender: str, run: Callable[[], object], device: str) -> list[Share]:
-    """The kernels of one call of `run`, which was called before, largest first; together they are 1."""
+    """Profile one call of `run`, which must be warm; kernels with the largest share first, shares sum to 1."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = device == "cuda"
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
@@ -41,7 +41,7 @@ def profiled(contender: str, run: Callable[[], object], device: str) -> list[Sha
 
 
 def shares_table(shares: Sequence[Share], most: int) -> str:
-    """A line for each of the largest kernels of every contender, and one for the rest."""
+    """A line for each of the largest kernels of every contender, and one for the rest of them."""
     lines = [f"{'share of a decode step':24}{'%':>7}{'calls':>7}  kernel"]
     for contender in dict.fromkeys(share.contender for share in shares):
         own = [share for share in shares if share.contender == contender]
@@ -54,7 +54,7 @@ def shares_table(shares: Sequence[Share], most: int) -> str:
 
 
 def draw_shares(shares: Sequence[Share], most: int, path: Path) -> None:
-    """A bar for each contender, divided by its largest kernels. Needs matplotlib."""
+    """Draw a bar per contender, divided by its largest kernels. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     contenders = list(dict.fromkeys(share.contender for share in shares))

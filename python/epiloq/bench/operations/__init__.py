@@ -1,4 +1,4 @@
-"""The registry of operations, and the cases that a choice of suites makes of it."""
+"""Registry of benchmarked operations, and expansion of suites to cases."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 def expand(
     suites: Sequence[str], operations: Sequence[str] = (), variants: Sequence[str] = (), tokens: Sequence[int] = ()
 ) -> list[Case]:
-    """The distinct cases of the named suites, in order.
+    """Return the distinct cases of the named suites, in order.
 
-    ``operations`` keeps only those; ``variants`` and ``tokens`` replace what the suites list. Without a weight, the
-    shapes of one K are one case.
+    ``operations`` selects among them; ``variants`` and ``tokens`` replace those of the suites. For an operation
+    without a weight, shapes with the same K are one case.
     """
     cases: dict[Case, None] = {}
     for suite in (SUITES[name] for name in suites):
@@ -66,7 +66,7 @@ def expand(
 
 
 def default_peers(suites: Sequence[str]) -> list[str]:
-    """The peers that the named suites are timed beside, if none is named."""
+    """Return the peers that the named suites are compared with."""
     names: dict[str, None] = {}
     for suite in (SUITES[name] for name in suites):
         names |= dict.fromkeys(suite.peers or (peer for name in suite.variants for peer in OPERATIONS[name].peers))

@@ -1,4 +1,4 @@
-"""int8 convolutions that requantise, and 16-bit convolutions with low-bit weights; cuDNN beside both."""
+"""int8 convolutions that requantise, and 16-bit convolutions with low-bit weights, compared with cuDNN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epiloq.bench.convolutions import LAYERS, Layer
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, block_of
 
 INPUT, OUTPUT = (0.02, -3), (0.05, 4)
-# Weight-only: bits, columns a group and the type of activations and scales.
+# Weight-only variants: bits, columns per group, and dtype of activations and scales.
 KINDS = {
     "w4_g128": (4, 128, torch.bfloat16),
     "w4_g128_fp16": (4, 128, torch.float16),
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def _layer(case: Case) -> Layer:
-    """The case's layer, or of an unknown name pixels of K channels."""
+    """The case's layer, or for an unknown name a 1x1 convolution of K channels."""
     return LAYERS.get(case.layer) or Layer(case.k, case.n, (2, 2))
 
 
@@ -62,7 +62,7 @@ def _int8(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _real(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """x ``[B, Ci, H, W]`` and W ``[Co, Ci / groups, Kh, Kw]`` as real numbers, channels last."""
+    """Dequantised x ``[B, Ci, H, W]`` and W ``[Co, Ci / groups, Kh, Kw]``, channels last."""
     x = (inputs["x"].permute(0, 3, 1, 2).float() - INPUT[1]) * INPUT[0]
     return x, inputs["weight"].permute(0, 3, 1, 2).float() * inputs["scale"].view(-1, 1, 1, 1)
 
@@ -80,7 +80,7 @@ def _sampled(case: Case, x: Tensor, weight: Tensor, bias: Tensor | None, n: Tens
 
 
 def _int8_error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Half a step around the exact value, and float32's rounding of the scale."""
+    """Error against float64; tolerance: half an output step, and float32's rounding of the scale."""
     layer = _layer(case)
     if result.shape != (case.m, case.n, *layer.output_image) or result.dtype != torch.int8:
         return float("inf")
@@ -122,7 +122,7 @@ def _few_bits(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _few_bits_error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """One output ulp, and the rounding of weights where a dense convolution runs, as random signs add it up."""
+    """Error against float64; tolerance: one output ulp, and the random sum of the weights' roundings."""
     layer, dtype = _layer(case), KINDS[case.variant][2]
     if result.shape != (case.m, case.n, *layer.output_image) or result.dtype != dtype:
         return float("inf")
@@ -135,7 +135,7 @@ def _few_bits_error(case: Case, inputs: Inputs, result: Any, generator: torch.Ge
 
 
 def _cudnn(dtype: torch.dtype, *, few_bits: bool) -> Binder:
-    """torch's convolution of the same numbers in ``dtype``, with the algorithm that cuDNN measures to be best."""
+    """torch's convolution of the same values in ``dtype``, with the algorithm that cuDNN measures as fastest."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Bound:
         layer = _layer(case)

@@ -1,4 +1,4 @@
-"""float8 x float8 -> bf16 with scales of whole rows, or by groups of 128."""
+"""float8 x float8 -> bf16 with scales per row, or per group of 128."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from epiloq.bench.peers import deep_gemm
 
 OUT_DTYPE = torch.bfloat16
 GROUP = 128
-# Of the root of the sum of squared terms; docs/numerics.md has where they come from.
+# Tolerances relative to the root of the sum of squared terms; docs/numerics.md derives them.
 ACCURATE = 2.0**-8
 _FAST = 2.0**-10.5
 
@@ -55,7 +55,7 @@ def _group_inputs(case: Case, generator: torch.Generator) -> Inputs:
     groups, padded = -(-case.k // GROUP), -(-case.m // 4) * 4
     return {
         **_values(case, generator),
-        # M-major and padded, as the quantisers give it on request and DeepGEMM wants it.
+        # M-major and padded, as the quantisers write it on request and DeepGEMM reads it.
         "scale_a": scales(generator, groups, padded).t()[: case.m],
         "scale_b": scales(generator, -(-case.n // GROUP), groups).t(),
     }
@@ -76,7 +76,7 @@ def _groups(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, torch.Generator], float]:
     def error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-        """Against float64, dequantised: one output ulp, and a part of the terms' span."""
+        """Error against the dequantised float64 product; tolerance: one output ulp, and a part of the terms' span."""
         if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
             return float("inf")
         rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
@@ -130,7 +130,7 @@ def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def tried(calls: Sequence[Call]) -> Bound:
-    """Peers whose limits differ from release to release: called once, and set aside with their own reason."""
+    """Call a peer once, since its limits differ between releases; raises Unavailable with its own message."""
     try:
         calls[0]()
     except (RuntimeError, ValueError, TypeError) as error:

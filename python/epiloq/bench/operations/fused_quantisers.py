@@ -1,4 +1,4 @@
-"""A norm, with and without a residual, and a gate: bf16 -> int8 per token, FP8 per token or per group of 128."""
+"""Fused norm (with or without residual) or gate, and quantiser: bf16 -> int8 per token, FP8 per token or group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _choice(variant: str) -> dict[str, Any]:
 
 
 def _quantise(values: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """The plain definition of the quantiser, for torch.compile."""
+    """The quantiser's definition in torch operations, for torch.compile."""
     choice = _choice(variant)
     parts = values.unflatten(-1, (-1, GROUP if "granularity" in choice else values.shape[-1]))
     largest = LARGEST[choice["dtype"]]
@@ -109,13 +109,13 @@ def _eager(function: Callable[..., object], case: Case, sets: Sequence[Inputs]) 
 
 
 def _compiled(function: Callable[..., object], case: Case, sets: Sequence[Inputs]) -> Bound:
-    # Past a few recompilations dynamo runs the function eagerly without a word: start every case afresh.
+    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
     torch.compiler.reset()
     return _eager(torch.compile(function, fullgraph=True, dynamic=False), case, sets)
 
 
 def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """A plain norm or gate in the input's dtype, followed by epiloq's quantiser."""
+    """torch's norm or gate in the input's dtype, followed by epiloq's quantiser."""
     choice = dict(_choice(case.variant))
     quantise: Callable[..., object] = epiloq.quantize_int8
     if choice.pop("dtype") != torch.int8:

@@ -1,4 +1,4 @@
-"""float8 products of a mixture of experts in one call, M rows an expert on average, beside a call for each expert."""
+"""float8 products of a mixture of experts in one call, M rows per expert on average, or in a call per expert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from epiloq.bench.peers import deep_gemm
 
 @dataclass(frozen=True)
 class Variant:
-    """``ragged``: experts have from one to some three times their share of the rows. ``rows``: scales of whole rows."""
+    """``ragged``: experts have between one row and about three times the average. ``rows``: scales per row."""
 
     experts: int
     ragged: bool = False
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def ends_of(experts: int, m: int, ragged: bool, generator: torch.Generator) -> Tensor:
-    """Where the rows of experts end that have `m` on average."""
+    """Draw the row at which each expert's rows end, for `m` rows per expert on average."""
     device, total = generator.device, experts * m
     share = torch.ones(experts, device=device)
     if ragged:
@@ -59,7 +59,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     if v.rows:
         scale_a, scale_b = scales(generator, total, 1), scales(generator, v.experts, 1, case.n)
     else:
-        # M-major and padded, as the quantisers give it on request.
+        # M-major and padded, as the quantisers write it on request.
         scale_a = scales(generator, groups, -(-total // 4) * 4).t()[:total]
         scale_b = scales(generator, v.experts, -(-case.n // GROUP), groups).transpose(1, 2)
     return {
@@ -77,7 +77,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against float64, dequantised: one output ulp, and a part of the terms' span."""
+    """Error against the dequantised float64 product; tolerance: one output ulp, and a part of the terms' span."""
     v = VARIANTS[case.variant]
     total = v.experts * case.m
     if result.shape != (total, case.n) or result.dtype != OUT_DTYPE:
@@ -85,7 +85,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     rows, columns = sample(total, 30, generator), sample(case.n, 30, generator)
     expert = torch.searchsorted(inputs["offs"], rows, right=True)
     a, scale_a = inputs["a"][rows].double(), inputs["scale_a"][rows].double()
-    # [rows, columns, K]: each row has its expert's weight.
+    # [rows, columns, K]: each row with the weight of its expert.
     b = inputs["b"].transpose(1, 2)[expert[:, None], columns].double()
     scale_b = inputs["scale_b"].transpose(1, 2)[expert[:, None], columns if v.rows else columns // GROUP].double()
     block = torch.arange(case.k, device=rows.device) // (case.k if v.rows else GROUP)
@@ -96,7 +96,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
 
 
 def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """`groupwise_mm`, or `scaled_mm`, of each expert's rows, whose numbers the host knows."""
+    """A call of `groupwise_mm` or `scaled_mm` per expert, with row counts known on the host."""
     multiply = epiloq.scaled_mm if VARIANTS[case.variant].rows else epiloq.groupwise_mm
 
     def call(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def grouped_of_torch() -> Callable[..., Tensor]:
-    """torch's product of 16-bit experts."""
+    """torch's grouped product of 16-bit experts."""
     grouped = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if grouped is None:
         raise Unavailable("this torch has no grouped_mm")
@@ -126,7 +126,7 @@ def grouped_of_torch() -> Callable[..., Tensor]:
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
     grouped, bf16 = grouped_of_torch(), torch.bfloat16
-    # Converted in the weights' own order of memory: the product wants dense columns.
+    # Converted without a change of memory order: the product requires dense columns.
     calls = [
         partial(grouped, s["a"].to(bf16), s["b"].transpose(1, 2).to(bf16).transpose(1, 2), offs=s["offs"]) for s in sets
     ]
@@ -139,17 +139,17 @@ def _scaled_grouped(case: Case, sets: Sequence[Inputs]) -> Bound:
         raise Unavailable("needs torch._scaled_grouped_mm and a GPU")
 
     def call(s: Inputs) -> partial[Tensor]:
-        # Of whole rows, which is all it takes: where ours are of groups, the time alone can be compared.
+        # It supports only scales per row; for a variant with scales per group only the time is comparable.
         scale_a, scale_b = s["scale_a"][:, 0].contiguous(), s["scale_b"].new_ones(s["b"].shape[::2])
         return partial(grouped, s["a"], s["b"], scale_a, scale_b, offs=s["offs"], out_dtype=OUT_DTYPE)
 
-    note = "" if VARIANTS[case.variant].rows else "scales of whole rows"
+    note = "" if VARIANTS[case.variant].rows else "scales per row"
     return Bound(tried([call(s) for s in sets]).calls, note)
 
 
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     if VARIANTS[case.variant].rows:
-        raise Unavailable("deep_gemm's scales are of groups")
+        raise Unavailable("deep_gemm supports only scales per group")
     calls, outs, rows = zip(*(deep_gemm.grouped(s) for s in sets), strict=True)
     bound = tried(calls)
     generator = torch.Generator(outs[0].device).manual_seed(0)
@@ -158,7 +158,7 @@ def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
     if VARIANTS[case.variant].rows:
-        raise Unavailable("the baseline has scales of groups")
+        raise Unavailable("the baseline supports only scales per group")
     if sets[0]["a"].device.type == "cpu":
         raise Unavailable("CUDA only")
     grouped = require("epiloq.bench.peers.triton_products").grouped

@@ -1,4 +1,4 @@
-"""16-bit activations x 4-bit weights of a mixture of experts in one call, M rows an expert on average."""
+"""16-bit activations x 4-bit weights of a mixture of experts in one call, M rows per expert on average."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Variant:
-    """``ragged``: experts have from one to some three times their share of the rows."""
+    """``ragged``: experts have between one row and about three times the average."""
 
     experts: int
     group_size: int = 128
@@ -59,14 +59,14 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against the weights in float64: one output ulp, and the roundings of weights and of fp32's sums."""
+    """Error against float64; tolerance: one output ulp, and the roundings of weights and of fp32 sums."""
     total = VARIANTS[case.variant].experts * case.m
     if result.shape != (total, case.n) or result.dtype != DTYPE:
         return float("inf")
     rows, columns = sample(total, 30, generator), sample(case.n, 30, generator)
     expert = torch.searchsorted(inputs["offs"], rows, right=True)
     dense = _packed(case, inputs).dequantize().view(-1, case.n, case.k)
-    # [rows, columns, K]: each row has its expert's weight.
+    # [rows, columns, K]: each row with the weight of its expert.
     products = inputs["x"][rows].double()[:, None] * dense[expert[:, None], columns].double()
     reference, size = products.sum(-1), products.square().sum(-1).sqrt()
     tolerance = torch.finfo(DTYPE).eps * (reference.abs() + 2 * size) + 1e-30
@@ -74,7 +74,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
 
 
 def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """`weight_only_mm` of each expert's rows, whose numbers the host knows."""
+    """A call of `weight_only_mm` per expert, with row counts known on the host."""
 
     def call(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
         for part in parts:

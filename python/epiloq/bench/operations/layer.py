@@ -1,4 +1,4 @@
-"""What a quantised layer takes of bf16 tokens: a quantiser, or a fused norm, and the product after it."""
+"""A quantised layer on bf16 tokens: a quantiser, or a norm fused with it, and the product."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
-# Of tokens, and a norm's weight where one is fused: quantised tokens and their scales.
+# (tokens, weight of the fused norm if any) -> (quantised tokens, their scales)
 Quantise = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A layer: how its tokens are quantised, and its product among the other operations, whose weights and check these
-    are; the module that is both and the name of its scales; or a norm before it, of which there are no modules."""
+    """A kind of layer: its quantiser and its product.
+
+    Weights and the check of results are those of the operation `product`. `module` computes both in one call, with
+    weight scales named `scales`; a layer with a fused `norm` has no module.
+    """
 
     quantise: Quantise
     multiply: Callable[..., Tensor]
@@ -94,14 +97,14 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """The product's check, of what the quantiser gives."""
+    """Check the product of the quantised tokens, as its own benchmark does."""
     kind = KINDS[case.variant]
     q, scale = kind.quantise(inputs["x"], inputs["norm"])
     return kind.product.error(_product_case(case), {**inputs, "a": q, "scale_a": scale}, result, generator)
 
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """The layer in bf16, after the same norm; its weights' values do not matter."""
+    """The layer in bf16, after the same norm; the values of its weights do not matter."""
 
     def call(s: Inputs) -> partial[Tensor]:
         weight = s["b"].t().to(DTYPE).contiguous()

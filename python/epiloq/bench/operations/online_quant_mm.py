@@ -22,7 +22,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     bits, group = KINDS[case.variant]
     device, blocks = generator.device, -(-case.k // group)
     x = torch.randn((case.m, case.k), generator=generator, device=device).add_(0.1).to(DTYPE)
-    # Prepared values and parameters as they are read: a block's total follows from its values.
+    # Prepared values and parameters in the layout that kernels read; a block's sum follows from its values.
     shape = (case.n, case.k if bits == 8 else (case.k + 1) // 2)
     q = torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
     scale = torch.rand((case.n, blocks), generator=generator, device=device).add_(0.1) / 2 ** (bits - 1)
@@ -40,7 +40,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against the product of dequantised operands in float64: one output ulp, and fp32's rounding of each term."""
+    """Error against the dequantised float64 product; tolerance: one output ulp, and fp32's rounding of each term."""
     if result.shape != (case.m, case.n) or result.dtype != DTYPE:
         return float("inf")
     group = KINDS[case.variant][1]
@@ -67,7 +67,7 @@ def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _scaled_mm(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """The same product with one scale a row and a channel: what finer blocks cost."""
+    """The same product with scales per row and channel, which shows the cost of the finer blocks."""
 
     def call(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         q_x, scale_x, _ = epiloq.quantize_int8(x, pad_to=16)

@@ -1,4 +1,4 @@
-"""What the benchmarks of quantising operations share: the check of codes and scales, and a copy to compare with."""
+"""Shared by the benchmarks of quantising operations: the check of codes and scales, and a copy as a baseline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def error(values: Tensor, q: Tensor, scale: Tensor, *, measured: bool, slack: float) -> float:
-    """Codes within half a step of float64 ``values`` over their scale; ``scale`` of amax's, one of each last dimension.
+    """Error of codes and scales as a multiple of the tolerance.
 
-    ``values`` and ``q`` are [.., count], ``scale`` [.., 1]; ``slack`` is what fp32 may be off by, relatively.
+    Codes must be within half a step of float64 ``values`` over their scale, and a ``measured`` scale must be that of
+    the largest magnitude in the last dimension. ``values`` and ``q`` are [..., count], ``scale`` is [..., 1];
+    ``slack`` is the relative rounding error that fp32 may add.
     """
     scale, largest = scale.double(), LARGEST[q.dtype]
     over_scale = (values / scale).clamp(-largest, largest)
@@ -33,13 +35,13 @@ def error(values: Tensor, q: Tensor, scale: Tensor, *, measured: bool, slack: fl
 
 
 def by_group(part: Tensor, group: int) -> Tensor:
-    """[.., K] as [.., ceil(K / group), group], filled up with zeros."""
+    """Reshape [..., K] to [..., ceil(K / group), group], padded with zeros."""
     missing = -part.shape[-1] % group
     return torch.nn.functional.pad(part.double(), (0, missing)).view(*part.shape[:-1], -1, group)
 
 
 def copy_of(operation: Operation) -> Binder:
-    """A plain copy that reads and writes as many bytes as the operation does together."""
+    """A copy that reads and writes as many bytes in total as the operation."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Bound:
         result = operation.bind(case, sets).calls[0]()
@@ -47,6 +49,6 @@ def copy_of(operation: Operation) -> Binder:
         tensors = [*sets[0].values(), *(part for part in outputs if isinstance(part, Tensor))]
         size, device = sum(part.nbytes for part in tensors) // 2, tensors[0].device
         memory = [torch.zeros((2, size), dtype=torch.uint8, device=device) for _ in sets]
-        return Bound([partial(pair[0].copy_, pair[1]) for pair in memory], "as many bytes")
+        return Bound([partial(pair[0].copy_, pair[1]) for pair in memory], "same number of bytes")
 
     return bind

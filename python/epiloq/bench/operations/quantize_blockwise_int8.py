@@ -15,9 +15,9 @@ from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
 from epiloq.bench.operations.quantised import SMALLEST_SCALE, by_group, copy_of
 
-# The name of a variant: values a block, symmetric or not.
+# Variant -> values per block, and whether symmetric.
 VARIANTS = {"g32": (32, False), "g128": (128, False), "g128_symmetric": (128, True)}
-# Halves of a step decide the rounding; a difference and a quotient in fp32 are off by some 2^-14 of a step here.
+# Rounding allows half a step; the fp32 difference and quotient add about 2^-14 of a step here.
 HALF_STEP = 0.5 + 2.0**-12
 
 
@@ -32,13 +32,13 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _repeated(rows: Tensor, group: int) -> Tensor:
-    """[M, K] as [M, ceil(K / group), group], filled up with the last value, which changes no range."""
+    """Reshape [M, K] to [M, ceil(K / group), group], padded with the last value, which changes no range."""
     last = rows[:, -1:].expand(-1, -rows.shape[1] % group)
     return torch.cat((rows, last), -1).double().view(rows.shape[0], -1, group)
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """q within half a step of (x - offset) / scale, parameters within fp32's rounding of their formulas, exact sums."""
+    """Check q within half a step of (x - offset) / scale, parameters within fp32's rounding, and exact sums."""
     group, symmetric = VARIANTS[case.variant]
     q, scale, offset, total = result
     if q.shape != (case.m, case.k) or q.dtype != torch.int8 or (offset is None) != symmetric:
@@ -49,7 +49,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     zero = torch.zeros_like(scale) if offset is None else offset[rows].double().unsqueeze(-1)
     high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
     reach, steps = (torch.maximum(high, -low), 127) if symmetric else (high - low, 255)
-    constant = reach == 0  # a block that is has scale 1
+    constant = reach == 0  # a constant block has scale 1
     expected = torch.where(constant, 1.0, (reach / steps).clamp(min=SMALLEST_SCALE))
     q_error = (codes - ((x - zero) / scale).clamp(-128, 127)).abs()
     errors = [

@@ -1,4 +1,4 @@
-"""bf16 -> FP8 with scales of the tensor, its tokens, groups of 128, blocks of 128 x 128, or one that is given."""
+"""bf16 -> FP8 with scales per tensor, token, group of 128 or block of 128 x 128, or with a given scale."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _eager(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
-    # Past a few recompilations dynamo runs the function eagerly without a word: start every case afresh.
+    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
     torch.compiler.reset()
     compiled = torch.compile(IN_TORCH[case.variant], fullgraph=True, dynamic=False)
     return Bound([partial(compiled, *s.values()) for s in sets])
@@ -119,7 +119,7 @@ def _compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     if case.variant == "block":
-        raise Unavailable("vllm quantises no blocks")
+        raise Unavailable("vllm does not quantise blocks")
     if case.variant.startswith("group"):
         module = require("vllm.model_executor.layers.quantization.utils.fp8_utils")
         quantise = partial(module.per_token_group_quant_fp8, group_size=GROUP, column_major_scales="_" in case.variant)
@@ -131,7 +131,7 @@ def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     names = {"group": "per_token_cast_to_fp8", "block": "per_block_cast_to_fp8"}
     if case.variant not in names:
-        raise Unavailable("deep_gemm casts groups of a token and blocks")
+        raise Unavailable("deep_gemm quantises only groups and blocks")
     cast = getattr(require("deep_gemm.utils"), names[case.variant])
     return Bound([partial(cast, s["x"], use_ue8m0=False) for s in sets])
 

@@ -15,7 +15,7 @@ from epiloq.bench.contract import Bound, Inputs, Operation, require, sample, wor
 from epiloq.bench.operations.quantised import copy_of
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# Halves of a step decide the rounding; a quotient in fp32 is off by at most 256 * 2^-24 of a step.
+# Rounding allows half a step; the fp32 quotient adds at most 256 * 2^-24 of a step.
 HALF_STEP = 0.5 + 2.0**-16
 
 
@@ -33,7 +33,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """q within half a step of x / scale + azp, and the scale (and azp) within fp32's rounding of their formulas."""
+    """Check q within half a step of x / scale + azp, and scale and azp within fp32's rounding of their formulas."""
     q, scale, azp = result
     if q.shape != (case.m, case.k) or q.dtype != torch.int8:
         return float("inf")
@@ -85,7 +85,7 @@ def _eager(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
-    # Past a few recompilations dynamo runs the function eagerly without a word: start every case afresh.
+    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
     torch.compiler.reset()
     compiled = torch.compile(IN_TORCH[case.variant], fullgraph=True, dynamic=False)
     return Bound([partial(compiled, *s.values()) for s in sets])

@@ -1,4 +1,4 @@
-"""int8 and float8 products of a batch, as attention has them: M tokens, heads of K (scores) or of N (values)."""
+"""Batched int8 and float8 products as in attention: M tokens, head size K (scores) or N (values)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
 from epiloq.bench.operations.float8_mm import ACCURATE, OUT_DTYPE, float8, operands, scales
 
-# Variant -> products in a batch, whether they are int8 (or float8).
+# Variant -> products per batch, and whether they are int8 (otherwise float8).
 KINDS = {"int8_b32": (32, True), "int8_b128": (128, True), "fp8_b32": (32, False), "fp8_b128": (128, False)}
 
 
@@ -39,7 +39,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against float64: one output ulp, fp32's rounding of the scales, and of float8 a part of the terms' span."""
+    """Error against float64; tolerance: one output ulp, fp32's rounding of scales, for float8 part of the span."""
     batch, is_int8 = KINDS[case.variant]
     if result.shape != (batch, case.m, case.n) or result.dtype != OUT_DTYPE:
         return float("inf")
@@ -48,7 +48,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     a, b = inputs["a"][which, rows].double(), inputs["b"].transpose(1, 2)[which, columns].double().transpose(1, 2)
     scale_b = inputs["scale_b"].transpose(1, 2)[which, columns].double().transpose(1, 2)
     scale = inputs["scale_a"][which, rows].double() * scale_b
-    # The scales last: a sum of exactly zero stays zero.
+    # Scales are applied last, so that a sum of exactly zero stays zero.
     reference, span = (a @ b) * scale, (a.square() @ b.square()).sqrt() * scale
     rounding = torch.finfo(OUT_DTYPE).eps + 4 * torch.finfo(torch.float32).eps
     tolerance = rounding * reference.abs() + (0 if is_int8 else ACCURATE) * span + 1e-30

@@ -22,7 +22,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     device = generator.device
 
     def int8(shape: tuple[int, int]) -> torch.Tensor:
-        # Quantised normal values, as layers have: a matrix product's power, and so its clock, depends on its bits.
+        # Quantised normal values, as in layers: the power of a GEMM, and so the clock, depends on its operands' bits.
         values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         return values.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
 
@@ -59,7 +59,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against sa sb (acc - azp adj) + bias in float64: one output ulp, and fp32's rounding of each term."""
+    """Error against sa sb (acc - azp adj) + bias in float64; tolerance: one ulp, and fp32's rounding of each term."""
     if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
         return float("inf")
     rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)

@@ -18,7 +18,7 @@ from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, marlin, t
 
 @dataclass(frozen=True)
 class Variant:
-    """Bits, columns a group, whether there are zero points, and the activations' type, which is the scales' too."""
+    """Bits, columns per group, whether there are zero points, and the dtype of activations and scales."""
 
     bits: int
     group_size: int
@@ -57,7 +57,7 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Against scale (q - zero) in float64: one output ulp, and the roundings of the weight and of fp32's sums."""
+    """Error against scale (q - zero) in float64; tolerance: one ulp, and the roundings of weights and fp32 sums."""
     dtype = VARIANTS[case.variant].dtype
     if result.shape != (case.m, case.n) or result.dtype != dtype:
         return float("inf")
@@ -65,7 +65,7 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     weight = _packed(case, inputs).dequantize()[columns].double()
     x = inputs["x"][rows].double()
     reference, size = x @ weight.t(), (x.square() @ weight.square().t()).sqrt()
-    # Dense routes round every weight to 16 bits; the sum of so many random roundings stays within 2 eps of this root.
+    # Dequantising paths round every weight to 16 bits; the random sum of roundings stays within 2 eps of this root.
     tolerance = torch.finfo(dtype).eps * (reference.abs() + 2 * size) + 1e-30
     return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 

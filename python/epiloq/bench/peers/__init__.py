@@ -1,1 +1,1 @@
-"""Other projects' kernels beside which operations are timed, and Triton kernels written for comparison."""
+"""Other projects' kernels that operations are compared with, and Triton kernels written for comparison."""

@@ -1,4 +1,4 @@
-"""DeepGEMM's products on epiloq's operands, put into its layouts before anything is timed."""
+"""DeepGEMM's products on epiloq's operands, converted to its layouts before timing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ OUT_DTYPE = torch.bfloat16
 
 
 def dense(inputs: Inputs) -> tuple[Call, Tensor]:
-    """The call and where it writes; ``scale_a`` is M-major with rows padded to 4, or it copies that in every call."""
+    """Return the call and its output; ``scale_a`` must be M-major with rows padded to 4, or every call copies it."""
     library = require("deep_gemm")
     a, b = inputs["a"], inputs["b"].t()
     out = a.new_empty((a.shape[0], b.shape[0]), dtype=OUT_DTYPE)
-    # N and K as constants of the kernel, as DeepGEMM itself has it by default and its forks do not.
+    # N and K are compile-time constants, which is DeepGEMM's default, but not that of its forks.
     multiply = partial(library.fp8_gemm_nt, compiled_dims="nk")
     return partial(multiply, (a, inputs["scale_a"]), (b, inputs["scale_b"].t()), out), out
 
 
 def grouped(inputs: Inputs) -> tuple[Call, Tensor, Tensor]:
-    """The call for `grouped_mm`'s operands with ``offs``, where it writes, and the row there of each row of ``a``.
+    """Return the call for `grouped_mm`'s operands with ``offs``, its output, and the output row of each row of ``a``.
 
-    Experts begin at multiples of 128 rows in its contiguous layout: those between are computed too.
+    In its contiguous layout experts begin at multiples of 128 rows; padding rows are computed too.
     """
     library = require("deep_gemm")
     a, scale_a, ends = inputs["a"], inputs["scale_a"], inputs["offs"].long()

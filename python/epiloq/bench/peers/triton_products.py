@@ -1,4 +1,4 @@
-"""The usual Triton kernel for float8 scaled by groups, dense and of experts: a baseline, tuned by hand and not further.
+"""The usual Triton kernel for float8 with scales per group, dense and grouped: a baseline, tuned by hand only.
 
 Imported only for a CUDA device.
 """
@@ -14,15 +14,15 @@ import triton.language as tl
 
 GROUP = 128
 COLUMNS = 128
-# Up to so many rows of an expert -> rows of a tile, warps, stages.
+# (rows per expert at most, (tile rows, warps, stages))
 TILES = ((16, (16, 4, 5)), (64, (64, 4, 4)), (1 << 30, (128, 8, 4)))
-# Tiles of rows that go through all columns together, so that the weight is read from L2 again.
+# Height in tiles of a band that is walked column by column, so that weights are read again from L2.
 TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
 def _expert_of(tile, offs, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert that a tile of rows belongs to (``experts``: to none), its first row and the end of its expert's."""
+    """Return the expert of a row tile (``experts`` if none), the tile's first row, and the end of the expert's rows."""
     e = tl.arange(0, EXPERTS)
     there = e < experts
     ends = tl.load(offs + e, mask=there, other=0)
@@ -71,11 +71,11 @@ def _multiply(
 def grouped(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offs: torch.Tensor
 ) -> torch.Tensor:
-    """`epiloq.grouped_mm` in bf16 of a ``[M, K]``, b ``[E, K, N]`` column-major, scale_b ``[E, K / 128, N / 128]``."""
+    """`epiloq.grouped_mm` to bf16: a ``[M, K]``, b ``[E, K, N]`` column-major, scale_b ``[E, K / 128, N / 128]``."""
     (rows, k), (experts, _, n) = a.shape, b.shape
     out = a.new_empty((rows, n), dtype=torch.bfloat16)
     height, warps, stages = next(tile for most, tile in TILES if rows <= most * experts)
-    row_tiles = rows // height + experts  # at most: each expert may end in a tile that is not full
+    row_tiles = rows // height + experts  # upper bound: each expert may end in a partial tile
     strides = (a.stride(0), *scale_a.stride(), *scale_b.stride())
     _multiply[(row_tiles * triton.cdiv(n, COLUMNS),)](
         a, b, scale_a, scale_b, out, offs, experts, n, k, *strides, row_tiles,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Words of a block, warps, blocks in flight on a multiprocessor (0: one program a block).
+# Words per block, warps, resident programs per SM (0: one program per block).
 VARIANTS = (
     (1024, 4, 0),
     (2048, 4, 0),
@@ -30,12 +30,12 @@ def _read(x, out, blocks, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         words = tl.load(x + block * BLOCK + lanes)
-        # Never true, which the compiler cannot know: no reduction, no store, and yet no load is dropped.
+        # The mask is never true, but the compiler cannot know: nothing is stored, and no load is eliminated.
         tl.store(out + lanes, words, mask=words == -1)
 
 
 def readers(device: torch.device) -> dict[str, Any]:
-    """Name -> (tensor -> call). The tensor holds whole blocks of non-negative fp32 numbers, whose bits are never -1."""
+    """Name -> (tensor -> call). Tensors hold whole blocks of non-negative fp32 numbers, whose bits are never -1."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     out = torch.empty(max(block for block, _, _ in VARIANTS), dtype=torch.int32, device=device)
 

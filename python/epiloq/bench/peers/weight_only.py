@@ -1,4 +1,4 @@
-"""Other projects' products of 16-bit activations with low-bit weights, on the weights that epiloq multiplies."""
+"""Other projects' products of 16-bit activations with low-bit weights, on the same weights as epiloq."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epiloq.formats.layouts import marlin as layout
 
 
 def _codes(weight: epiloq.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """q uint8 from 0 to 2^bits - 1, scales, and zero points of the scales' dtype, all [N, ..]."""
+    """Return q (uint8, 0 to 2^bits - 1), scales, and zero points in the scales' dtype, all [N, ...]."""
     q, scale, zero = weight.unpack()
     middle = 1 << (weight.bits - 1)
     if zero is None:
@@ -28,7 +28,7 @@ def _on_cuda(x: Tensor) -> None:
 
 
 def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
-    """torch's own, which torchao's "tile_packed_to_4d" layout calls too: ``scale * (q - 8) + offset``."""
+    """torch's int4 product, also used by torchao's "tile_packed_to_4d" layout: ``scale * (q - 8) + offset``."""
     x = inputs["x"]
     if weight.bits != 4 or (x.is_cuda and x.dtype != torch.bfloat16):
         raise Unavailable("torch's int4 product supports 4 bits, on CUDA with bfloat16")
@@ -42,7 +42,7 @@ def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 
 
 def marlin(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
-    """vLLM's, as ``apply_gptq_marlin_linear`` calls it."""
+    """vLLM's Marlin kernel, called as by ``apply_gptq_marlin_linear``."""
     x = inputs["x"]
     _on_cuda(x)
     ops, types = require("vllm._custom_ops"), require("vllm.scalar_type").scalar_types
@@ -90,13 +90,13 @@ def gemlite(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 
 
 def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
-    """humming, with the one kernel that its tables choose for this M, compiled here."""
+    """humming's kernel that its tables choose for this M, compiled here."""
     x = inputs["x"]
     _on_cuda(x)
     layers, ops, tune = (require(f"humming.{name}") for name in ("layer", "ops", "tune"))
-    group = max(weight.group_size, 0)  # its 0 stands for whole rows
+    group = max(weight.group_size, 0)  # humming's 0 means one group per row
     if group and weight.k % group:
-        raise Unavailable("humming supports whole groups only")
+        raise Unavailable("humming supports only K divisible by the group size")
     config = {"dtype": f"uint{weight.bits}", "group_size": group, "has_zero_point": not weight.symmetric}
     layer = layers.HummingLayer(weight.n, weight.k, config, torch_dtype=x.dtype).to(x.device)
     q, scale, zero = _codes(weight)
@@ -112,7 +112,7 @@ def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 
 
 def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
-    """torchao's "plain" int4 layout, its kernels for Hopper; it rounds the weight to a grid of its own."""
+    """torchao's "plain" int4 layout, whose kernels are for Hopper; it requantises the weight to its own grid."""
     x = inputs["x"]
     _on_cuda(x)
     if weight.bits != 4 or x.dtype != torch.bfloat16 or weight.group_size == -1:

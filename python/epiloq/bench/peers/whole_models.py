@@ -1,4 +1,4 @@
-"""Other packages' quantised models beside which a whole model is measured: the same decoder layers, their kernels."""
+"""Models quantised by other packages for comparison: the same decoder layers with their kernels."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _bitsandbytes(kind: str, **options: Any) -> Peer:
     def quantise(model: nn.Module) -> nn.Module:
         layers = require("bitsandbytes").nn
         heads, device = find(model).heads, next(model.parameters()).device
-        # Names alone, so that each float weight is released before the next is quantised.
+        # The list holds only names, so that each float weight is released before the next is quantised.
         for name in [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in heads]:
             linear: Any = model.get_submodule(name)
             made = getattr(layers, kind)(linear.in_features, linear.out_features, linear.bias is not None, **options)
             state = {key: value.cpu() for key, value in linear.state_dict().items()}
-            # It quantises as the weight is moved to a device.
+            # bitsandbytes quantises when the weight is moved to a device.
             made.load_state_dict(state)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, made.to(device).eval())
@@ -59,4 +59,4 @@ PEERS: dict[str, Peer] = {
     "bitsandbytes-nf4": _linear4bit(),
     "bitsandbytes-int8": _bitsandbytes("Linear8bitLt", has_fp16_weights=False, threshold=0.0),
 }
-"""What makes a model in floating point another package's, in place; raises Unavailable where that is not installed."""
+"""Functions that quantise a model in place by another package; they raise Unavailable if it is not installed."""

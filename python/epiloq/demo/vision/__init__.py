@@ -1,1 +1,1 @@
-"""The second demonstration: PP-OCRv4's convolutional networks, quantised by each scheme, on images of drawn text."""
+"""Second demonstration: the convolutional networks of PP-OCRv4, quantised by each scheme, on rendered text."""

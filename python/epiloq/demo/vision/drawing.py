@@ -1,4 +1,4 @@
-"""Images of text, drawn with the fonts that matplotlib carries: single words, and pages of words with their boxes."""
+"""Images of text rendered with matplotlib's fonts: single words, and pages of words with their boxes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
 Box = tuple[int, int, int, int]
-"""Left, top, right and bottom in pixels, the last two outside."""
+"""Left, top, right and bottom in pixels; right and bottom are exclusive."""
 
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
 SHORTEST, LONGEST = 3, 12
 NOISE = 6
-"""Standard deviation of the noise, in steps of 255."""
+"""Standard deviation of the noise, in units of 1/255."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """An image with words in it, and where they are."""
+    """An image of words, with the words and their boxes."""
 
     image: Image
     words: tuple[str, ...]
@@ -32,7 +32,7 @@ class Page:
 
 
 def vocabulary() -> list[str]:
-    """Words of the language reference that Python carries, numbers among them, sorted."""
+    """Return the sorted words of Python's language reference, including numbers."""
     from pydoc_data.topics import topics
 
     found = {word for text in topics.values() for word in re.findall(r"[A-Za-z0-9_'.-]+", text)}
@@ -41,13 +41,13 @@ def vocabulary() -> list[str]:
 
 
 def split(words: Sequence[str], seed: int, evaluated: int, calibrated: int) -> tuple[list[str], list[str]]:
-    """Words to evaluate on and others to calibrate with, by chance."""
+    """Draw disjoint random words for evaluation and for calibration."""
     chosen = Random(seed).sample(words, evaluated + calibrated)
     return chosen[:evaluated], chosen[evaluated:]
 
 
 def draw_word(word: str, random: Random) -> Image:
-    """A word alone, with little around it, as a detector would cut it out."""
+    """Render a single word with a narrow margin, as a detector would crop it."""
     from PIL import Image, ImageDraw
 
     face = font(random, random.randint(24, 44))
@@ -61,7 +61,7 @@ def draw_word(word: str, random: Random) -> Image:
 
 
 def draw_page(words: Sequence[str], random: Random, size: tuple[int, int] = (640, 480)) -> Page:
-    """As many of the words as fit, in lines, each in its own font and size."""
+    """Render lines of as many of the words as fit, each in its own font and size."""
     from PIL import Image, ImageDraw
 
     width, height = size
@@ -84,7 +84,7 @@ def draw_page(words: Sequence[str], random: Random, size: tuple[int, int] = (640
 
 
 def font(random: Random, size: int) -> FreeTypeFont:
-    """One of FONTS at a size in pixels."""
+    """Choose one of FONTS, at a size in pixels."""
     import matplotlib
     from PIL import ImageFont
 
@@ -92,7 +92,7 @@ def font(random: Random, size: int) -> FreeTypeFont:
 
 
 def _colours(random: Random) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Paper, light or dark, and ink that stands out from it."""
+    """Choose a light or dark paper colour, and an ink colour of sufficient contrast."""
     light = random.random() < 0.7
     low, high = (190, 255) if light else (0, 70)
     paper = (random.randint(low, high), random.randint(low, high), random.randint(low, high))

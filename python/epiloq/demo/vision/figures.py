@@ -1,4 +1,4 @@
-"""The report's pictures: detections on a page, errors by layer, speeds."""
+"""Figures of the report: detections on a page, errors by layer, speeds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LABEL_PIXELS = 13
 
 
 def detections(results: Results, run: Run) -> str:
-    """The first page with the boxes of a run, the text that was read above each; a stroke shows a mistake.
+    """Draw the first page with the boxes of a run and the text read in each; dashed boxes are mistakes.
 
-    A text is taken for right if that word is on the page.
+    A text counts as correct if that word is on the page.
     """
     width, height = results.page_size
     image = base64.b64encode(results.page_jpeg).decode("ascii")
@@ -32,7 +32,7 @@ def _box(found: Found, right: bool) -> str:
     left, top, end, bottom = found.box
     dashes = ' stroke-dasharray="5 3"'
     colour = COLOURS[0] if right else COLOURS[3]
-    # About six tenths of the font's size is a monospaced letter's width.
+    # The width of a monospaced letter is about 0.6 of the font size.
     label = round(0.6 * LABEL_PIXELS * len(found.text)) + 6
     return (
         f'<rect x="{left}" y="{top}" width="{end - left}" height="{bottom - top}" fill="none" stroke="{colour}" '
@@ -44,7 +44,7 @@ def _box(found: Found, right: bool) -> str:
 
 
 def layer_errors(runs: Sequence[Run]) -> str:
-    """Relative output error of every quantised layer, in the order of the networks: detector, then recogniser."""
+    """Draw the relative output error of every quantised layer: the detector's, then the recogniser's."""
     with canvas(3.6) as figure:
         axes = figure.subplots()
         for run, colour in zip(runs, COLOURS, strict=False):
@@ -62,7 +62,7 @@ def layer_errors(runs: Sequence[Run]) -> str:
 
 
 def speeds(results: Results) -> str:
-    """Speed of every run in multiples of the float network's, timed in turns with it, as two panels of bars."""
+    """Draw the speed of every run relative to the float networks, as two panels of bars."""
     runs = results.runs
     panels = (
         ("detector", [run.detector.speedup for run in runs]),

@@ -1,4 +1,4 @@
-"""What is drawn: words and pages to evaluate on, and others, of other words, to calibrate with."""
+"""Rendered words and pages for evaluation, and others with different words for calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS_A_PAGE = 28
 
 @dataclass(frozen=True)
 class Material:
-    """Drawn text. Words come in the order of their images' widths, in batches."""
+    """Rendered text. Words are ordered by the width of their images, and batched."""
 
     words: tuple[str, ...]
     batches: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Material:
     seed: int
 
     def describe(self) -> dict[str, int | str]:
-        """For the report: what was drawn, and how often."""
+        """Return the numbers of words and pages and the seed, for the report."""
         return {
             "source": "pydoc_data.topics",
             "seed": self.seed,
@@ -45,7 +45,7 @@ class Material:
 def draw(
     words: int = 200, pages: int = 8, calibration: int = 64, calibration_pages: int = 6, seed: int = 0
 ) -> Material:
-    """Draw everything; no word that calibration sees is evaluated."""
+    """Render all images; no calibration word is used for evaluation."""
     evaluated, other = drawing.split(
         drawing.vocabulary(), seed, words + pages * WORDS_A_PAGE, calibration + calibration_pages * WORDS_A_PAGE
     )

@@ -1,4 +1,4 @@
-"""The measurements in order: the float networks, then each variant, on each device."""
+"""Measurements: the float networks, then each variant, on each device."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ class Pair:
     dtype: torch.dtype
 
     def maps(self, pages: Sequence[Page]) -> list[Tensor]:
-        """The detector's probabilities for each page, float32 [H, W] on the CPU."""
+        """Compute the detector's probability map of each page, float32 [H, W] on the CPU."""
         inputs = (self.place(ocr.page_tensor(page.image)) for page in pages)
         return [self.detector.network(x)[0, 0].float().cpu() for x in inputs]
 
     def texts(self, batches: Sequence[Tensor]) -> list[str]:
-        """What the recogniser reads, batch after batch."""
+        """Recognise the words of all batches."""
         probabilities = (self.recogniser.network(self.place(batch)) for batch in batches)
         return [text for found in probabilities for text in ocr.read(found, self.characters)]
 
     def found(self, page: Page, probabilities: Tensor) -> tuple[Found, ...]:
-        """The words of a page, read where the map has them."""
+        """Recognise the words of a page in the boxes of its probability map."""
         frames = ocr.boxes(probabilities[: page.image.height, : page.image.width])
-        # One after the other: a word's probabilities would change a little with the padding of a batch.
+        # Words are read one at a time, since the padding of a batch would change their probabilities slightly.
         texts = self.texts([ocr.word_batch([page.image.crop(frame)]) for frame in frames])
         return tuple(Found(box, text) for box, text in zip(frames, texts, strict=True))
 
     def place(self, x: Tensor) -> Tensor:
-        """The tensor where the networks are, in their format."""
+        """Move a tensor to the networks' device and dtype."""
         return x.to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the float networks find in float32 on the CPU."""
+    """Results of the float networks in float32 on the CPU."""
 
     maps: list[Tensor]
     texts: list[str]
 
 
 def cost(quantised: Quantised, baseline: nn.Module, image: Tensor) -> Cost:
-    """Bytes, and time for each image of a batch, in turns with the float network."""
+    """Measure bytes, and time per image of a batch alternately with the float network."""
     wait = torch.cuda.synchronize if image.is_cuda else lambda: None
     models = [quantised.network] if quantised.network is baseline else [quantised.network, baseline]
     seconds = speed.median_seconds([partial(model, image) for model in models], REPEATS, wait)
@@ -90,7 +90,7 @@ def cost(quantised: Quantised, baseline: nn.Module, image: Tensor) -> Cost:
 def measure_pair(
     name: str, pair: Pair, floats: Pair, material: Material, reference: Reference, advance: Advance
 ) -> Run:
-    """Everything about one pair of networks."""
+    """Measure one pair of networks."""
     maps = pair.maps(material.pages)
     advance()
     texts = pair.texts(material.batches)
@@ -123,7 +123,7 @@ def measure_pair(
 def measure_device(
     floats: Pair, variants: Sequence[Variant], material: Material, reference: Reference, stage: Stage
 ) -> list[Run]:
-    """The float networks and every variant on one device."""
+    """Measure the float networks and every variant on one device."""
     runs = []
     with stage(f"float on {floats.device}", 4) as advance:
         runs.append(measure_pair(FLOAT, floats, floats, material, reference, advance))
@@ -142,7 +142,7 @@ def measure_device(
 
 @torch.inference_mode()
 def refer(floats: Pair, material: Material) -> Reference:
-    """What all others are compared with."""
+    """Compute the reference results."""
     return Reference(floats.maps(material.pages), floats.texts(material.batches))
 
 
@@ -153,7 +153,7 @@ def measure(
     stage: Stage,
     variants: Sequence[Variant] = networks.VARIANTS,
 ) -> Results:
-    """Measure everything. Raises DemoError when the networks are not there."""
+    """Run all measurements. Raises DemoError if the networks are not installed."""
     start = time.perf_counter()
     with stage("load the networks", 1) as advance:
         detector, recogniser, characters = networks.load()

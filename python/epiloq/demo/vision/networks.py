@@ -25,7 +25,7 @@ DETECTOR, RECOGNISER = "ch_PP-OCRv4_det_infer.onnx", "ch_PP-OCRv4_rec_infer.onnx
 
 @dataclass(frozen=True)
 class Variant:
-    """How the layers are quantised. Convolutions with a larger error than `limit` take `otherwise` instead."""
+    """Schemes of a variant's layers. Convolutions whose error exceeds `limit` have the scheme `otherwise` instead."""
 
     name: str
     convolutions: str
@@ -45,8 +45,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Quantised:
-    """A quantised network, what each layer's rounding does to its output alone, and which convolutions exceeded the
-    limit."""
+    """A quantised network, the relative output error of each layer by itself, and the convolutions above the limit."""
 
     network: nn.Module
     errors: dict[str, float]
@@ -54,24 +53,24 @@ class Quantised:
 
     @property
     def linked(self) -> int:
-        """Convolutions that hand int8 on."""
+        """Number of convolutions that pass int8 to the next one."""
         return sum(getattr(layer, "output_scale", None) is not None for layer in self.network.modules())
 
 
 def find(name: str) -> Path:
-    """A model's file, found through the package's metadata: importing it would need onnxruntime and OpenCV."""
+    """Find a model file through the package's metadata, since importing it would need onnxruntime and OpenCV."""
     try:
         recorded = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         raise DemoError(f"the networks are in the package {PACKAGE}, which is not installed: {INSTALL}") from None
     found = [path for path in (Path(str(entry.locate())) for entry in recorded) if path.name == name]
     if not found or not found[0].is_file():
-        raise DemoError(f"the installed {PACKAGE} holds no {name}: {INSTALL} --force-reinstall")
+        raise DemoError(f"the installed {PACKAGE} has no {name}: {INSTALL} --force-reinstall")
     return found[0]
 
 
 def load() -> tuple[nn.Module, nn.Module, list[str]]:
-    """Detector and recogniser in fp32, constants and norms folded into their layers, and the recogniser's classes."""
+    """Load detector and recogniser in fp32, with constants and norms folded, and the recogniser's characters."""
     (detector, _), (recogniser, metadata) = (onnx_graph.load(find(name)) for name in (DETECTOR, RECOGNISER))
     for network in (detector, recogniser):
         fold_batch_norm_(simplify(network))
@@ -79,7 +78,7 @@ def load() -> tuple[nn.Module, nn.Module, list[str]]:
 
 
 def quantise(network: nn.Module, variant: Variant, samples: Sequence[Tensor]) -> Quantised:
-    """A quantised copy, calibrated on the samples where its scheme needs that."""
+    """Return a quantised copy, calibrated on the samples if the scheme requires it."""
 
     def run(model: nn.Module) -> None:
         for sample in samples:

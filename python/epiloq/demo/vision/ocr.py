@@ -1,4 +1,4 @@
-"""What surrounds the two networks: images to tensors, maps to boxes, probabilities to text, and how alike two are."""
+"""Pre- and postprocessing of PP-OCRv4's networks: images to tensors, maps to boxes, probabilities to text, metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-# As PP-OCRv4's own configuration has them.
+# Values from PP-OCRv4's configuration.
 MAP_THRESHOLD = 0.3
 BOX_THRESHOLD = 0.5
 UNCLIP = 1.6
@@ -21,7 +21,7 @@ DETECTOR_MULTIPLE = 32
 
 
 def page_tensor(image: Image) -> Tensor:
-    """float32 [1, 3, H, W] in [-1, 1], enlarged by whole pixels of its edge to multiples of 32."""
+    """Convert to float32 [1, 3, H, W] in [-1, 1], padded to multiples of 32 by repeating edge pixels."""
     import torch
 
     pixels = _pixels(image)
@@ -30,7 +30,7 @@ def page_tensor(image: Image) -> Tensor:
 
 
 def word_batch(images: Sequence[Image]) -> Tensor:
-    """float32 [B, 3, 48, W] in [-1, 1]: each image at that height, with zeros to the right of all but the widest."""
+    """Convert to float32 [B, 3, 48, W] in [-1, 1]: images are scaled to that height and zero-padded on the right."""
     import torch
 
     scaled = [image.resize((max(1, round(image.width * WORD_HEIGHT / image.height)), WORD_HEIGHT)) for image in images]
@@ -41,7 +41,7 @@ def word_batch(images: Sequence[Image]) -> Tensor:
 
 
 def _pixels(image: Image) -> Tensor:
-    """float32 [3, H, W] in [-1, 1]; blue first, as the networks were trained."""
+    """Convert to float32 [3, H, W] in [-1, 1], in BGR order as in training."""
     import numpy as np
     import torch
 
@@ -50,12 +50,12 @@ def _pixels(image: Image) -> Tensor:
 
 
 def alphabet(metadata: dict[str, str]) -> list[str]:
-    """The recogniser's classes: nothing (the blank of CTC), the characters that its file lists, and a space."""
+    """Return the recogniser's classes: the CTC blank, the characters listed in its file, and a space."""
     return ["", *metadata["character"].splitlines(), " "]
 
 
 def read(probabilities: Tensor, characters: Sequence[str]) -> list[str]:
-    """The likeliest class at each position of [B, T, C], repetitions once, blanks (class 0) left out."""
+    """Decode [B, T, C] by greedy CTC: the likeliest classes, without repetitions and blanks (class 0)."""
     texts = []
     for classes in probabilities.argmax(-1).tolist():
         before = [0, *classes]
@@ -64,17 +64,17 @@ def read(probabilities: Tensor, characters: Sequence[str]) -> list[str]:
 
 
 def map_iou(a: Tensor, b: Tensor) -> float:
-    """Intersection over union of two probability maps above MAP_THRESHOLD; 1 where both are empty."""
+    """Intersection over union of two probability maps above MAP_THRESHOLD; 1 if both are empty."""
     first, second = a > MAP_THRESHOLD, b > MAP_THRESHOLD
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
 
 
 def boxes(probabilities: Tensor) -> list[Box]:
-    """Upright boxes of text in a map [H, W], from top to bottom.
+    """Return axis-aligned boxes of text in a map [H, W], from top to bottom.
 
-    Each is the frame of one connected part of the map above MAP_THRESHOLD whose mean is at least BOX_THRESHOLD,
-    grown by UNCLIP times its area over its perimeter: the network is trained on shrunken words.
+    Each is the bounding box of a connected component of the map above MAP_THRESHOLD with a mean of at least
+    BOX_THRESHOLD, enlarged by UNCLIP times area over perimeter, because the network is trained on shrunken words.
     """
     height, width = probabilities.shape
     found = []
@@ -88,7 +88,7 @@ def boxes(probabilities: Tensor) -> list[Box]:
 
 
 def _parts(rows: Sequence[Sequence[bool]]) -> Iterable[Box]:
-    """Frames of the parts that touch along sides or at corners: runs of each row, joined to the row above."""
+    """Bounding boxes of 8-connected components, found by joining runs of each row to those of the row above."""
     parents: list[int] = []
     frames: list[list[int]] = []
 
@@ -117,7 +117,7 @@ def _parts(rows: Sequence[Sequence[bool]]) -> Iterable[Box]:
 
 
 def _runs(row: Sequence[bool]) -> Iterable[tuple[int, int]]:
-    """First index and the one after the last of each run of true values."""
+    """Yield begin and (exclusive) end of each run of true values."""
     start = None
     for x, value in enumerate([*row, False]):
         if value and start is None:
@@ -128,7 +128,7 @@ def _runs(row: Sequence[bool]) -> Iterable[tuple[int, int]]:
 
 
 def edits(a: str, b: str) -> int:
-    """Levenshtein's distance: insertions, deletions and replacements of characters from one text to the other."""
+    """Levenshtein distance: the fewest insertions, deletions and replacements of characters between two texts."""
     costs = list(range(len(b) + 1))
     for i, left in enumerate(a, 1):
         diagonal, costs[0] = costs[0], i
@@ -138,6 +138,6 @@ def edits(a: str, b: str) -> int:
 
 
 def agreement(texts: Sequence[str], expected: Sequence[str]) -> float:
-    """The part of the expected characters that are there: 1 - edits / characters, at least 0."""
+    """Fraction of the expected characters that were read: 1 - edits / characters, at least 0."""
     wrong = sum(edits(text, wanted) for text, wanted in zip(texts, expected, strict=True))
     return max(0.0, 1 - wrong / max(1, sum(map(len, expected))))

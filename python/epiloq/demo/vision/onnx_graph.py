@@ -14,25 +14,25 @@ from torch.fx import Graph, GraphModule, Node
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Of these the meaning of every operator in onnx_ops.py is the same; from 13 on some axes are inputs.
+# Opsets in which the operators of onnx_ops.py have the same meaning; from 13 on some axes are inputs.
 OPSETS = range(9, 13)
 
 
 @dataclass(frozen=True)
 class ShapeOf:
-    """The shape of what a node computes."""
+    """Shape of a node's result."""
 
     node: Node
 
 
 Size: TypeAlias = "int | Node"
 Value: TypeAlias = "Node | Tensor | ShapeOf | list[Size]"
-"""What an ONNX name stands for: a result, a constant, a shape, or sizes taken from shapes."""
+"""Value of an ONNX name: a result, a constant, a shape, or sizes taken from shapes."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator of the file. Inputs that it leaves out are None."""
+    """One operator of the file. Omitted optional inputs are None."""
 
     kind: str
     name: str
@@ -40,29 +40,29 @@ class Op:
     attributes: dict[str, Any]
 
     def refuse(self, expected: str) -> ValueError:
-        """The error for an operator that is not as it must be."""
+        """Return the error for an unsupported operator."""
         return ValueError(f"load: {self.kind} {self.name!r}: expected {expected}")
 
     def node(self, index: int = 0) -> Node:
-        """An input that the network computes."""
+        """Return an input that the network computes."""
         value = self.inputs[index]
         if not isinstance(value, Node):
             raise self.refuse(f"input {index} to be computed, got {type(value).__name__}")
         return value
 
     def constant(self, index: int) -> Tensor:
-        """An input that the file holds."""
+        """Return a constant input, stored in the file."""
         value = self.inputs[index]
         if not isinstance(value, Tensor):
             raise self.refuse(f"input {index} to be constant, got {type(value).__name__}")
         return value
 
     def has(self, index: int) -> bool:
-        """Whether an optional input is there."""
+        """Whether an optional input is present."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def demand(self, **expected: Any) -> None:
-        """Refuse the operator unless attributes that are there have these values."""
+        """Refuse the operator unless these attributes are absent or have these values."""
         for name, value in expected.items():
             if (found := self.attributes.get(name, value)) != value:
                 raise self.refuse(f"{name} {value}, got {found}")
@@ -70,19 +70,19 @@ class Op:
 
 @dataclass
 class Builder:
-    """A `torch.fx` graph in the making, and the modules and parameters that it calls on."""
+    """Builds a `torch.fx` graph, with its modules and parameters."""
 
     root: nn.Module = field(default_factory=nn.Module)
     graph: Graph = field(default_factory=Graph)
 
     def module(self, op: Op, module: nn.Module, x: Node) -> Node:
-        """Call a module, which gets the operator's name."""
+        """Add a call of a module, named after the operator."""
         name = f"{op.name}_{type(module).__name__}" if hasattr(self.root, op.name) else op.name
         self.root.add_module(name, module)
         return self.graph.call_module(name, (x,))
 
     def operand(self, op: Op, index: int) -> Node | float:
-        """An input of an elementwise function; a constant becomes a number or a parameter."""
+        """Return an input of an elementwise function; a constant becomes a number or a parameter."""
         value = op.inputs[index]
         if not isinstance(value, Tensor):
             return op.node(index)
@@ -94,11 +94,9 @@ class Builder:
 
 
 def load(path: Path) -> tuple[GraphModule, dict[str, str]]:
-    """The network in an ONNX file (one float input, one output), in eval mode, and the file's metadata.
+    """Load the network in an ONNX file (one float input, one output) in eval mode, and the file's metadata.
 
-    Needs the package onnx.
-
-    Raises ValueError: an operator or an attribute that the table in onnx_ops.py does not know, by name.
+    Needs the package onnx. Raises ValueError for an operator or attribute that the table in onnx_ops.py lacks.
     """
     import onnx
 
@@ -108,7 +106,7 @@ def load(path: Path) -> tuple[GraphModule, dict[str, str]]:
 
 @torch.no_grad()
 def convert(model: ModelProto) -> GraphModule:
-    """The network of an ONNX model; see `load`."""
+    """Convert an ONNX model; see `load`."""
     from onnx import helper
 
     from epiloq.demo.vision.onnx_ops import OPS
@@ -152,6 +150,6 @@ def _tensor(held: Any) -> Tensor:
 
 
 def _identifier(name: str) -> str:
-    """A name for a module: without the suffix and prefix that PaddlePaddle's exporter gives."""
+    """Module name for an operator, without the prefix and suffix that PaddlePaddle's exporter adds."""
     plain = re.sub(r"\W", "_", re.sub(r"^p2o\.|\.tmp_\d+$", "", name))
     return plain if plain[:1].isalpha() else f"op_{plain}"

@@ -1,4 +1,4 @@
-"""What each ONNX operator becomes, as a table; meanings from the operator reference of ONNX, opsets 9 to 12."""
+"""Table of conversions of ONNX operators, after the operator reference of ONNX, opsets 9 to 12."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Convert = Callable[[Builder, Op], Value]
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Convert:
-    """A function of tensors that broadcast; of constants alone it is computed at once."""
+    """An elementwise function with broadcasting; it is evaluated at once if all inputs are constant."""
 
     def convert(build: Builder, op: Op) -> Value:
         if all(isinstance(value, Tensor) for value in op.inputs):
@@ -48,7 +48,7 @@ def _conv(build: Builder, op: Op) -> Value:
 
 
 def _conv_transpose(build: Builder, op: Op) -> Value:
-    """Windows that do not overlap: a 1x1 convolution to every pixel of the window, which schemes can quantise."""
+    """A transposed convolution without overlap, as a 1x1 convolution for every pixel of the window, to be quantised."""
     weight = op.constant(1)
     ci, co, *kernel = weight.shape
     op.demand(auto_pad=b"NOTSET", group=1, dilations=[1, 1], pads=[0, 0, 0, 0], strides=kernel, output_padding=[0, 0])
@@ -111,7 +111,7 @@ def _hard_sigmoid(build: Builder, op: Op) -> Value:
 
 
 def _softmax(build: Builder, op: Op) -> Value:
-    """Over all axes from `axis` on together, as opsets before 13 have it."""
+    """Softmax over all axes from `axis` on jointly, as defined before opset 13."""
     x, axis = op.node(), op.attributes.get("axis", 1)
     flat = build.graph.call_function(torch.flatten, (x, axis))
     shape = build.graph.call_function(getattr, (x, "shape"))
@@ -137,7 +137,7 @@ def _reduce_mean(build: Builder, op: Op) -> Value:
 
 
 def _resize(build: Builder, op: Op) -> Value:
-    """Enlargement by whole numbers where each pixel becomes a block of equal ones."""
+    """Nearest-neighbour enlargement by whole factors."""
     if op.has(3) or not op.has(2):
         raise op.refuse("scales, not sizes")
     scales = op.constant(2).tolist()
@@ -190,7 +190,7 @@ def _slice(build: Builder, op: Op) -> Value:
 
 
 def _cast(build: Builder, op: Op) -> Value:
-    """Sizes are Python's integers whatever their type in the file; tensors that are computed stay float."""
+    """A cast of sizes, which are Python integers whatever their type in the file; computed tensors remain float."""
     if isinstance(op.inputs[0], Node) or op.inputs[0] is None:
         raise op.refuse("sizes or a constant")
     return op.inputs[0]

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page."""
+"""Report of the demonstration as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from epiloq.demo.vision.networks import VARIANTS, Variant
 from epiloq.demo.vision.results import Cost, Results, Run
 
 SHOWN = VARIANTS[0].name
-"""The variant that the page shows beside the float networks."""
+"""The variant that the page compares with the float networks."""
 
 
 def headlines(results: Results) -> list[Headline]:
-    """Four figures of the int8 networks."""
+    """Return four figures of the int8 networks."""
     whole, run = results.run(FLOAT), results.run(SHOWN)
     right = f"right: {percent(whole.characters_right)} by float, {percent(run.characters_right)} by int8"
     size = f"{megabytes(whole.weight_bytes)} to {megabytes(run.weight_bytes)} MB"
@@ -29,22 +29,22 @@ def headlines(results: Results) -> list[Headline]:
 
 
 def percent(part: float) -> str:
-    """A fraction of 1 as percent."""
+    """Format a fraction of 1 as percent."""
     return f"{100 * part:.1f} %"
 
 
 def megabytes(count: int) -> str:
-    """Bytes in units of 10^6."""
+    """Format bytes as megabytes (10^6)."""
     return f"{count / 1e6:.1f}"
 
 
 def milliseconds(cost: Cost) -> str:
-    """Time for an image, and how much faster that is than the float network."""
+    """Format the time per image in milliseconds, and the speed-up over the float network."""
     return f"{1e3 * cost.seconds_per_image:.1f} ({cost.speedup:.2f}x)"
 
 
 def rows(results: Results) -> list[dict[str, str]]:
-    """The table's cells by column, a row for each run."""
+    """Return the cells of the table by column, a row per run."""
 
     def row(run: Run) -> dict[str, str]:
         return {
@@ -63,7 +63,7 @@ def rows(results: Results) -> list[dict[str, str]]:
 
 
 def explain(variant: Variant, run: Run) -> str:
-    """What a variant is made of, and its worst layers, in a sentence."""
+    """Describe a variant's schemes and its worst layers in a sentence."""
     parts = [f"{variant.name}: convolutions {variant.convolutions}, linear layers {variant.linears}"]
     if variant.limit is not None:
         parts.append(
@@ -72,7 +72,7 @@ def explain(variant: Variant, run: Run) -> str:
         )
     linked = run.detector.linked, run.recogniser.linked
     if any(linked):
-        parts.append(f"{linked[0]} and {linked[1]} convolutions hand int8 to the next")
+        parts.append(f"{linked[0]} and {linked[1]} convolutions pass int8 to the next")
     for name, cost in (("detector", run.detector), ("recogniser", run.recogniser)):
         if cost.worst is not None:
             parts.append(f"the {name}'s worst layer {cost.worst[0]}, {percent(cost.worst[1])}")
@@ -80,7 +80,7 @@ def explain(variant: Variant, run: Run) -> str:
 
 
 def render(results: Results) -> str:
-    """The page as HTML text."""
+    """Render the page as HTML."""
     variants = [variant for variant in VARIANTS if any(run.name == variant.name for run in results.runs)]
     runs = [results.run(variant.name) for variant in variants]
     return pages.render(

@@ -1,4 +1,4 @@
-"""What the demonstration found, and its form as JSON."""
+"""Results of the demonstration, and their JSON representation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Found:
-    """A place on a page, and the text that was read there."""
+    """A detected box, and the text recognised in it."""
 
     box: Box
     text: str
@@ -22,17 +22,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Cost:
-    """Size and speed of one network, and what rounding did to each layer's output alone."""
+    """Size and speed of one network, and the relative output error of each layer by itself."""
 
     weight_bytes: int
     seconds_per_image: float
     speedup: float
-    """Against the float network in the same format on the same device, timed in turns."""
+    """Speed relative to the float network in the same dtype on the same device, timed alternately."""
     errors: dict[str, float]
     linked: int = 0
-    """Convolutions that hand int8 on to the next."""
+    """Number of convolutions that pass int8 to the next one."""
     exceptions: tuple[str, ...] = ()
-    """Convolutions whose error at 4 bits exceeded the limit, and that have 8."""
+    """Convolutions with 8 bits, because their error at 4 bits exceeded the limit."""
 
     @property
     def worst(self) -> tuple[str, float] | None:
@@ -40,59 +40,59 @@ class Cost:
         return max(self.errors.items(), key=lambda item: item[1], default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Figures that are not finite become None."""
+        """JSON-ready figures; those that are not finite become None."""
         return {**dataclasses.asdict(self), "errors": {name: finite(error) for name, error in self.errors.items()}}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Both networks in one form on one device. Fractions are of 1; the reference is float32 on the CPU."""
+    """Both networks in one form on one device. The reference is float32 on the CPU; fractions are from 0 to 1."""
 
     name: str
     place: str
     detector: Cost
     recogniser: Cost
     map_iou: float
-    """Of the detector's map with the reference's, the mean over pages."""
+    """Mean over pages of the intersection over union of the detector's map and the reference's."""
     lowest_map_iou: float
     characters_equal: float
-    """Of the reference's characters, spaces around words included, those that the recogniser reads too."""
+    """Fraction of the reference's characters, including spaces around words, that the recogniser also reads."""
     characters_right: float
-    """Of the characters that were drawn, those that it reads."""
+    """Fraction of the rendered characters that the recogniser reads."""
     page_words_right: float
-    """Of the words on the pages, those that both networks together read without a mistake."""
+    """Fraction of the words on the pages that both networks together read without a mistake."""
     first_page: tuple[Found, ...]
 
     @property
     def weight_bytes(self) -> int:
-        """Of both networks."""
+        """Bytes of the weights of both networks."""
         return self.detector.weight_bytes + self.recogniser.weight_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Everything about the run."""
+        """JSON-ready figures of the run."""
         plain = dataclasses.asdict(self)
         return {**plain, "detector": self.detector.to_json(), "recogniser": self.recogniser.to_json()}
 
 
 @dataclass(frozen=True)
 class Results:
-    """The runs, the float ones among them, and the circumstances."""
+    """All runs, including those of the float networks, and the environment that they were measured in."""
 
     runs: tuple[Run, ...]
     drawn: dict[str, Any]
     environment: dict[str, Any]
     seconds: float
     page_jpeg: bytes
-    """The first page's image."""
+    """The image of the first page, as JPEG."""
     page_size: tuple[int, int]
     page_words: tuple[str, ...]
 
     def run(self, name: str) -> Run:
-        """The first run with a name: of the principal device."""
+        """Return the run with this name on the first device."""
         return next(run for run in self.runs if run.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the picture, ready for ``json.dumps``."""
+        """JSON-ready results, without the image."""
         return {
             "format": FORMAT,
             "runs": [run.to_json() for run in self.runs],

@@ -1,4 +1,4 @@
-"""Fewer steps for the same function: activations by their names, constant factors and terms inside the layers."""
+"""Simplification of the graph: activations as one call, constant factors and terms folded into layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Match = Callable[[GraphModule, Node], Node | None]
 
 @torch.no_grad()
 def simplify(model: GraphModule) -> GraphModule:
-    """Change a module from `onnx_graph.load` in place; its outputs stay, up to rounding."""
+    """Simplify a module from `onnx_graph.load` in place; its outputs are the same up to rounding."""
     for match in (_once, _hard_swish, _silu, _folded_after, _folded_before):
         for node in list(model.graph.nodes):
             if (instead := match(model, node)) is not None:
@@ -32,14 +32,14 @@ def _calls(node: object, function: Callable[..., object]) -> bool:
 
 
 def _once(model: GraphModule, node: Node) -> Node | None:
-    """A product with 1."""
+    """Remove a product with 1."""
     if _calls(node, torch.mul) and 1.0 in node.args:
         return next((x for x in node.args if isinstance(x, Node)), None)
     return None
 
 
 def _hard_swish(model: GraphModule, node: Node) -> Node | None:
-    """``x * clamp(x + 3, 0, 6) / 6``."""
+    """Replace ``x * clamp(x + 3, 0, 6) / 6`` by hardswish."""
     product = node.args[0] if _calls(node, torch.div) and node.args[1] == 6.0 else None
     if not isinstance(product, Node) or not _calls(product, torch.mul):
         return None
@@ -52,7 +52,7 @@ def _hard_swish(model: GraphModule, node: Node) -> Node | None:
 
 
 def _silu(model: GraphModule, node: Node) -> Node | None:
-    """``x * sigmoid(x)``."""
+    """Replace ``x * sigmoid(x)`` by SiLU."""
     if not _calls(node, torch.mul):
         return None
     for x, gate in permutations(node.args):
@@ -67,7 +67,7 @@ def _inserted(model: GraphModule, before: Node, function: Callable[..., object],
 
 
 def _constant_step(model: GraphModule, node: Node) -> tuple[Node, Tensor] | None:
-    """Of a product or a sum with a constant: the other operand and the constant in float64."""
+    """Split a product or a sum with a constant into the other operand and the constant in float64."""
     if not _calls(node, torch.mul) and not _calls(node, torch.add):
         return None
     for x, given in permutations(node.args):
@@ -85,7 +85,7 @@ def _layer(model: GraphModule, node: object) -> nn.Module | None:
 
 
 def _folded_after(model: GraphModule, node: Node) -> Node | None:
-    """A constant factor or term for each output channel of the layer before it, which nothing else reads."""
+    """Fold a constant factor or term per output channel into the preceding layer, if nothing else reads its result."""
     step = _constant_step(model, node)
     if step is None or len(step[0].users) != 1:
         return None
@@ -114,7 +114,7 @@ def _folded_after(model: GraphModule, node: Node) -> Node | None:
 
 
 def _by_channel(constant: Tensor, channels: int, image: bool) -> Tensor | None:
-    """A constant's value for each channel, [channels], unless it differs within one."""
+    """Return a constant's value per channel, [channels]; None if it varies within a channel."""
     if constant.numel() == 1:
         return constant.reshape(1).expand(channels)
     shape = (channels, 1, 1) if image else (channels,)
@@ -123,7 +123,7 @@ def _by_channel(constant: Tensor, channels: int, image: bool) -> Tensor | None:
 
 
 def _folded_before(model: GraphModule, node: Node) -> Node | None:
-    """Factors and a term, the same for all channels, of what one convolution without padding alone reads."""
+    """Fold factors and a term common to all channels into the following convolution, if only it reads them unpadded."""
     readers = list(node.users)
     conv = _layer(model, readers[0]) if len(readers) == 1 else None
     if not isinstance(conv, nn.Conv2d) or conv.padding != (0, 0):
@@ -144,6 +144,6 @@ def _folded_before(model: GraphModule, node: Node) -> Node | None:
 
 
 def _set(layer: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor) -> None:
-    """New values, rounded to the layer's format."""
+    """Set weight and bias, rounded to the layer's dtype."""
     layer.weight.copy_(weight)
     layer.bias = nn.Parameter(bias.to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
