@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from epiloq.models.adapters import adapter_layers
 from epiloq.models.held_elsewhere import held_elsewhere
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
@@ -21,7 +22,8 @@ Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
 REGEX, READS, HELD = "re:", " reads its weight", " holds it in a list or attribute beside its children"
 ROUTER, HEAD, TIED = "a router of experts", "the output head", "it shares its weight with an embedding"
-EXPECTED = frozenset({ROUTER, HEAD, TIED})
+ADAPTER = "a layer of an adapter"
+EXPECTED = frozenset({ROUTER, HEAD, TIED, ADAPTER})
 """Reasons that nobody needs to be told."""
 LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
@@ -43,6 +45,7 @@ def reasons(model: nn.Module) -> Reason:
     output_embeddings = getattr(model, "get_output_embeddings", None)
     if output_embeddings is not None:
         left_out[id(output_embeddings())] = HEAD
+    left_out |= {id(layer): ADAPTER for layer in adapter_layers(model)}
     kept = kept_in_float32(model)
 
     def reason(module: nn.Module, name: str) -> str | None:
@@ -65,11 +68,13 @@ def reasons(model: nn.Module) -> Reason:
 
 def reasons_against_conv2d(model: nn.Module) -> Reason:
     """Reasons why convolutions of a model stay in floating point by default."""
-    elsewhere = held_elsewhere(model)
+    elsewhere, added = held_elsewhere(model), {id(layer) for layer in adapter_layers(model)}
 
     def reason(module: nn.Module, name: str) -> str | None:
         if id(module) in elsewhere:
             return f"{elsewhere[id(module)]}{HELD}"
+        if id(module) in added:
+            return ADAPTER
         if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
             return LAZY
         return None if is_plain_conv2d(module) else _no_plain(module, "convolution")

@@ -227,10 +227,11 @@ def quantize_(
         subclasses, and for GPT-2's ``Conv1D``, which is treated as a transposed ``torch.nn.Linear``. By default a layer
         is quantised if it computes the same as its base class. Exceptions are an output head (called "lm_head",
         returned by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``),
-        routers of experts, layers that a transformers model keeps in float32, layers that a module also holds in a list
-        or attribute beside its children (there a replacement would never run, so `filter_fn` cannot choose them), and
-        layers whose weight is read by the code of an enclosing module (if you select the feed-forward layers of
-        ``torch.nn.TransformerEncoderLayer``, call ``torch.backends.mha.set_fastpath_enabled(False)``).
+        routers of experts, layers of PEFT's adapters, layers that a transformers model keeps in float32, layers that a
+        module also holds in a list or attribute beside its children (there a replacement would never run, so
+        `filter_fn` cannot choose them), and layers whose weight is read by the code of an enclosing module (if you
+        select the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
+        ``torch.backends.mha.set_fastpath_enabled(False)``).
     head, embedding
         Schemes for the output head (as found by ``epiloq.vocabulary.find``) and the input embedding; None leaves them
         in floating point. The head supports every scheme without calibration. The embedding supports the weight-only

@@ -124,6 +124,62 @@ def test_what_needs_a_float_weight_is_refused(seed: int) -> None:
         lora(model).merge_and_unload()
 
 
+def test_all_linear_layers_are_those_of_the_float_model(seed: int) -> None:
+    base = tiny()
+    names = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules="all-linear"))
+    expected = set(names.peft_config["default"].target_modules)
+    assert len(expected) == 14
+    for options in ({}, {"ignore": ["*.0.mlp"]}, {"head": "w8a16", "embedding": "w8a16"}):
+        model = epiloq.quantize_(copy.deepcopy(base), "w4a16-g32", **options)  # type: ignore[arg-type]
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+        assert set(adapted.peft_config["default"].target_modules) == expected, options
+        adapted.add_adapter("second", peft.LoraConfig(target_modules="all-linear"))
+        second = adapted.peft_config["second"].target_modules
+        assert {name.removeprefix("base_model.model.") for name in second} == expected, options
+        assert len(integration.linear_names(adapted)) == len(integration.linear_names(model)) > 0
+
+
+@pytest.mark.parametrize("name", ["down_proj", "mlp", "embed_tokens"])
+def test_modules_that_cannot_be_trained_are_not_saved(name: str, seed: int) -> None:
+    """Silently training nothing would be wrong."""
+    model = epiloq.quantize_(tiny(), "w4a16-g32", embedding="w8a16")
+    with pytest.raises(
+        TypeError, match=r"modules_to_save: expected modules that can be trained, got a frozen .*ignore="
+    ):
+        lora(model, ["q_proj"], modules_to_save=[name])
+    trainable = epiloq.quantize_(tiny(), "w4a16-g32", ignore=[f"*{name}*"])
+    adapted = lora(trainable, ["q_proj"], modules_to_save=[name])
+    assert any(f"{name}.modules_to_save" in n for n, p in adapted.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_adapters_stay_in_floating_point(scheme: str, seed: int, tmp_path: Path) -> None:
+    """A model that has adapters already is quantised as if it had none."""
+    base, tokens = tiny(), sequences()
+    adapted = lora(base, ["q_proj", "v_proj", "down_proj"], init_lora_weights=False, modules_to_save=["up_proj"])
+    trained_before = {name: p.clone() for name, p in adapted.named_parameters() if p.requires_grad}
+    epiloq.quantize_(adapted, scheme)
+    now = dict(adapted.named_parameters())
+    for name, before in trained_before.items():
+        assert now[name].requires_grad and torch.equal(now[name], before), name
+    layers = [name for name, module in adapted.named_modules() if isinstance(module, integration.FrozenLinear)]
+    assert len(layers) == 14 and not any("lora_" in name or "modules_to_save" in name for name in layers)
+    losses = trained(adapted, tokens, 3)
+    assert losses[-1] < losses[0]
+    adapted.save_pretrained(tmp_path)
+    assert peft.utils.load_peft_weights(tmp_path, device="cpu").keys() == peft.get_peft_model_state_dict(adapted).keys()
+
+
+def test_adapters_of_convolutions_stay_in_floating_point(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
+    epiloq.quantize_(adapted, "conv-w8a16")
+    kinds = {name: type(module) for name, module in adapted.named_modules() if "Conv2d" in type(module).__name__}
+    assert {kind is nn.Conv2d for name, kind in kinds.items() if ".lora_" in name} == {True}
+    assert sum(kind is epiloq.nn.WeightOnlyConv2d for kind in kinds.values()) == 2
+
+
 @pytest.mark.slow
 def test_a_trained_model_in_4_bits(tmp_path: Path) -> None:
     """SmolLM2-135M learns a text by an adapter on 4 bits as on its float weights."""
