@@ -44,7 +44,7 @@ def test_figures_go_into_a_fifo_and_a_linked_file(tmp_path: Path) -> None:
     reader = Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
     reader.start()
     assert run("env", "--json", fifo).exit_code == 0
-    reader.join(20)
+    reader.join(60)
     assert "torch" in json.loads(read[0]) and stat.S_ISFIFO(fifo.lstat().st_mode)
     (tmp_path / "link.json").symlink_to(tmp_path / "figures.json")
     assert run("env", "--json", tmp_path / "link.json").exit_code == 0

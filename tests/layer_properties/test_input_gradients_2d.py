@@ -239,4 +239,6 @@ def test_gradients_through_gated_experts(linear: Any, act_fn: nn.Module, device:
             total[token] = total[token] + weights[token, j].detach().double() * (row @ w[2].t())
     total.backward(dy.double())
     assert exact_x.grad is not None and x.grad is not None
-    assert (x.grad.double() - exact_x.grad).norm() <= 0.05 * exact_x.grad.norm()
+    # E4M3 rounds a number by up to 2^-4 of it; int8 by half a step of its token's range.
+    of_activations = 0.03 if linear is Int8Linear else 2.0**-4
+    assert (x.grad.double() - exact_x.grad).norm() <= of_activations * exact_x.grad.norm()

@@ -48,7 +48,8 @@ def test_from_linear(seed: int, device: str, dtype: torch.dtype, activation: str
         exact = rows @ weight.t() + linear.bias.double()
         size = rows.abs() @ weight.abs().t() + 1
         eps = torch.finfo(torch.bfloat16 if device == "cuda" else dtype).eps
-        assert ((y.double().view(-1, n) - exact).abs() <= 2 * eps * size).all()
+        of_sums = 2.0**-23 * k**0.5  # as docs/numerics.md bounds sums of k products in fp32
+        assert ((y.double().view(-1, n) - exact).abs() <= (2 * eps + of_sums) * size).all()
 
 
 def layer_of(activation: str = "fp8", kind: str = "zero", *, act_order: bool = True) -> W4A8Linear:

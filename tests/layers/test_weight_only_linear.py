@@ -62,7 +62,8 @@ def test_from_linear_rounds_to_nearest(
         assert y.shape == (3, 2, n) and y.dtype == dtype and y.is_contiguous()
         exact = x.double() @ expected.t() + (linear.bias.double() if bias else 0)
         size = x.double().abs() @ expected.abs().t() + 1
-        assert ((y.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size).all()
+        of_sums = 2.0**-23 * k**0.5  # as docs/numerics.md bounds sums of k products in fp32
+        assert ((y.double() - exact).abs() <= (2 * torch.finfo(dtype).eps + of_sums) * size).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,10 +275,11 @@ def test_schemes(seed: int, scheme: str) -> None:
 def test_small_float16_weights_lose_no_more_than_large_ones(seed: int, device: str, scheme: str, std: float) -> None:
     """Their scales are below the normal numbers of float16, some below all of its numbers."""
     bits, group_size, zeros = SCHEMES[scheme]
+    weight = torch.randn(256, 256, device=device)  # the same at each size, or the errors differ by chance
 
     def error(size: float) -> float:
         linear = nn.Linear(256, 256, bias=False, device=device)
-        nn.init.normal_(linear.weight, std=size)
+        linear.weight.data = weight * size
         exact = linear.half().weight.detach().float()
         layer = WeightOnlyLinear.from_linear(linear, bits=bits, group_size=group_size, zeros=zeros)
         x = torch.eye(256, dtype=torch.float16, device=device)
