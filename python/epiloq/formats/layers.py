@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import ignores_tensor, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import named_in
-from epiloq.formats.io.unused import buffers_of, check_unused
+from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_expected
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
@@ -42,11 +43,13 @@ class Layers:
         self.shared = shared(checkpoint)
         """Layers of which the files hold no weight, and the quantised embedding whose weight is theirs."""
         untie_(self.model, checkpoint)
-        found = {} if checkpoint.quantization is None else readers(checkpoint, self._site)
-        self.readers: dict[str, Reader] = {n: r for n, r in found.items() if not ignores_tensor(self.model, n)}
+        ignores = partial(ignores_layer, self.model)
+        found = {} if checkpoint.quantization is None else readers(checkpoint, self._site, ignores)
+        self.readers: dict[str, Reader] = {name: reader for name, reader in found.items() if not ignores(name)}
         named = self.readers.keys() | self.shared.keys()
         self.tables = {name: TableOutline.of(table) for name, table in self._embeddings() if name in named}
-        self.unused = frozenset(unused_scales(checkpoint, self.readers.get))
+        own = self.model.state_dict(keep_vars=True)
+        self.unused = frozenset(unused_scales(checkpoint, self.readers.get, own.__contains__))
         """Names of tensors that are no part of the model."""
         self.parts: dict[str, dict[str, str]] = {name: {} for name in self.readers}
         """Names of a quantised layer's tensors by their last parts, the bias left out."""
@@ -184,7 +187,7 @@ class Layers:
                 if ignores_tensor(self.model, name) or part in buffers or self._empty_bias(layer, part):
                     continue
                 why = why_stacked(self.model, name)
-                if checkpoint.quantization is None and not why:
+                if not why and (checkpoint.quantization is None or is_expected(self.model, name)):
                     unused.add(name)
                     continue
                 raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model{why}")

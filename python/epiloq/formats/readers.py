@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,11 @@ from epiloq.formats.weights import Weight
 from epiloq.nn.base.scaled_input import SCALE
 
 BIAS = "bias"
-# scales of compressed-tensors' quantised key-value caches
-_OF_CACHES = ("k_scale", "k_zero_point", "k_bias", "v_scale", "v_zero_point", "v_bias")
+# Scales of quantised key-value caches, queries and attention weights, of an attention or of the layer before. vLLM's
+# reader (maybe_remap_kv_scale_name) knows the same ones.
+_OF_CACHES = re.compile(r"(.*\.)?([kqv]|kv|prob|prob_output|[kqv]_proj\.output|qkv_proj\.output)_scale")
+# Further ones that only a described cache has: these names have other meanings, too.
+_OF_DESCRIBED_CACHES = re.compile(r"(.*\.)?[kv]_(zero_point|bias)")
 # Reasons why layers with certain tensors are not supported.
 _WHY = {SCALE: "no layer of that kind scales its inputs by channel first"}
 
@@ -156,16 +160,18 @@ def _scaled(described: Description) -> Reader:
     )
 
 
-def unused_scales(checkpoint: Checkpoint, known: Callable[[str], Reader | None]) -> list[str]:
-    """Names of tensors that epiloq does not use, given the readers of layers by their names in the files: scales of a
-    quantised key-value cache, and scales of activations that are not quantised.
+def unused_scales(
+    checkpoint: Checkpoint, known: Callable[[str], Reader | None], owns: Callable[[str], bool]
+) -> list[str]:
+    """Names of tensors that epiloq does not use, given the readers of layers by their names in the files, and whether a
+    tensor is one of the model: scales of a quantised key-value cache, and scales of activations that are not quantised.
     """
-    of_caches = _OF_CACHES if cache_of(checkpoint.quantization or {}) is not None else ()
+    has_cache = cache_of(checkpoint.quantization or {}) is not None
 
     def unused(name: str) -> bool:
+        if _OF_CACHES.fullmatch(name) or (has_cache and _OF_DESCRIBED_CACHES.fullmatch(name)):
+            return not owns(name)
         layer, part = split_name(name)
-        if part in of_caches:
-            return True
         reader = known(layer)
         return reader is not None and part in reader.unused
 
@@ -199,12 +205,13 @@ def shared(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 Site: TypeAlias = Callable[[str], "tuple[Sequence[str], type[nn.Module]]"]
-"""Given a layer's name in the files: the names by which a configuration may refer to it, and its class in the model."""
+"""Given a layer's name in the files: the names by which a configuration may refer to it, that in the model first, and
+its class in the model."""
 
 
-def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
+def readers(checkpoint: Checkpoint, site: Site, ignores: Callable[[str], bool]) -> dict[str, Reader]:
     """The reader of each quantised layer of a checkpoint, by its name there; layers with the same description share
-    one.
+    one. Layers that the model `ignores`, given by their names in the model, have none, however they are quantised.
 
     Warns if the configuration has a quantised key-value cache, which is ignored, or if epiloq computes a layer
     differently than described (`Description.loss`). Raises FormatError for an unsupported configuration, no quantised
@@ -222,10 +229,10 @@ def readers(checkpoint: Checkpoint, site: Site) -> dict[str, Reader]:
         rules = parse(found)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
-    layers = _described(checkpoint, rules, site)
+    layers = _described(checkpoint, rules, site, ignores)
     if not layers:
         raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found none")
-    if cache_of(found) is not None:
+    if cache_of(found) is not None or any(map(_OF_CACHES.fullmatch, checkpoint.files)):
         _warn(checkpoint, "the key-value cache stays in the model's type, and its scales are not used")
     for loss in dict.fromkeys(described.loss for described in layers.values()):
         if loss is not None:
@@ -249,7 +256,9 @@ def parse(found: Mapping[str, Any]) -> Rules:
     return CONFIGS[method](found)
 
 
-def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, Description]:
+def _described(
+    checkpoint: Checkpoint, rules: Rules, site: Site, ignores: Callable[[str], bool]
+) -> dict[str, Description]:
     layers: dict[str, Description] = {}
     marked = dict.fromkeys(
         layer
@@ -257,7 +266,10 @@ def _described(checkpoint: Checkpoint, rules: Rules, site: Site) -> dict[str, De
         if part in _MARKERS or (part == fp8.SCALE and _is_scaled(checkpoint, layer))
     )
     for layer in marked:
-        described = rules(*site(layer))
+        names, kind = site(layer)
+        if ignores(names[0]):
+            continue
+        described = rules(names, kind)
         if described is None:
             part = next(part for part in (*sorted(_MARKERS), fp8.SCALE) if f"{layer}.{part}" in checkpoint.files)
             raise FormatError(

@@ -29,7 +29,8 @@ from transformers.quantizers.auto import (
 
 from epiloq.formats.configs import bitsandbytes
 from epiloq.formats.epiloq_modules import METHOD
-from epiloq.formats.io.checkpoint import Checkpoint, described_beside
+from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.described import KEY, described_beside, hoisted
 from epiloq.formats.readers import CONFIGS
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import HELD_AS, EpiloqConfig
@@ -79,14 +80,16 @@ def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, *
 
 
 def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Content of config.json; for local directories also the separate file that older AutoGPTQ and AutoAWQ wrote."""
-    found: tuple[dict[str, Any], dict[str, Any]] = _ORIGINAL_METHODS[3].__func__(cls, *given, **options)
+    """Content of config.json, a ``quantization_config`` at its top level; for local directories also the separate file
+    that older AutoGPTQ and AutoAWQ wrote."""
+    config, rest = _ORIGINAL_METHODS[3].__func__(cls, *given, **options)
+    found: tuple[dict[str, Any], dict[str, Any]] = hoisted(config, "config.json"), rest
     source = given[0] if given else options.get("pretrained_model_name_or_path")
     folder = Path(source) if isinstance(source, (str, PathLike)) else None
-    if folder is not None and "quantization_config" not in found[0] and described_beside(folder):
+    if folder is not None and KEY not in found[0] and described_beside(folder):
         config = Checkpoint(folder).quantization
         if config is not None:
-            found[0]["quantization_config"] = config
+            found[0][KEY] = config
     return found
 
 

@@ -51,7 +51,7 @@ _OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ")
 _MIXED = "MIXED_PRECISION"
 _BESIDE = {"quant_method", "quantization", "producer"}
 _INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
-_FLAT = {"quant_method", "quant_algo", "kv_cache_scheme", "group_size", "ignore", "quantized_layers", "config_groups"}
+_FLAT = {"quant_method", "kv_cache_scheme", "ignore", "config_groups", *_INSIDE}
 _LAYER = {"quant_algo", "group_size"}
 # Entries of config_groups that repeat the algorithm; other entries change the computation.
 _GROUP = {"input_activations", "weights", "targets", "quant_algo"}
@@ -75,7 +75,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
     for group in mapping(entries, "config_groups", METHOD).values():
         check_keys(group if isinstance(group, dict) else {"config_groups": group}, _GROUP, f"{METHOD}: config_groups")
     _check_cache(entries)
-    left = names(entries, "ignore" if inner is None else "exclude_modules", METHOD)
+    left = names(entries, "ignore", METHOD) + names(entries, "exclude_modules", METHOD)
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
         if any(_is_in(name, pattern) for name in layer for pattern in left):

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from epiloq.files import Held, check_free, held
+from epiloq.formats.io.described import BESIDE, KEY, description, hoisted
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import check_encodable, check_folder, check_new, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
@@ -26,8 +27,7 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and descriptions of weights. All other files are copied to a new directory.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
-_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-DESCRIPTIONS = {"config.json", *_BESIDE}
+DESCRIPTIONS = {"config.json", *BESIDE}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -37,11 +37,6 @@ def split_name(name: str) -> tuple[str, str]:
         return layer, f"weight.{part}"
     layer, _, part = name.rpartition(".")
     return layer, part
-
-
-def described_beside(folder: Path) -> bool:
-    """Whether there is a separate quantisation configuration next to config.json (AutoGPTQ, AutoAWQ or ModelOpt)."""
-    return any(status(folder / file) is not None for file in _BESIDE)
 
 
 class Checkpoint:
@@ -55,7 +50,9 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         check_encodable(self.folder)
-        self.config = read_json(self.folder / "config.json")
+        config = self.folder / "config.json"
+        self.config = hoisted(read_json(config), config)
+        """The content of config.json, a ``quantization_config`` at its top level."""
         check_folder(self.folder)
         self.entries: dict[str, Entry] = {}
         self.files = self._weight_map()
@@ -64,9 +61,7 @@ class Checkpoint:
         self.computed: dict[str, Callable[[], Tensor]] = {}
         """What gives tensors that are not in the files but made of others, by name."""
         self._layers: dict[str, str] = {}
-        self.described_by = "config.json"
-        """The file that says how layers are quantised."""
-        self._quantization = self._find_quantization()
+        self.described_by, self._quantization = description(self.folder, self.config, self.files)
         self._opened: dict[str, Any] = {}
         self.limits.check_config(self.config)
 
@@ -85,27 +80,8 @@ class Checkpoint:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """The ``quantization_config``, or the content of the separate file that older AutoGPTQ, AutoAWQ and ModelOpt
-        wrote."""
+        wrote. `described_by` is the name of the file."""
         return self._quantization
-
-    def _find_quantization(self) -> dict[str, Any] | None:
-        found = self.config.get("quantization_config")
-        if found is not None and not isinstance(found, dict):
-            raise FormatError(f"{self.folder / 'config.json'}: quantization_config: expected an object")
-        if found is not None and found.get("quant_method") == "fp8" and "expert_dtype" in self.config:
-            # DeepSeek-V4 has it at the top level, V4.1 in the quantization_config.
-            found = {"expert_dtype": self.config["expert_dtype"]} | found
-        # epiloq's own format has no `quant_method`, except in older files.
-        if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
-            return {**found, "quant_method": "epiloq"}
-        if found is not None or not any(name.endswith((".qweight", ".weight_scale")) for name in self.files):
-            return found
-        for file, method in _BESIDE.items():
-            if status(self.folder / file) is not None:
-                self.described_by = file
-                config = read_json(self.folder / file)
-                return {"quant_method": "awq" if "w_bit" in config else method} | config
-        return None
 
     def headers(self) -> dict[str, tuple[str, list[int]]]:
         """dtype, as named by safetensors ("BF16"), and shape of every tensor by name; no tensor is read."""
@@ -199,7 +175,7 @@ class Checkpoint:
         found = sorted(path.name for path in self.folder.iterdir() if path.suffix in WEIGHTS)
         if not found:
             return ""
-        config = self.config.get("quantization_config")
+        config = self.config.get(KEY)
         method = config.get("quant_method") if isinstance(config, dict) else None
         return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}"
 

@@ -30,6 +30,10 @@ class Names:
 
         return rename_source_key(name, self.renamings, [], self.prefix, self.state)[0]
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor of files becomes a single tensor of the model."""
+        return self.of(name) in self.state
+
     def targets(self, name: str) -> tuple[list[str], bool]:
         """The names of the model's tensors that a tensor becomes or becomes part of, and whether it is only renamed."""
         from transformers.core_model_loading import rename_source_key

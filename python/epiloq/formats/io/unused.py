@@ -57,6 +57,11 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
         )
 
 
+def ignores_layer(model: nn.Module, layer: str) -> bool:
+    """Whether files may have a layer that a transformers model does not have, and that nothing uses."""
+    return ignores_tensor(model, layer) or is_expected(model, layer)
+
+
 def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Raise FormatError for integer or FP8 tensors of floating-point parameters, because their scales are missing."""
     state = model.state_dict(keep_vars=True)
@@ -81,21 +86,37 @@ def _is_leaf(model: nn.Module, layer: str) -> bool:
 
 def _beyond(model: nn.Module, name: str) -> tuple[str, int] | None:
     """The module list, and its length, to a missing member of which a tensor would belong."""
+    found = _missing_member(model, name)
+    return None if found is None or is_expected(model, name) else (found[0], found[2])
+
+
+def is_expected(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to a missing member of a list that files may have in addition: layers for multi-token
+    prediction, by config.json, and experts that return their tokens.
+    """
+    found = _missing_member(model, name)
+    if found is None:
+        return False
+    holder, index, count = found
+    return index < count + _further(model, count) + int(getattr(model.get_submodule(holder), "identities", 0))
+
+
+def _missing_member(model: nn.Module, name: str) -> tuple[str, int, int] | None:
+    """The module list, a missing member of which a tensor would belong to: its name, the index, and its length."""
     place, parts = model, name.split(".")
     for position, part in enumerate(parts):
         children = dict(place.named_children())
-        if part in children:
-            place = children[part]
-            continue
-        # Experts that return their tokens have matrices in some files, which nothing uses.
-        count = len(children) + _further(model) + int(getattr(place, "identities", 0))
-        if not part.isdigit() or "0" not in children or int(part) < count:
-            return None
-        return ".".join(parts[:position]), len(children)
+        if part not in children:
+            is_member = part.isdecimal() and "0" in children
+            return (".".join(parts[:position]), int(part), sum(map(str.isdecimal, children))) if is_member else None
+        place = children[part]
     return None
 
 
-def _further(model: Any) -> int:
+def _further(model: Any, count: int) -> int:
+    """The number of layers for multi-token prediction that may follow a list of so many members."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
+    if getattr(text, "num_hidden_layers", None) != count:
+        return 0
     return sum(value for key in _FURTHER if isinstance(value := getattr(text, key, 0), int))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.embeddings import TableOutline, checked, restore_
-from epiloq.formats.io.architecture import ignores_tensor, names_in
+from epiloq.formats.io.architecture import names_in
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
+from epiloq.formats.io.unused import ignores_layer
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
@@ -70,8 +71,7 @@ class StoredLinear(nn.Module):
         self.layer, self.parts = layer, tuple(parts)
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
-        # A bias in the file belongs to the layer even if the model has none: old GPTQ files contain zeros.
-        if linear.bias is not None or BIAS in parts:
+        if linear.bias is not None:
             self._expect(BIAS, self.dtype, (self.out_features,))
         else:
             self.register_parameter(BIAS, None)
@@ -124,15 +124,15 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     names, found = names_in(model, checkpoint), dict[str, Reader]()
 
     def site(layer: str) -> tuple[tuple[str, str], type[nn.Module]]:
-        own = names.of(f"{layer}.weight").removesuffix(".weight")
+        own = _own_name(names, layer)
         module = _submodule(model, own)
         return (own, layer), nn.Linear if module is None else type(module)
 
-    known, sharing = readers(checkpoint, site), shared(checkpoint)
+    known, sharing = readers(checkpoint, site, partial(ignores_layer, model)), shared(checkpoint)
     tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
     forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
-    unused = set(unused_scales(checkpoint, known.get))
+    unused = set(unused_scales(checkpoint, known.get, names.has))
     beside: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
@@ -141,18 +141,21 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             beside[whose][f"weight.{rest}"] = name
         elif name not in unused:
             layers[layer][part] = entry
-    own_names = {layer: names.of(f"{layer}.weight").removesuffix(".weight") for layer in layers}
+    own_names = {layer: _own_name(names, layer) for layer in layers}
     # epiloq's own format uses the model's names of layers, other formats those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
     _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
     _ignore_unexpected(model, (name for parts in beside.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
-        if reader is None or ignores_tensor(model, own):
+        if reader is None or ignores_layer(model, own):
             continue
         linear = _linear(model, own, checkpoint.where(layer))
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
             raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
+        if BIAS in parts and linear.bias is None:
+            _check_empty(model, checkpoint, f"{layer}.{BIAS}", (linear.out_features,))
+            del parts[BIAS]
         parent, _, leaf = own.rpartition(".")
         stored = StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
         if layer in beside:
@@ -173,6 +176,11 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     return found
 
 
+def _own_name(names: Names, layer: str) -> str:
+    """The name in the model of a layer of the files."""
+    return names.of(f"{layer}.weight").removesuffix(".weight")
+
+
 def _forget_ties_among(model: Any, quantised: set[str]) -> None:
     """Make a model no longer tie float weights of layers that are quantised separately in the files."""
     layers = {
@@ -181,11 +189,22 @@ def _forget_ties_among(model: Any, quantised: set[str]) -> None:
     forget_ties(model, tuple(name for name, of in layers.items() if name in quantised and of in quantised))
 
 
+def _check_empty(model: Any, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    """Leave out a bias of a layer without one. Raises FormatError unless it has only zeros, as old GPTQ files do."""
+    found = checkpoint.entries[name].shape
+    if tuple(found) != shape:
+        raise FormatError(f"{checkpoint.where(name)}: expected zeros {list(shape)}, got {list(found)}")
+    if bool(checkpoint.tensor(name).any()):
+        raise FormatError(f"{checkpoint.where(name)}: not a tensor of this model, whose layer has no bias")
+    _ignore_unexpected(model, [name])
+
+
 def stored_scales(model: Any, checkpoint: Checkpoint, known: Mapping[str, Reader]) -> dict[str, Tensor]:
     """Unused scales (of a key-value cache or activations) by their names in `model`, kept so that they can be saved
     again. `readers` are the layers' readers by name in the model."""
     names = Names(model)
-    found = unused_scales(checkpoint, lambda layer: known.get(names.of(f"{layer}.weight").removesuffix(".weight")))
+    own = partial(_own_name, names)
+    found = unused_scales(checkpoint, lambda layer: known.get(own(layer)), names.has)
     kept = {names.of(name): checkpoint.tensor(name).clone() for name in found}
     _ignore_unexpected(model, kept)
     return kept

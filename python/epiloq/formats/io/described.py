@@ -1,0 +1,89 @@
+"""Where a model directory says how its layers are quantised: in config.json, at one of several places, or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from epiloq.formats.io.safe_files import read_json, status
+from epiloq.formats.layouts.base import FormatError
+
+KEY = "quantization_config"
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Separate files that older AutoGPTQ, AutoAWQ and ModelOpt wrote, and their methods."""
+_FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
+
+
+def described_beside(folder: Path) -> bool:
+    """Whether there is a separate quantisation configuration next to config.json."""
+    return any(status(folder / file) is not None for file in BESIDE)
+
+
+def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
+    """A config.json with its ``quantization_config``, if any, at the top level and nowhere else.
+
+    It may also be in the configuration of a part of the model, such as "text_config", or under the name that
+    compressed-tensors used first. As in transformers, one at the top level precedes. One of compressed-tensors that
+    only says that weights are sparse, but stored as dense ones, is removed. Raises FormatError if parts differ.
+    """
+    found = list(_places(config, ""))
+    if not found:
+        return config
+    place, first = found[0]
+    at_top = place == KEY
+    for other, value in [] if at_top else found[1:]:
+        if value != first:
+            raise FormatError(f"{where}: {place}, {other}: expected one description of quantised layers, got two")
+    config = _without(config)
+    return config if _is_dense(first) else {**config, KEY: first}
+
+
+def _places(config: dict[str, Any], parent: str) -> Iterator[tuple[str, Any]]:
+    """Every description in a configuration and where it is, the one that precedes first."""
+    if config.get(KEY) is not None:
+        yield f"{parent}{KEY}", config[KEY]
+    former = config.get(_FORMER)
+    if isinstance(former, dict):
+        yield f"{parent}{_FORMER}", {"quant_method": _FORMER_METHOD} | former
+    for key, part in config.items():
+        if isinstance(part, dict) and key.endswith("_config") and key not in (KEY, _FORMER):
+            yield from _places(part, f"{parent}{key}.")
+
+
+def _without(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration without any description."""
+    kept = {key: value for key, value in config.items() if key not in (KEY, _FORMER)}
+    parts = {key: value for key, value in kept.items() if isinstance(value, dict) and key.endswith("_config")}
+    return kept | {key: _without(part) for key, part in parts.items()}
+
+
+def _is_dense(found: Any) -> bool:
+    if not isinstance(found, dict) or found.get("quant_method") != _FORMER_METHOD:
+        return False
+    sparsity = found.get("sparsity_config")
+    others = ("config_groups", "kv_cache_scheme", "transform_config")
+    return isinstance(sparsity, dict) and sparsity.get("format") == "dense" and not any(map(found.get, others))
+
+
+def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, dict[str, Any] | None]:
+    """How a directory's layers are quantised, or None, and the file that says so.
+
+    `config` is a config.json as returned by `hoisted`, `names` are those of the tensors. Raises FormatError if it is no
+    object.
+    """
+    found = config.get(KEY)
+    if found is not None and not isinstance(found, dict):
+        raise FormatError(f"{folder / 'config.json'}: {KEY}: expected an object")
+    if found is not None and found.get("quant_method") == "fp8" and "expert_dtype" in config:
+        # DeepSeek-V4 has it at the top level, V4.1 in the quantization_config.
+        found = {"expert_dtype": config["expert_dtype"]} | found
+    # epiloq's own format has no `quant_method`, except in older files.
+    if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
+        return "config.json", {**found, "quant_method": "epiloq"}
+    if found is None and any(name.endswith((".qweight", ".weight_scale")) for name in names):
+        for file, method in BESIDE.items():
+            if status(folder / file) is not None:
+                beside = read_json(folder / file)
+                return file, {"quant_method": "awq" if "w_bit" in beside else method} | beside
+    return "config.json", found
