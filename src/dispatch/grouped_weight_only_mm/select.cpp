@@ -17,6 +17,7 @@ using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
 constexpr int kStepsPerCta = 4;  // minimum number of K steps per CTA with split-K
+constexpr int kFewTokens = 16;   // of a tile that is limited by memory
 
 // Average number of rows of x per expert that has any; with masked_m the capacity per expert.
 int typical_rows(Problem const& p) {
@@ -75,13 +76,20 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
   return std::nullopt;
 }
 
-// Slices of K that let as many CTAs run as the device holds.
+// Slices of K that let as many CTAs run as the device holds. If they all run at a time, the SM with the most of them
+// takes the longest; so two slices where one has up to half as many CTAs more than a whole number per SM.
 int split_of(Problem const& p, Config const& c, Target const& target) {
   if (!has_clusters(target)) return 1;
   int const experts = p.counts == nullptr || p.product.m == 0 ? 1 : std::min(p.experts, p.product.m);
   int const tiles = experts * ceil_div(typical_rows(p), c.tokens);
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
-  int const wanted = std::max(1, c.blocks * target.sm_count / ctas);
+  int const room = c.blocks * target.sm_count;
+  int wanted = std::max(1, room / ctas);
+  bool const reads_weights = c.tokens <= kFewTokens;  // rather than multiplies, most of its time
+  if (wanted == 1 && ctas <= room && reads_weights) {
+    int const longest = ceil_div(ctas, target.sm_count), longest_of_halves = ceil_div(2 * ctas, target.sm_count);
+    if (longest_of_halves < 2 * longest) wanted = 2;
+  }
   int const most = std::max(1, p.product.weight.padded_k / kPadding / kStepsPerCta);
   return std::min({wanted, most, kMaxCluster});
 }
