@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -53,11 +54,9 @@ void print(BFloat16 const* out) {
 #ifdef HAS_CUDA_TOOLKIT
   if (has_gpu()) cudaMemcpy(values.data(), out, values.size() * sizeof(BFloat16), cudaMemcpyDeviceToHost);
 #endif
-  for (std::int64_t m = 0; m < kM; ++m) {
-    for (std::int64_t n = 0; n < kN; ++n) {
-      std::printf("%6g", std::bit_cast<float>(std::uint32_t{values[m * kN + n]} << 16));
-    }
-    std::printf("\n");
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::printf("%6g", std::bit_cast<float>(std::uint32_t{values[i]} << 16));
+    if ((i + 1) % kN == 0) std::printf("\n");
   }
 }
 

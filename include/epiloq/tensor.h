@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -64,20 +65,21 @@ struct TensorView {
   // Row-major and dense, at most kMaxRank sizes.
   TensorView(void* data_, DType dtype_, Device device_, std::initializer_list<std::int64_t> shape_)
       : data(data_), dtype(dtype_), device(device_) {
-    for (std::int64_t size : shape_) shape.at(rank++) = size;
+    for (std::int64_t size : shape_) shape.at(static_cast<std::size_t>(rank++)) = size;
     std::int64_t stride = 1;
     for (int i = rank - 1; i >= 0; --i) {
-      strides[i] = stride;
-      stride *= shape[i];
+      strides[index(i)] = stride;
+      stride *= shape[index(i)];
     }
   }
 
   // Negative indices count from the last dimension.
-  std::int64_t size(int i) const { return shape[i < 0 ? rank + i : i]; }
-  std::int64_t stride(int i) const { return strides[i < 0 ? rank + i : i]; }
+  std::size_t index(int i) const { return static_cast<std::size_t>(i < 0 ? rank + i : i); }
+  std::int64_t size(int i) const { return shape[index(i)]; }
+  std::int64_t stride(int i) const { return strides[index(i)]; }
   std::int64_t numel() const {
     std::int64_t count = 1;
-    for (int i = 0; i < rank; ++i) count *= shape[i];
+    for (int i = 0; i < rank; ++i) count *= size(i);
     return count;
   }
   template <class T>
@@ -91,8 +93,8 @@ EPILOQ_API std::string describe(TensorView const& tensor);
 
 // The same memory with its last two dimensions, of two or more, exchanged: a weight [N, K] as the operand [K, N].
 inline TensorView transposed(TensorView view) {
-  std::swap(view.shape[view.rank - 1], view.shape[view.rank - 2]);
-  std::swap(view.strides[view.rank - 1], view.strides[view.rank - 2]);
+  std::swap(view.shape[view.index(-1)], view.shape[view.index(-2)]);
+  std::swap(view.strides[view.index(-1)], view.strides[view.index(-2)]);
   return view;
 }
 

@@ -109,10 +109,24 @@ def test_only_the_public_api_is_exported(built: Built) -> None:
     assert [name for name in exports.needed(module) if not system.fullmatch(name)] == ["libepiloq.so"]
 
 
+# What strict projects compile with; clang's -Wconversion includes -Wsign-conversion.
+WARNINGS = (
+    "-Wall",
+    "-Wextra",
+    "-Wpedantic",
+    "-Wconversion",
+    "-Wsign-conversion",
+    "-Wshadow",
+    "-Wold-style-cast",
+    "-Werror",
+)
+
+
 def consume(cmake_dir: str | Path, build_dir: Path) -> str:
     """What the consumer project prints, built against an installed package."""
-    project = ROOT / "examples" / "cpp"
-    run("cmake", "-S", project, "-B", build_dir, f"-DCMAKE_PREFIX_PATH={cmake_dir}", cwd=build_dir)
+    project, flags = ROOT / "examples" / "cpp", " ".join(WARNINGS)
+    options = (f"-DCMAKE_PREFIX_PATH={cmake_dir}", f"-DCMAKE_CXX_FLAGS={flags}")
+    run("cmake", "-S", project, "-B", build_dir, *options, cwd=build_dir)
     run("cmake", "--build", build_dir, cwd=build_dir)
     return run(build_dir / "consumer", cwd=build_dir)
 
@@ -130,6 +144,29 @@ def test_a_cmake_project_uses_the_installed_wheel(built: Built, tmp_path: Path) 
     assert Path(include_dir, "epiloq", "scaled_mm.h").is_file()
     printed = consume(cmake_dir, tmp_path)
     assert printed.startswith("Unsupported: epiloq") if torch.cuda.is_available() else products(printed)
+
+
+@pytest.mark.parametrize("compiler", ["c++", "clang++"])
+@pytest.mark.parametrize("standard", ["c++20", "c++23"])
+def test_the_headers_compile_without_warnings(built: Built, tmp_path: Path, compiler: str, standard: str) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    include, source = built.site / "epiloq" / "include", tmp_path / "all.cpp"
+    headers = sorted(path.name for path in (include / "epiloq").iterdir())
+    source.write_text("".join(f"#include <epiloq/{header}>\n" for header in headers))
+    run(compiler, f"-std={standard}", "-fsyntax-only", *WARNINGS, "-I", include, source, cwd=tmp_path)
+
+
+def test_components_are_refused_by_name(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n"
+        "find_package(epiloq CONFIG REQUIRED COMPONENTS cuda)\n"
+    )
+    where = f"-DCMAKE_PREFIX_PATH={built.site / 'epiloq' / 'lib' / 'cmake' / 'epiloq'}"
+    command = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "build"), where]
+    refused = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "epiloq has no components, got cuda; epiloq_HAS_CUDA and epiloq_ARCHS" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.gpu

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ T = TypeVar("T")
 
 
 _MOST = 2**31 - 1  # what the C++ functions take
+_LEAST = -(2**31)
 
 
 def expect_positive(operation: str, **numbers: int) -> None:
@@ -20,6 +22,38 @@ def expect_positive(operation: str, **numbers: int) -> None:
             raise ValueError(f"epiloq.{operation}: {argument}: expected a positive integer, got {number!r}")
         if isinstance(number, int) and number > _MOST:
             raise ValueError(f"epiloq.{operation}: {argument}: expected at most {_MOST}, got {number}")
+
+
+def expect_int32(operation: str, **numbers: int) -> None:
+    """Raise ValueError for what the C++ functions cannot take; they check the range of each argument themselves."""
+    for argument, number in numbers.items():
+        if not is_int32(number):
+            wanted = f"an integer from {_LEAST} to {_MOST}"
+            raise ValueError(f"epiloq.{operation}: {argument}: expected {wanted}, got {number!r}")
+
+
+def is_int32(number: object) -> TypeGuard[int]:
+    """Whether it is an integer, NumPy's and symbolic ones included, that C++ functions take."""
+    if type(number) is int:
+        return _LEAST <= number <= _MOST
+    if isinstance(number, (bool, torch.SymInt)):
+        return not isinstance(number, bool)
+    index: Any = number
+    try:
+        return _LEAST <= operator.index(index) <= _MOST
+    except TypeError:
+        return False
+
+
+def as_number(operation: str, argument: str, number: float) -> float:
+    """A number, of any type that converts to float, as one that torch and the C++ functions take. Raises ValueError."""
+    if type(number) is float or isinstance(number, torch.SymFloat):
+        return number
+    try:
+        return float(number)
+    except (TypeError, ValueError, OverflowError):
+        got = "an integer beyond the range of float" if isinstance(number, int) else repr(number)
+        raise ValueError(f"epiloq.{operation}: {argument}: expected a number, got {got}") from None
 
 
 def limits(operation: str, clamp: tuple[float, float] | None) -> tuple[float, float]:

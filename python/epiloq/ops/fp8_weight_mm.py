@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import is_int32
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     direct,
@@ -76,8 +77,8 @@ def fp8_weight_mm(
 
 
 def _sizes(block: tuple[int, int]) -> tuple[int, int]:
-    if not isinstance(block, (tuple, list)) or len(block) != 2:
-        raise ValueError(f"epiloq.{_NAME}: block: expected rows and columns, -1 for all, got {block!r}")
+    if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(map(is_int32, block)):
+        raise ValueError(f"epiloq.{_NAME}: block: expected rows and columns below 2^31, -1 for all, got {block!r}")
     return block[0], block[1]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import expect_int32
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
@@ -60,6 +61,7 @@ def table_mm(
         TypeError: an argument is not a tensor.
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
+    expect_int32(_NAME, out_features=out_features, block_size=block_size)
     if direct((x, codes, table, scale), (bias, out)):
         return run(x, codes, table, scale, bias, out_features, block_size, out=out)
     tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
@@ -173,6 +175,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `table_mm`, given the arguments of a call."""
+    expect_int32(_NAME, out_features=out_features, block_size=block_size)
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     result = _empty(x, out_features) if out is None else out
     return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from epiloq._torch.checks import limits
+from epiloq._torch.checks import as_number, limits
 from epiloq._torch.threads import use_own_threads
 
 Quantizer = tuple[float, int]
@@ -51,7 +51,7 @@ class _Arguments(NamedTuple):
 
     def quantizer(self, name: str, value: Quantizer) -> Quantizer:
         scale, zero = value
-        scale = float(scale)
+        scale = as_number(self.operation, f"{name}_scale", scale)
         if not 0 < scale < math.inf:
             self._refuse(ValueError, f"{name}_scale", "a positive, finite number", scale)
         if isinstance(zero, bool) or not isinstance(zero, int) or not -128 <= zero <= 127:
@@ -64,9 +64,10 @@ class _Arguments(NamedTuple):
 
 def quantizer_of(operation: str, name: str, scale: Any, zero: Any) -> Quantizer:
     """Convert numbers to a scale, rounded to float32, and a zero point. Raises ValueError if they are out of range."""
-    number = float(zero)
+    number = as_number(operation, f"{name}_zero", zero)
+    scale = as_number(operation, f"{name}_scale", scale)
     whole = int(number) if number.is_integer() else zero
-    return _Arguments(operation, "weight").quantizer(name, (float(torch.tensor(float(scale)).float()), whole))
+    return _Arguments(operation, "weight").quantizer(name, (float(torch.tensor(scale).float()), whole))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

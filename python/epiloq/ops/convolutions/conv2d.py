@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeGuard
 
+from epiloq._torch.checks import is_int32
+
 Pair: TypeAlias = "int | Sequence[int]"
 Padding: TypeAlias = "int | str | Sequence[int]"
+_INTEGER = "an integer below 2^31"
 
 
 class Geometry(NamedTuple):
@@ -31,15 +34,15 @@ def geometry(
     """`padding`: one number, (height, width), (top, bottom, left, right), "valid" or, with unit strides, "same"."""
     strides = _pair(operation, "stride", stride)
     dilations = _pair(operation, "dilation", dilation)
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        _refuse(operation, "groups", "an integer", groups)
+    if not is_int32(groups):
+        _refuse(operation, "groups", _INTEGER, repr(groups))
     return Geometry(strides, _sides(operation, padding, kernel, strides, dilations), dilations, groups)
 
 
 def _sides(
     operation: str, padding: Padding, kernel: Sequence[int], stride: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    if type(padding) is int:  # first what is common: this is on the path of every call
+    if is_int32(padding):  # first what is common: this is on the path of every call
         return padding, padding, padding, padding
     if padding == "valid":
         return 0, 0, 0, 0
@@ -52,23 +55,22 @@ def _sides(
     if _integers(padding, 4):
         top, bottom, left, right = padding
         return top, bottom, left, right
-    height, width = _pair(operation, "padding", padding, 'an integer, two, four, "same" or "valid"')
+    height, width = _pair(operation, "padding", padding, f'{_INTEGER}, two, four, "same" or "valid"')
     return height, height, width, width
 
 
-def _pair(operation: str, argument: str, value: object, expected: str = "an integer or two") -> tuple[int, int]:
-    if type(value) is int:
+def _pair(operation: str, argument: str, value: object, expected: str = f"{_INTEGER}, or two") -> tuple[int, int]:
+    if is_int32(value):
         return value, value
-    pair = (value, value) if isinstance(value, int) else value
-    if not _integers(pair, 2):
+    if not _integers(value, 2):
         _refuse(operation, argument, expected, repr(value))
-    return pair[0], pair[1]
+    return value[0], value[1]
 
 
 def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
     if not isinstance(values, Sequence) or len(values) != count:
         return False
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    return all(map(is_int32, values))
 
 
 def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:

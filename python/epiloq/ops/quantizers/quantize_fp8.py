@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import as_number
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
@@ -111,6 +112,7 @@ def _expect(
     expect_choice("quantize_fp8", "granularity", granularity, _GRANULARITIES)
     expect_choice("quantize_fp8", "dtype", dtype, _FORMATS)
     expect_layout("quantize_fp8", granularity, group_size, scale_layout, pad_to)
+    eps = as_number("quantize_fp8", "eps", eps)
     if scale is not None:
         for argument, given in (("scale_ub", scale_ub is not None), ("eps", eps != 0), ("ue8m0", ue8m0)):
             if given:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import as_number
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
@@ -90,6 +91,7 @@ def rms_norm_quant(
     """
     expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
     expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    eps = as_number("rms_norm_quant", "eps", eps)
     if out is not None:
         _write_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
         return out
@@ -253,6 +255,7 @@ def explain(
     """`epiloq.explain` for `rms_norm_quant`."""
     expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
     expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    eps = as_number("rms_norm_quant", "eps", eps)
     expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
     if out is None:
         out = _empty(x, weight, eps, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
