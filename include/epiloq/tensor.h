@@ -36,9 +36,10 @@ enum class DType : std::uint8_t {
 
 EPILOQ_API char const* name(DType dtype);
 EPILOQ_API DType parse_dtype(std::string const& name);
+// In bytes; 1 for kOther and what is no DType.
 constexpr int size_of(DType dtype) {
-  constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
-  return kBytes[static_cast<int>(dtype)];
+  constexpr std::array<int, 13> kBytes{1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
+  return static_cast<std::size_t>(dtype) < kBytes.size() ? kBytes[static_cast<std::size_t>(dtype)] : 1;
 }
 
 struct Device {
@@ -62,12 +63,15 @@ struct TensorView {
   std::array<std::int64_t, kMaxRank> strides{};
 
   TensorView() = default;
-  // Row-major and dense, at most kMaxRank sizes.
+  // Row-major and dense.
   TensorView(void* data_, DType dtype_, Device device_, std::initializer_list<std::int64_t> shape_)
       : data(data_), dtype(dtype_), device(device_) {
-    for (std::int64_t size : shape_) shape.at(static_cast<std::size_t>(rank++)) = size;
+    for (std::int64_t size : shape_) {
+      if (rank < kMaxRank) shape[index(rank)] = size;
+      ++rank;
+    }
     std::int64_t stride = 1;
-    for (int i = rank - 1; i >= 0; --i) {
+    for (int i = (rank < kMaxRank ? rank : kMaxRank) - 1; i >= 0; --i) {
       strides[index(i)] = stride;
       stride *= shape[index(i)];
     }

@@ -38,9 +38,15 @@ bool dense(TensorView const& view) {
 
 constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2",
                                   "bool", "uint8", "int16",   "int64",    "float64", "another dtype"};
+
+// The name of an enumerator; of what is none, the last.
+template <class Enumeration, std::size_t kCount>
+char const* name_in(char const* const (&names)[kCount], Enumeration value) {
+  return names[std::min(static_cast<std::size_t>(value), kCount - 1)];
+}
 }  // namespace
 
-char const* name(DType dtype) { return kNames[static_cast<int>(dtype)]; }
+char const* name(DType dtype) { return name_in(kNames, dtype); }
 
 DType parse_dtype(std::string const& text) {
   auto const* const found = std::find(std::begin(kNames), std::end(kNames), text);
@@ -49,8 +55,8 @@ DType parse_dtype(std::string const& text) {
 }
 
 char const* name(Granularity granularity) {
-  constexpr char const* kNames[] = {"tensor", "token", "group", "block"};
-  return kNames[static_cast<int>(granularity)];
+  constexpr char const* kNames[] = {"tensor", "token", "group", "block", "another granularity"};
+  return name_in(kNames, granularity);
 }
 
 std::string describe(TensorView const& view) {
@@ -76,8 +82,11 @@ void Checker::tensor(char const* argument, TensorView const& view, std::initiali
     for (DType dtype : dtypes) expected += (expected.empty() ? "" : " or ") + std::string(name(dtype));
     fail(argument, "expected ", expected, ", got ", describe(view));
   }
-  if (view.rank > TensorView::kMaxRank) {
+  if (view.rank < 0 || view.rank > TensorView::kMaxRank) {
     fail(argument, "expected at most ", TensorView::kMaxRank, " dimensions, got ", view.rank);
+  }
+  if (std::any_of(view.shape.begin(), view.shape.begin() + view.rank, [](std::int64_t size) { return size < 0; })) {
+    fail(argument, "expected no negative sizes, got ", describe(view));
   }
   if (view.device != device_) fail(argument, "expected a tensor on ", describe(device_), ", got ", describe(view));
   if (view.data == nullptr && view.numel() != 0) {

@@ -40,11 +40,34 @@ void a_product_on_the_cpu_is_unsupported() {
                "int8 [1, 16] on the CPU");
 }
 
+void views_that_are_none_are_refused() {
+  alignas(16) std::int8_t a[16] = {}, b[16] = {};
+  alignas(16) float out[1];
+  float one = 1;
+  TensorView const scale(&one, DType::kFloat32, {}, {1});
+  ScaledMm const good{.out = {out, DType::kFloat32, {}, {1, 1}},
+                      .a = {a, DType::kInt8, {}, {1, 16}},
+                      .b = transposed({b, DType::kInt8, {}, {1, 16}}),
+                      .scale_a = scale,
+                      .scale_b = scale};
+  scaled_mm(good);
+  ScaledMm negative = good, backwards = good, many = good, strange = good;
+  negative.a.shape[0] = negative.out.shape[0] = -1;
+  CHECK_THROWS(InvalidArgument, scaled_mm(negative), "a: expected no negative sizes", "int8 [-1, 16]");
+  backwards.a.rank = -1;
+  CHECK_THROWS(InvalidArgument, scaled_mm(backwards), "a: expected at most 6 dimensions, got -1");
+  many.a = {a, DType::kInt8, {}, {1, 1, 1, 1, 1, 1, 16}};
+  CHECK_THROWS(InvalidArgument, scaled_mm(many), "a: expected at most 6 dimensions, got 7");
+  strange.a.dtype = static_cast<DType>(77);
+  CHECK_THROWS(InvalidArgument, scaled_mm(strange), "a: expected int8", "got another dtype");
+}
+
 }  // namespace
 
 int main() {
   an_invalid_argument_is_an_error();
   a_build_without_kernels_says_so();
   a_product_on_the_cpu_is_unsupported();
+  views_that_are_none_are_refused();
   return test::failures != 0;
 }
