@@ -203,6 +203,15 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
             tensor.index_copy_(2, places, states)
         return self._handed()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; the tensors stay where they are."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "epiloq.QuantizedCache: tokens_to_remove: expected the negative number of tokens to remove, as a cache "
+                f"of fixed size does not know its length without waiting for the GPU, got {tokens_to_remove}"
+            )
+        self.cumulative_length.add_(tokens_to_remove)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the sequences with these indices, for beam search, in the same memory."""
         for tensor in (self.keys, self.values, self.key_scale, self.value_scale):

@@ -273,6 +273,7 @@ def test_stacked_heads_are_no_experts(heads: int, width: int) -> None:
         OwnExperts((4, 6, 24), (4, 12, 6)),  # the same, [E, in, out]
         OwnExperts((4, 6, 12), (4, 6, 12), (4, 12, 6)),
         OwnExperts((4, 12, 6), num_experts=4),
+        OwnExperts((4, 12, 6), groups=4),
     ],
 )
 def test_experts_of_other_code_are_told_by_structure(experts: nn.Module) -> None:

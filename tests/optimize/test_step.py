@@ -195,7 +195,10 @@ def test_changed_layers_run_as_before(
 def test_other_surroundings(seed: int, steps: list[bool], around: str) -> None:
     model, x = quantised("llama", "w4a16-g32"), tokens()
     optimize_(model)
-    expected, seen = decoded(model, x), []
+    # Some versions of transformers give a static cache one type; under autocast keys and values differ in theirs.
+    kind = "dynamic" if around == "autocast" else "static"
+    expected, seen = decoded(model, x, kind), []
+    assert any(steps)
     steps.clear()
     if around == "attention":
         model.set_attn_implementation("sdpa")
@@ -209,7 +212,7 @@ def test_other_surroundings(seed: int, steps: list[bool], around: str) -> None:
     inside = decoded.__wrapped__ if around == "gradients" else decoded  # type: ignore[attr-defined]
     try:
         with contexts.get(around, nullcontext)():
-            result = inside(model, x)
+            result = inside(model, x, kind)
     finally:
         if around == "a hook of all modules":
             handle.remove()

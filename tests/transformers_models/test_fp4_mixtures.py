@@ -84,7 +84,10 @@ def test_quantised_saved_and_opened(
     opened.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+    for name, tensor in again.items():
+        # Some versions of transformers load a router's bias in float32 whatever the file's type is.
+        same = tensor.dtype == tensors[name].dtype or name.endswith("e_score_correction_bias")
+        assert same and torch.equal(tensor.float(), tensors[name].float()), name
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek"])

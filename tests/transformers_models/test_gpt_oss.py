@@ -90,7 +90,7 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.usefixtures("epiloq_in_transformers")
 def test_it_computes_what_transformers_does(folder: Path) -> None:
     integration.unregister()
-    expected = logits(opened(folder))
+    expected = logits(opened(folder).float())  # some versions of transformers dequantise to bfloat16, which is exact
     integration.register()
     ours = opened(folder)
     experts = ours.get_submodule(LAYER)

@@ -129,6 +129,30 @@ def test_what_transformers_saves_opens(
             assert float((answer(found, given) - expected).norm() / expected.norm()) <= bound
 
 
+class SharesPredictor(transformers.DabDetrForObjectDetection):  # type: ignore[misc,name-defined]
+    """One module under two names, as in transformers 5.17; later versions tie the weights of two modules."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.decoder.bbox_embed = self.bbox_predictor
+
+
+def test_one_module_under_two_names(seed: int, tmp_path: Path) -> None:
+    model, given = dab_detr()
+    model = SharesPredictor(model.config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    made = quantised(model)
+    assert made.bbox_predictor is made.model.decoder.bbox_embed
+    expected = answer(made, given)
+    made.save_pretrained(tmp_path / "saved")
+    for each in (SharesPredictor, transformers.DabDetrForObjectDetection):
+        again, info = each.from_pretrained(tmp_path / "saved", output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert epiloq_modules.layers_of(again) == epiloq_modules.layers_of(made)
+        assert float((answer(again, given) - expected).norm() / expected.norm()) <= 1e-5
+
+
 def test_a_tensor_tied_to_one_that_is_tied(seed: int, tmp_path: Path) -> None:
     """Grounding DINO's decoder predicts boxes by the model's layers, which are all the first of them."""
     model = FAMILIES["neox"]()

@@ -36,7 +36,8 @@ class Layers:
     def __init__(self, checkpoint: Checkpoint, model: nn.Module | None = None) -> None:
         self.checkpoint = checkpoint
         self.model = skeleton(checkpoint, "meta") if model is None else renamed(model, checkpoint)
-        linears = ((name, as_linear(module)) for name, module in self.model.named_modules())
+        modules = self.model.named_modules(remove_duplicate=False)
+        linears = ((name, as_linear(module)) for name, module in modules)
         self.linears = {name: linear for name, linear in linears if linear is not None}
         self.tables: dict[str, TableOutline] = {}
         """Quantised embeddings, without values."""

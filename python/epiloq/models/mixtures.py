@@ -35,7 +35,8 @@ from epiloq.nn.experts.expert_linears import Projections
 
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
     """Modules, by name, with stacked expert matrices: three-dimensional parameters, outside of torch's own layers,
-    whose first dimension is the module's number of experts, or two whose matrices can follow one another."""
+    whose first dimension is the module's number of experts (an attribute with "expert" in its name, or of a class
+    with that in its name), or two whose matrices can follow one another."""
     found = {name: module for name, module in model.named_modules() if _count(module)}
     return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
 
@@ -132,9 +133,10 @@ def restack_complete_experts_(model: nn.Module, name: str) -> None:
 def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tuple[str, nn.Module]]:
     """A model's modules by name, with ``GatedExperts`` as the linear layers that they represent.
 
-    These have no values if `device` is "meta", and are on their own device if it is None.
+    These have no values if `device` is "meta", and are on their own device if it is None. A module that the model
+    has under several names comes under each.
     """
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, GatedExperts):
             yield from ((f"{name}.{layer}" if name else layer, linear) for layer, linear in module.linears(device))
         elif not isinstance(_parent(model, name), GatedExperts):
@@ -142,13 +144,22 @@ def named_layers(model: nn.Module, device: str | None = "meta") -> Iterator[tupl
 
 
 def file_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict as stored in files, with the `file_state` of quantised layers."""
+    """A model's state dict as stored in files, with the `file_state` of quantised layers.
+
+    A quantised layer that the model has under several names has tensors of its own under each, so that files do not
+    depend on whether the model shares modules or ties the weights of equal ones.
+    """
     state: dict[str, Tensor] = model.state_dict()
+    seen = set[int]()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (GatedExperts, StoredTensors)) and not isinstance(_parent(model, name), GatedExperts):
             prefix = f"{name}." if name else ""
             own = [key for key in state if key.startswith(prefix)]
-            stored = {f"{prefix}{part}": tensor for part, tensor in module.file_state().items()}
+            stored = {
+                f"{prefix}{part}": tensor.clone() if id(module) in seen else tensor
+                for part, tensor in module.file_state().items()
+            }
+            seen.add(id(module))
             state = {key: tensor for key, tensor in state.items() if key not in own} | stored
     return state
 
@@ -162,7 +173,8 @@ def _count(module: nn.Module) -> int:
         return 0
     shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in FLOAT_DTYPES]
     shapes = [shape for shape in shapes if min(shape) > 1]
-    named = {value for key, value in vars(module).items() if "expert" in key and type(value) is int}
+    is_named = "expert" in type(module).__name__.lower()
+    named = {n for key, n in vars(module).items() if type(n) is int and (is_named or "expert" in key)}
     stacks = [shape[0] for shape in shapes if shape[0] in named or any(_follows(shape, other) for other in shapes)]
     return next(iter(stacks), 0)
 

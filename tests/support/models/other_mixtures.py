@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -49,7 +50,10 @@ def nemotron_h() -> Any:
 
 def aria() -> Any:
     """Transposed stacks, which files have too."""
-    return made("AriaText", head_dim=16, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
+    model = made("AriaText", head_dim=16, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
+    if hasattr(model.model.layers[0].mlp.experts, "fc1"):
+        pytest.skip("this version of transformers has a module for each of Aria's stacks")
+    return model
 
 
 def deepseek_v4() -> Any:

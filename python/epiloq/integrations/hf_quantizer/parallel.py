@@ -114,10 +114,7 @@ class Split:
 
     def open_(self, model: Any) -> None:
         """Install this rank's part of every quantised layer. Raises ValueError on every rank."""
-        manager = model._mesh_manager
-        if manager is None:
-            raise ValueError(f"{_NAME}: expected a device mesh of transformers, found none")
-        mesh = manager.get_mesh("tp")
+        mesh = _mesh(model)
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -148,7 +145,7 @@ class Split:
     @contextmanager
     def whole(self, model: Any) -> Iterator[bool]:
         """Replace the parts by whole layers on the first rank; returns whether this is the first rank."""
-        group, parts = model._mesh_manager.get_mesh("tp").get_group(), dict[str, nn.Module]()
+        group, parts = _mesh(model).get_group(), dict[str, nn.Module]()
         try:
             for name in self.names:
                 part = model.get_submodule(name)
@@ -163,10 +160,7 @@ class Split:
 
     def gathered(self, model: Any) -> dict[str, Tensor]:
         """The sharded floating-point tensors as a whole, by name; only on the first rank."""
-        found, first = (
-            dict[str, Tensor](),
-            torch.distributed.get_rank(model._mesh_manager.get_mesh("tp").get_group()) == 0,
-        )
+        found, first = dict[str, Tensor](), torch.distributed.get_rank(_mesh(model).get_group()) == 0
         for name, tensor in model.state_dict().items():
             if isinstance(tensor, DTensor):
                 with ended():
@@ -174,6 +168,16 @@ class Split:
                 if first:
                     found[name] = whole.detach().cpu()
         return found
+
+
+def _mesh(model: Any) -> Any:
+    """The model's mesh of tensor parallelism. Newer versions of transformers keep several meshes, older ones one."""
+    manager, mesh = getattr(model, "_mesh_manager", None), model._device_mesh
+    if manager is not None:
+        return manager.get_mesh("tp")
+    if mesh is None:
+        raise ValueError(f"{_NAME}: expected a device mesh of transformers, found none")
+    return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
 def _sent(part: Any, is_experts: bool) -> Any:

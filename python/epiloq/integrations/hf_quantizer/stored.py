@@ -150,6 +150,9 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         own, reader = own_names[layer], found_readers[layer]
         if reader is None or ignores_layer(model, own):
             continue
+        if isinstance(_submodule(model, own), StoredLinear):  # stored already, under another name of the same module
+            found[own] = reader
+            continue
         linear = _linear(model, own, checkpoint.where(layer))
         for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
             raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
