@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -24,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seeds = metafunc.config.getoption("--seeds")
-    if "seed" in metafunc.fixturenames and seeds > 1:
+    given = any("seed" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "seed" in metafunc.fixturenames and seeds > 1 and not given:
         metafunc.parametrize("seed", [None] * seeds, ids=range(seeds), indirect=True)
 
 
@@ -44,6 +48,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _always_the_same() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test that does not ask for a `seed` draws the same numbers each time, whatever ran before it."""
+    _always_the_same()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """What several tests share does not depend on which of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    _always_the_same()
+    try:
+        return (yield)
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 @pytest.fixture
