@@ -18,6 +18,7 @@ import epiloq
 from biased_mixtures import gpt_oss
 from epiloq.models import mixtures
 from epiloq.schemes import QuantisedLinear
+from reference import typical_error
 from tiny_mixtures import error, qwen3
 
 pytestmark = [
@@ -71,3 +72,21 @@ def test_generates_as_its_dequantised_weights(family: str, scheme: str, seed: in
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").eval()
     for one, other in zip(generated(again, prompt), (tokens, logits), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_generates_on_a_gpu_as_on_the_cpu(family: str, scheme: str, seed: int) -> None:
+    """In float32, and in bfloat16 by the kernels."""
+    model = FAMILIES[family]().eval()
+    found = epiloq.quantize_(copy.deepcopy(model), scheme)
+    prompt = torch.randint(1, model.config.vocab_size, (2, 7))
+    tokens, logits = generated(found.to("cuda"), prompt.to("cuda"))
+    reference = epiloq.quantize_(copy.deepcopy(model), scheme) if scheme == "w4a8-fp8" else dequantised(model, found)
+    expected = reference.cpu()(tokens[:, :-1].cpu()).logits[:, 6:].float()
+    # An 8-bit activation on a tie may be rounded to either side.
+    assert typical_error(logits.cpu(), expected) < (0.05 if scheme == "w4a8-fp8" else 1e-4)
+    halves = found.bfloat16()(tokens[:, :-1]).logits[:, 6:].float()
+    assert halves.isfinite().all() and typical_error(halves.cpu(), expected) < 0.1
