@@ -117,7 +117,7 @@ def check_patterns(patterns: Iterable[str], names: Sequence[str], where: str) ->
             raise ValueError(f"{where}: {pattern!r}: expected a regular expression: {error}") from error
         if not found:
             example = f", as {names[0]!r}" if names else ""
-            raise ValueError(f"{where}: expected patterns of layers' names{example}, but none is like {pattern!r}")
+            raise ValueError(f"{where}: expected patterns of layers' names{example}, but no layer matches {pattern!r}")
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -59,7 +59,7 @@ def test_error_falls(seed: int, bits: int, group: int, part: float, symmetric: b
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("bits", "group", "part"), [(2, 16, 0.9), (3, -1, 0.95), (4, 7, 0.97)])
-def test_it_goes_on_from_gptq(seed: int, bits: int, group: int, part: float, symmetric: bool) -> None:
+def test_autoround_starts_from_gptq(seed: int, bits: int, group: int, part: float, symmetric: bool) -> None:
     """Whose codes need not be the nearest ones, in groups of its own ranges; towards outputs given from outside."""
     run, weights = problem()
     x = [torch.randn(40, size) for size in (50, 20)]

@@ -12,7 +12,7 @@ from epiloq.quantize.budget import amount, knapsack
 
 
 @pytest.mark.parametrize("trial", range(20))
-def test_the_choice_is_the_best_of_all(seed: int, trial: int) -> None:
+def test_choice_is_optimal(seed: int, trial: int) -> None:
     generator = np.random.default_rng(seed + trial)
     items = int(generator.integers(1, 6))
     sizes = [generator.integers(1, 50, int(generator.integers(1, 5))).tolist() for _ in range(items)]

@@ -67,7 +67,7 @@ def test_values_that_are_subnormal_in_float16(seed: int, size: float) -> None:
     assert channel_map(model.q, model.o, lambda: model(x)) is None
 
 
-def test_looking_for_what_can_be_folded_leaves_float16_weights(seed: int) -> None:
+def test_searching_foldings_keeps_float16_weights(seed: int) -> None:
     model, x = nn.Sequential(Attention(64, 6, 2, True)).half().eval(), torch.randn(2, 9, 64).half()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +78,7 @@ def test_looking_for_what_can_be_folded_leaves_float16_weights(seed: int) -> Non
 
 
 @pytest.mark.parametrize("width", [1, 64])
-def test_what_does_not_depend_on_the_producer(seed: int, width: int) -> None:
+def test_channel_map_of_an_independent_input_is_none(seed: int, width: int) -> None:
     first, second, x, other = nn.Linear(5, width), nn.Linear(7, 3), torch.randn(6, 5), torch.randn(6, 7)
     assert channel_map(first, second, lambda: (first(x), second(other))) is None
 
@@ -91,7 +91,7 @@ def test_any_order_and_many_channels(seed: int) -> None:
 
 
 @pytest.mark.parametrize("between", [torch.relu, torch.tanh, lambda x: x + 1, lambda x: x + x.roll(1, -1)])
-def test_what_is_not_proportional(seed: int, between: object) -> None:
+def test_channel_map_of_a_nonlinear_input_is_none(seed: int, between: object) -> None:
     first, second = nn.Linear(5, 8), nn.Linear(8, 3)
     x = torch.randn(6, 5)
     found = channel_map(first, second, lambda: second(between(first(x))))  # type: ignore[operator]
@@ -146,7 +146,7 @@ def test_smoothquant_finds_values_by_itself(seed: int) -> None:
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
 
 
-def test_values_that_something_else_reads_are_left_alone(seed: int) -> None:
+def test_values_with_other_readers_are_not_folded(seed: int) -> None:
     class Peeking(Attention):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.v(self.norm(x)).sum(-1, keepdim=True)

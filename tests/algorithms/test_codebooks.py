@@ -157,7 +157,7 @@ def test_without_correlation_gptq_is_rounding_to_nearest(seed: int, grid: Float8
 
 
 @ALL
-def test_clipping_minimises_what_it_says(seed: int, grid: Float8Grid | OffsetGrid) -> None:
+def test_clipping_minimises_its_objective(seed: int, grid: Float8Grid | OffsetGrid) -> None:
     weight, x = torch.randn(20, 100) ** 3, inputs(100, 400)
     moments = x.t() @ x
     for by, of in ((torch.ones(100), torch.eye(100)), (moments.diagonal(), moments.diagonal().diag())):

@@ -81,7 +81,7 @@ def correlated(channels: int, tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_clipping_minimises_what_it_says(seed: int, symmetric: bool) -> None:
+def test_clipping_minimises_its_objective(seed: int, symmetric: bool) -> None:
     weight, x = torch.randn(200, 100) ** 3, correlated(100, 400)
     moments = x.t() @ x
     grid = Grid(3, 32, symmetric)

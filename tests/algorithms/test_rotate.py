@@ -130,7 +130,7 @@ def test_other_models_are_refused(seed: int, make: Callable[[], Any]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_else_reads_hidden_states_is_noticed(seed: int) -> None:
+def test_other_readers_of_hidden_states_are_detected(seed: int) -> None:
     model = trained(llama())
     model.model.layers[0].register_forward_hook(lambda m, a, out: out + 1 if isinstance(out, Tensor) else out)
     before = copy.deepcopy(model.state_dict())

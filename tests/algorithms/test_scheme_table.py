@@ -98,7 +98,7 @@ def test_a_row_for_each_algorithm() -> None:
     assert len(rows) == 4
 
 
-def test_a_budget_beside_one_scheme() -> None:
+def test_budget_compared_with_one_scheme() -> None:
     found = {
         "embedding and head in float, uniform": {"perplexity": 17.5, "kl": 0.08, "bytes": 174_008_000},
         "embedding and head in float, chosen": {"perplexity": 16.6, "kl": 0.02, "bytes": 174_000_000},

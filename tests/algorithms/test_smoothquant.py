@@ -111,7 +111,7 @@ def test_finds_a_blocks_foldings_and_changes_nothing(seed: int, norm: type[nn.Mo
     torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-3)  # Outputs reach 100 and cancel.
 
 
-def test_leaves_alone_what_something_else_reads(seed: int) -> None:
+def test_keeps_convolutions_with_other_readers(seed: int) -> None:
     for model in (Residual(16), Block(16, 24, norm=OffsetNorm)):
         with_outliers(model)
         x = torch.randn(5, 16)
@@ -159,7 +159,7 @@ def test_errors(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 2.0**-8])
-def test_sixteen_bits_hide_no_folding(seed: int, dtype: torch.dtype, size: float) -> None:
+def test_foldings_are_found_in_16_bits(seed: int, dtype: torch.dtype, size: float) -> None:
     """Halved, small float16 numbers are rounded; folding what was found still changes ranges alone."""
     model = nn.Sequential(Block(48, 64), Block(48, 64), Residual(48)).to(dtype)
     with torch.no_grad():

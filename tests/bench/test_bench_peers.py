@@ -66,7 +66,7 @@ def test_deep_gemm_gets_rows_of_experts_at_multiples_of_128(seed: int, deep_gemm
     assert row.peers["deep_gemm"](case, [row.inputs(case, generator)]).note == ""
 
 
-def test_a_wrong_weight_only_peer_is_told_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_weight_only_peer_is_noted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     row, case = OPERATIONS["weight_only_mm"], Case("weight_only_mm", "w4_g128", "", 3, 64, 256)
     sets = [row.inputs(case, torch.Generator(CPU).manual_seed(seed))]
     right = torch.ops.aten._weight_int4pack_mm_for_cpu

@@ -37,7 +37,7 @@ def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lines) == 16 and lines[1].endswith("1.00") and "w4a16-g32 optimised" in lines[8]
 
 
-def test_a_layer_has_no_share_of_what_is_around_the_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_time_excludes_embedding_and_head(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a clock by which the model itself takes 100 ms and a layer one."""
     model, clock = contenders.build("tiny", 3, torch.bfloat16, "cpu"), [0]
 

@@ -48,7 +48,7 @@ def refusal(package: Path) -> str:
     return message
 
 
-def test_what_was_built_together_is_imported(package: Path) -> None:
+def test_matching_module_is_imported(package: Path) -> None:
     assert imported(package) == (0, str(package / "__init__.py"))
 
 

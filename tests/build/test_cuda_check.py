@@ -70,7 +70,7 @@ ptxas info    : Function properties for _ZN6epiloq6calledEv
 
 
 @pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7518"])
-def test_a_loss_of_speed_is_reported_once(code: str) -> None:
+def test_slow_kernel_warning_is_reported_once(code: str) -> None:
     message = (
         f"  ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
     )

@@ -109,7 +109,7 @@ def test_status_lists_missing_runs() -> None:
 
 
 @pytest.mark.parametrize("outcome", [{"failed": 1}, {"errors": 1}, {"passed": 0}])
-def test_a_run_with_failures_owes_another(outcome: dict[str, int]) -> None:
+def test_failed_run_requires_another(outcome: dict[str, int]) -> None:
     tests = record()["tests"]
     assert missing(record(tests=tests | {"gpu": tests["gpu"] | outcome})) == ["  a run without failures"]
     assert missing(record(benchmark={"rows": 7, "failed": 1})) == ["  a run without failures"]

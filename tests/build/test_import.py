@@ -49,7 +49,7 @@ def test_modules_are_attributes() -> None:
 
 
 @pytest.mark.parametrize("name", ["compat", "nn", "quantize", "quantize_", "schemes"])
-def test_any_of_the_modules_may_be_asked_for_first(name: str) -> None:
+def test_each_module_can_be_imported_first(name: str) -> None:
     code = f"import epiloq; print(epiloq.{name}.__name__)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip().removeprefix("epiloq.") == name

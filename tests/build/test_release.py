@@ -55,7 +55,7 @@ def test_every_python_machine_and_cuda_is_built_and_tried(jobs: Any) -> None:
     assert "tools/wheels.py --all" in command and jobs["wheels"]["env"]["EPILOQ_CUDA"] == "ON"
 
 
-def test_what_is_published_was_tried(jobs: Any) -> None:
+def test_publishing_requires_tests_and_a_tag(jobs: Any) -> None:
     """Publishing needs the tests, a tag, and no secret; one file a CPython and machine goes to the index."""
     assert jobs["smoke"]["needs"] == "wheels" and jobs["publish"]["needs"] == ["smoke", "sdist"]
     assert jobs["publish"]["if"] == "github.event_name == 'push'"
@@ -131,7 +131,7 @@ def test_wheels_that_are_too_large_or_strange_are_named(wheel: Path, monkeypatch
         smoke.interpreter_of(Path("epiloq-0.2.0-cp399-cp399-linux_x86_64.whl"))
 
 
-def test_interpreters_are_found_by_their_own_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreters_are_identified_by_running_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that manylinux images have; a shim that does not start is none."""
     minor = sys.version_info[1]
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))

@@ -35,7 +35,7 @@ def build(folder: Path, files: dict[str, str]) -> same_code.Build:
     return same_code.Build(folder / "build")
 
 
-def test_moves_are_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_moved_code_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = build(tmp_path / "before", {"a.cpp": SOURCE, "sizes.h": HEADER})
     merged = HEADER.replace("#pragma once", "// Moved.") + SOURCE.replace('#include "sizes.h"', "")
     after = build(tmp_path / "after", {"b.cpp": merged})

@@ -149,7 +149,7 @@ def test_folding_keeps_the_function(seed: int, family: str) -> None:
     assert bool(changed) == (family != "bert")
 
 
-def test_an_interrupted_run_goes_on(seed: int) -> None:
+def test_interrupted_run_resumes(seed: int) -> None:
     original, windows = outlying(llama()), texts()
     for algorithm in ("gptq", "smoothquant+gptq"):
         whole = copy.deepcopy(original)
@@ -219,7 +219,7 @@ class Chain(nn.Module):
         return x
 
 
-def test_what_cannot_be_walked_is_refused(seed: int) -> None:
+def test_unsupported_block_structures_are_refused(seed: int) -> None:
     def run(model: nn.Module, windows: list[Tensor], **options: Any) -> None:
         list(calibrate(model, windows, Grid(), ALGORITHMS["gptq"], **options))
 

@@ -52,7 +52,7 @@ def test_static_scales_are_those_of_evaluation_mode(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_whoever_runs_the_model(fails: bool, seed: int) -> None:
+def test_module_modes_are_restored(fails: bool, seed: int) -> None:
     """Also if the run raises, or changes modes itself."""
     x = torch.randn(6, 8)
 

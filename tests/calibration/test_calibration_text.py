@@ -88,7 +88,7 @@ def test_short_documents_fill_what_long_ones_leave(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 15, 16, 17, 18, 40, 70, 500])
-def test_first_tokens_are_so_many(tokenizer: Any, tokens: int) -> None:
+def test_first_tokens_has_the_requested_number(tokenizer: Any, tokens: int) -> None:
     found = windows(tokenizer, ["abcdefg" * 10, "xy", "abc"], 16)
     taken = first_tokens(found, tokens)
     joined, first = torch.cat(taken, 1), torch.cat(found, 1)
@@ -98,9 +98,7 @@ def test_first_tokens_are_so_many(tokenizer: Any, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("calibrated", "evaluated"), [(512, 512), (256, 512), (512, 256), (100, 512), (24, 100)])
-def test_what_calibration_saw_is_found_however_it_was_cut(
-    tokenizer: Any, seed: int, calibrated: int, evaluated: int
-) -> None:
+def test_calibration_text_is_found_at_any_offset(tokenizer: Any, seed: int, calibrated: int, evaluated: int) -> None:
     def letters(count: int) -> str:
         return "".join(chr(97 + int(i)) for i in torch.randint(26, (count,)))
 

@@ -59,7 +59,7 @@ def test_ranks_that_live_or_have_finished_are_left_alone(monkeypatch: pytest.Mon
         heart.close()
 
 
-def test_why_a_rank_failed_is_told() -> None:
+def test_failure_of_a_rank_is_reported() -> None:
     store, ended = dist.HashStore(), Ended()
     hearts = [Heartbeat(store, rank, 2, ended, interval=0.05) for rank in range(2)]
     hearts[1].close("disk full")

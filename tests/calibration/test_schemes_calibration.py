@@ -92,7 +92,7 @@ def sees_nan(model: nn.Module) -> None:
         ({"scheme": "w8a8-int8-static", "calibrate": breaks}, KeyError, "no such sample"),
     ],
 )
-def test_errors_leave_the_model_untouched(
+def test_errors_do_not_change_the_model(
     arguments: dict[str, object], error: type[Exception], message: str, seed: int
 ) -> None:
     model = LanguageModel()

@@ -54,7 +54,7 @@ def test_a_grid_spans_the_inputs_and_zero(seed: int, low: float, high: float) ->
     assert float(grid.scale) == pytest.approx((max(high, 0) - min(low, 0)) / 255, rel=1e-5)
 
 
-def test_no_grid_for_what_is_not_finite() -> None:
+def test_non_finite_values_have_no_grid() -> None:
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite"):
             input_grid(torch.tensor(-1.0), torch.tensor(bad))
@@ -110,14 +110,14 @@ def test_layers_that_no_input_reaches(seed: int) -> None:
     with watch.attached():
         layers["experts.0"](torch.randn(9, 16))
     for wish in (None, "experts.0"):
-        with pytest.raises(ValueError, match=r"experts\.1: expected inputs to fix scales by, saw none: give more text"):
+        with pytest.raises(ValueError, match=r"experts\.1: expected inputs to calibrate static scales, got none"):
             frozen(watch, layers, Static(wish))
     for wish in (AUTO, "*.1"):
         grids, errors = frozen(watch, layers, Static(wish))
         assert set(grids) == {"experts.0"} and errors["experts.1"].kept_dynamic
 
 
-def test_who_stays_dynamic(seed: int) -> None:
+def test_keep_dynamic_selects_layers(seed: int) -> None:
     layers = {f"{i}.{leaf}": nn.Linear(32, 16) for i in range(2) for leaf in ("up", "down")}
     even, outliers = torch.randn(300, 32), outlying(300, 32)
     watch = InputWatch([[name] for name in layers], layers)
@@ -139,7 +139,7 @@ def test_who_stays_dynamic(seed: int) -> None:
     assert errors["1.down"].static > LARGEST_ERROR > errors["1.up"].static > errors["1.up"].dynamic
 
 
-def test_an_input_that_never_came_is_named(seed: int) -> None:
+def test_layer_without_inputs_is_named(seed: int) -> None:
     layers = {"a": nn.Linear(4, 4), "idle": nn.Linear(4, 4)}
     watch = InputWatch([["a"], ["idle"]], layers)
     with watch.attached():
@@ -177,7 +177,7 @@ def test_a_walk_fixes_the_scales_of_the_quantised_model(seed: int, algorithm: st
         assert abs(int(weight.inputs.zero) - int(expected.zero)) <= 1
 
 
-def test_without_the_wish_nothing_is_fixed(seed: int) -> None:
+def test_no_static_scales_by_default(seed: int) -> None:
     for block in walk(LanguageModel().eval(), "gptq", None).values():
         assert not block.input_errors and all(weight.inputs is None for weight in block.weights.values())
 

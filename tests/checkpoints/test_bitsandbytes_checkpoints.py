@@ -123,7 +123,7 @@ def test_configurations(seed: int, tmp_path: Path, changes: dict[str, Any], text
 
 
 @pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
-def test_what_transformers_and_bitsandbytes_write(seed: int, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_files_of_transformers_and_bitsandbytes(seed: int, tmp_path: Path, options: dict[str, Any]) -> None:
     """Stock tools write the directory and say what its weights are."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
@@ -175,7 +175,7 @@ def test_from_pretrained_opens_by_epiloq(seed: int, tmp_path: Path, kind: str) -
         integration.unregister()
 
 
-def test_bitsandbytes_own_quantisation_stays_its_own(seed: int, tmp_path: Path) -> None:
+def test_models_quantised_by_bitsandbytes_are_not_converted(seed: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
     from epiloq.integrations import transformers as integration

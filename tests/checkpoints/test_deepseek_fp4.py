@@ -96,7 +96,7 @@ def test_opened_and_converted(scale: str, beside: bool, seed: int, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
-def test_as_transformers_reads_it(seed: int, tmp_path: Path) -> None:
+def test_read_by_transformers(seed: int, tmp_path: Path) -> None:
     """It de-quantises int8 as two E2M1 numbers, too."""
     folder = in_fp4(tmp_path / "in", "weight_scale_inv", beside=False)
     config = transformers.FineGrainedFP8Config(dequantize=True, expert_dtype="fp4")

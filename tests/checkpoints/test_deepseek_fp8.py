@@ -102,7 +102,7 @@ def test_transformers_opens_it_with_equal_logits(dtype: torch.dtype, seed: int, 
     assert transformers.FineGrainedFP8Config(**found).weight_block_size == [128, 128]
 
 
-def test_what_is_in_the_file(seed: int, tmp_path: Path) -> None:
+def test_file_contents(seed: int, tmp_path: Path) -> None:
     model = epiloq.quantize_(make(), "fp8-block")
     deepseek_fp8.save(model, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -134,7 +134,7 @@ def test_layers_left_in_floating_point_and_biases(seed: int, tmp_path: Path) -> 
     assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
 
 
-def test_a_model_of_ones_own(seed: int, tmp_path: Path) -> None:
+def test_user_defined_model(seed: int, tmp_path: Path) -> None:
     """Any module whose tensors have the checkpoint's names."""
     model = epiloq.quantize_(make(), "fp8-block")
     deepseek_fp8.save(model, tmp_path / "out")
@@ -217,7 +217,7 @@ def test_bad_tensors_are_named_with_their_file(
     assert torch.equal(logits(model), before)
 
 
-def test_a_missing_tensor_of_the_rest_is_named(saved: Path, tmp_path: Path) -> None:
+def test_missing_unquantised_tensor_is_named(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "bad")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     del index["weight_map"]["model.norm.weight"]
@@ -268,7 +268,7 @@ def test_save_refuses(seed: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_of_a_failed_save(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_no_files(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("no space")
 

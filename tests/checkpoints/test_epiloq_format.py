@@ -81,7 +81,7 @@ BOUNDS = (("mxfp4", 1 / 4), ("nvfp4", 1 / 6 + 1 / 16), ("w4", 1 / 14), ("fp8", 1
 
 
 @pytest.mark.parametrize("scheme", schemes())
-def test_what_a_state_stands_for(scheme: str, seed: int, tmp_path: Path) -> None:
+def test_state_determines_the_weight(scheme: str, seed: int, tmp_path: Path) -> None:
     """Against the rounding error of each scheme's own quantiser, in units of the largest weight."""
     model = tiny_model()
     exact = {name: module.weight.clone() for name, module in model.named_modules() if isinstance(module, nn.Linear)}

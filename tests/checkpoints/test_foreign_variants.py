@@ -91,7 +91,7 @@ def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
         "fp8 weights alone, per tensor",
     ],
 )
-def test_the_package_means_the_same(seed: int, tmp_path: Path, name: str) -> None:
+def test_dequantisation_matches_the_package(seed: int, tmp_path: Path, name: str) -> None:
     """Stock transformers with compressed-tensors restores the weights that epiloq reads, by its own matching."""
     pytest.importorskip("compressed_tensors")
     make(tmp_path / "in", name)

@@ -48,7 +48,7 @@ def test_blocks_have_the_bits_of_the_package(seed: int, kind: str, n: int, k: in
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_blocks_that_the_package_made(seed: int, kind: str) -> None:
+def test_blocks_written_by_the_package(seed: int, kind: str) -> None:
     w = torch.randn(24, 96)
     data = torch.from_numpy(package.quants.quantize(w.numpy(), package.GGMLQuantizationType[kind]).copy())
     packed = gguf.to_packed(data, kind=kind)
@@ -79,7 +79,7 @@ def test_blocks_for_integer_products(seed: int, kind: str) -> None:
     assert torch.equal(restored(x), layer(x))
 
 
-def test_what_does_not_fit_is_named(seed: int) -> None:
+def test_mismatching_values_are_named(seed: int) -> None:
     data = blocks(4, 64, "Q4_0")
     for call, message in (
         (lambda: gguf.to_packed(data, kind="Q4_5"), "kind: expected one of Q4_0, Q4_1, .*, got 'Q4_5'"),

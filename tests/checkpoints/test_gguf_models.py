@@ -256,7 +256,7 @@ def test_scaled_positions_of_gemma3_are_those_of_global_layers(seed: int, tmp_pa
         ("qwen3", {}, {"blk.0.attn_q.bias": torch.ones(512)}, "expected a tensor, found none"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(
+def test_unknown_configurations_are_refused_by_name(
     seed: int, tmp_path: Path, arch: str, values: dict[str, Any], extra: dict[str, torch.Tensor], message: str
 ) -> None:
     write(tmp_path / "tiny.gguf", reference(arch), arch, MIXED, values=values, extra=extra)

@@ -176,7 +176,7 @@ def test_refused_by_name(what: str, seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
-def test_scales_of_blocks_without_ones_between(seed: int, tmp_path: Path) -> None:
+def test_merged_scales_without_padding(seed: int, tmp_path: Path) -> None:
     config = FLAT | {"quant_algo": "fp8_pb_wo"}
     exact = foreign.write_as(tmp_path / "in", foreign.llama(), lambda _, x: fp8_blocks(x, True), config, shards=1)
     for layer, values in weights(tmp_path / "in").items():

@@ -143,7 +143,7 @@ def test_stacked_experts_stay_as_they_are(seed: int, tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_what_others_opened_is_not_quantised_again(tmp_path: Path) -> None:
+def test_models_opened_by_others_are_not_quantised_again(tmp_path: Path) -> None:
     """Saved, it would have their description and our tensors."""
     teacher = save(tmp_path / "teacher", tiny_model(**ROUND))
     model = stock(written(teacher, tmp_path / "out", "compressed-tensors", SAYABLE["int8 channel"][0], unchanged))
@@ -154,7 +154,7 @@ def test_what_others_opened_is_not_quantised_again(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_others_restored_is_quantised_as_any_model(seed: int, tmp_path: Path) -> None:
+def test_dequantised_models_can_be_quantised(seed: int, tmp_path: Path) -> None:
     foreign.write(tmp_path / "in", foreign.llama(), "pack-quantized", shards=1)
     config = transformers.utils.quantization_config.CompressedTensorsConfig(dequantize=True)
     model = quantize_(stock(tmp_path / "in", quantization_config=config), "w8a16")

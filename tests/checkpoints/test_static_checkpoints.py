@@ -64,7 +64,7 @@ def changed(made: Path, folder: Path, tensors: dict[str, torch.Tensor | None]) -
     return folder
 
 
-def test_layers_run_as_they_were_fixed(made: Path) -> None:
+def test_static_layers_use_their_scales(made: Path) -> None:
     model, quantization = models.load(Checkpoint(made / "out"))
     assert quantization == Quantization(INT8, "int8-static", (KEPT,))
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
@@ -120,7 +120,7 @@ def test_layouts_round_trip_in_their_schema(seed: int) -> None:
     assert groups["group_1"].targets == ["a.b", "a.c"]
 
 
-def test_symmetric_scales_of_other_tools_are_read(seed: int) -> None:
+def test_symmetric_scales_of_other_tools(seed: int) -> None:
     value = rtn(torch.randn(8, 16), INT8)
     tensors = {"weight": value.q, "weight_scale": value.scale, "input_scale": torch.tensor([0.5])}
     found = compressed_tensors.from_tensors(
@@ -167,7 +167,7 @@ def test_other_groups_are_refused(change: dict[str, Any]) -> None:
         (("--scheme", "w8a8-int8-static", "--alpha", "1.5"), "alpha"),
     ],
 )
-def test_requests_that_make_no_sense(made: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_invalid_requests(made: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     result = run("quantize", made / "model", "--output", tmp_path / "out", *options)
     assert result.exit_code in (1, 2) and message in result.output
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ def test_windows_beyond_the_positions_are_refused(teacher: Path, tmp_path: Path)
         assert run(*command, "--text", text(teacher), "--length", 64, "--tokens", 256).exit_code == 0
 
 
-def test_positions_by_any_name(teacher: Path, tmp_path: Path) -> None:
+def test_positions_argument_names(teacher: Path, tmp_path: Path) -> None:
     config = transformers.GPTJConfig(vocab_size=256, n_positions=40, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
     folder = save(tmp_path / "gptj", transformers.GPTJForCausalLM(config))
     assert "max_position_embeddings" not in json.loads((folder / "config.json").read_text())
@@ -45,7 +45,7 @@ def test_positions_by_any_name(teacher: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "at most 40 tokens" in " ".join(result.output.split())
 
 
-def test_as_many_tokens_as_were_asked_for(teacher: Path, tmp_path: Path) -> None:
+def test_windows_have_the_requested_number_of_tokens(teacher: Path, tmp_path: Path) -> None:
     """However long documents are."""
     (tmp_path / "texts").mkdir()
     for i in range(20):
@@ -57,7 +57,7 @@ def test_as_many_tokens_as_were_asked_for(teacher: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["inspect", "eval", "compare", "convert"])
-def test_a_file_is_no_model(teacher: Path, tmp_path: Path, command: str) -> None:
+def test_file_instead_of_model_directory_is_refused(teacher: Path, tmp_path: Path, command: str) -> None:
     more = {
         "eval": ("--text", text(teacher)),
         "compare": (teacher,),
@@ -77,7 +77,7 @@ def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "config.json: transformers cannot read it" in message and "hidden_size" in message
 
 
-def test_evaluation_in_windows_that_the_model_has(teacher: Path, tmp_path: Path) -> None:
+def test_windows_are_limited_to_the_models_positions(teacher: Path, tmp_path: Path) -> None:
     short = with_positions(teacher, tmp_path / "short", 64)
     (tmp_path / "other.txt").write_text("".join(chr(97 + i * i * i % 25) for i in range(600)))
     options = ("--scheme", "w8a16", "--algorithm", "rtn", "--evaluation", tmp_path / "other.txt")

@@ -89,7 +89,7 @@ def test_bad_arguments_exit_2_and_write_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_typer_the_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_typer_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"pip install 'epiloq\[cli\]'"):
         app.main()
@@ -129,7 +129,7 @@ def test_a_folder_that_is_not_installed_is_an_error(option: str, tmp_path: Path)
     assert "C++ files are not installed" in result.stderr
 
 
-def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
+def test_non_finite_figures_become_null(tmp_path: Path) -> None:
     write_json(tmp_path / "f.json", {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "x")}, "d": None})
     read = json.loads((tmp_path / "f.json").read_text(), parse_constant=pytest.fail)
     assert read == {"a": [1.5, None], "b": {"c": [None, "x"]}, "d": None}

@@ -79,7 +79,7 @@ def test_help_lists_what_may_be_chosen() -> None:
         (("convert", "absent", "out", "--format", "gguf"), "there are deepseek-fp8, compressed-tensors, gptq"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_right_one(
+def test_misspelled_name_gets_a_suggestion(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,9 @@ def test_the_shell_completes_commands_and_schemes(words: str, offered: set[str])
     assert set(result.stdout.split()) == offered
 
 
-def test_json_to_standard_output_is_alone_there(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_on_standard_output_is_not_mixed_with_text(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten " * 400)
@@ -146,7 +148,7 @@ def test_quiet_leaves_results_alone(model: Path, tmp_path: Path) -> None:
         assert result.stdout.startswith("perplexity") and len(result.stdout.splitlines()) == 1
 
 
-def test_interrupted_anywhere_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epiloq.cli.env.collect", interrupt)
     result = run("env")
     assert (result.exit_code, result.stderr) == (130, "epiloq env: interrupted\n")
@@ -169,7 +171,7 @@ WITHOUT_TYPER = (
 @pytest.mark.parametrize(
     ("option", "code", "message"), [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "epiloq[cli]")]
 )
-def test_without_typer_it_does_what_it_can(option: str, code: int, message: str) -> None:
+def test_runs_without_typer(option: str, code: int, message: str) -> None:
     command = [sys.executable, "-c", WITHOUT_TYPER, option]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == code
@@ -177,10 +179,10 @@ def test_without_typer_it_does_what_it_can(option: str, code: int, message: str)
     assert "Traceback" not in result.stderr
 
 
-def test_tune_says_in_a_sentence_that_it_needs_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_without_a_gpu_is_refused_in_one_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epiloq._core.built_archs", lambda: [])
     for what in ("64x128", str(model)):
         result = run("tune", what, "--tokens", "1,16")
         assert result.exit_code == 2
-        assert result.stderr == "epiloq tune: needs a CUDA device that epiloq has kernels for, and finds none here\n"
+        assert result.stderr == "epiloq tune: expected a CUDA device that epiloq has kernels for, found none\n"
     assert run("tune", "64x128", "--tokens", "1;2").exit_code == 2

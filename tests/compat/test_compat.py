@@ -247,7 +247,7 @@ def test_transposed_inputs_are_copied(seed: int) -> None:
             assert torch.equal(out.view(torch.uint8).reshape(-1, 24), expected[0].view(torch.uint8))
 
 
-def test_nothing_is_quantised_alike(seed: int) -> None:
+def test_empty_tensors_are_quantised_like_others(seed: int) -> None:
     """By int8 and FP8: an empty tensor has the scale of zeros."""
     for shape in ((0, 5), (3, 0), (0, 0), (2, 0, 4)):
         x = torch.empty(shape)

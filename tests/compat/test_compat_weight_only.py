@@ -144,7 +144,7 @@ def kept() -> int:
     return len(_packed_words._kept)
 
 
-def test_a_weight_is_packed_once_and_goes_with_its_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weight_cache_is_freed_with_its_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     pack = awq.to_packed
     monkeypatch.setattr(awq, "to_packed", lambda *a, **k: made.append(a) or pack(*a, **k))
@@ -175,7 +175,7 @@ def test_changed_tensors_are_packed_anew(seed: int) -> None:
     assert_product(vllm.awq_gemm(x, **tensors, split_k_iters=1), x, definitions.awq_gemm(tensors, 32))
 
 
-def test_the_same_words_mean_different_things(seed: int) -> None:
+def test_ambiguous_configuration_keys(seed: int) -> None:
     """The key holds how words are read, not only where they are."""
     tensors, x = gptq_words(16, 64, 32, 4), torch.randn(2, 64).half()
     tensors["g_idx"] = torch.arange(64, dtype=torch.int32) // 32

@@ -182,7 +182,7 @@ def test_written_by_another_tool(seed: int, tmp_path: Path, model: str) -> None:
         assert torch.equal(weights(tmp_path / "in")[f"{name}.weight"], exact.get_parameter(f"{name}.weight")), name
 
 
-def test_sizes_that_groups_do_not_fill(tmp_path: Path) -> None:
+def test_partial_groups(tmp_path: Path) -> None:
     """Rows may end within a block; the package has no way to run inputs that end within a group."""
     odd = WIDE | {"intermediate_size": 200}
     with pytest.warns(UserWarning, match="dequantises"):
@@ -238,7 +238,7 @@ def test_a_cache_that_is_quantised(seed: int, tmp_path: Path, tool: str) -> None
         assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), expected)
 
 
-def test_scales_of_a_cache_that_nobody_announced(seed: int, tmp_path: Path) -> None:
+def test_cache_scales_without_configuration(seed: int, tmp_path: Path) -> None:
     foreign.write(tmp_path / "in", foreign.llama(), "pack-quantized", shards=1)
     folder = with_a_cache(tmp_path / "in")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())

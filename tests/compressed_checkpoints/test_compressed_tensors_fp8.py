@@ -275,7 +275,7 @@ def test_the_former_name_of_the_layout(ours: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(models.load(Checkpoint(tmp_path / "in"))[0]), logits(expected))
 
 
-def test_what_is_left_out_is_as_the_package_has_it() -> None:
+def test_omitted_arguments_have_the_packages_defaults() -> None:
     pytest.importorskip("compressed_tensors")
     schemas = pytest.importorskip("compressed_tensors.quantization")
     blocks = replace(described("token", "block"), block=(128, 128), inputs=Inputs("fp8", "group", group_size=128))

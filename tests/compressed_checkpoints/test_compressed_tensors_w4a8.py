@@ -54,7 +54,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", TYPES)
-def test_as_the_readers_of_vllm_expect(folders: Path, scheme: str) -> None:
+def test_layout_expected_by_vllm(folders: Path, scheme: str) -> None:
     """CompressedTensorsW4A8Fp8 takes int4 in groups of 128, symmetric, packed in words, with scales of the model's
     type; CompressedTensorsW4A8Int a byte for each; tokens are quantised at run time, symmetric."""
     kind, layout = TYPES[scheme]

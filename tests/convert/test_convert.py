@@ -44,7 +44,7 @@ PAIRS = [(kind, *pair) for kind, (_, names) in SAYABLE.items() for pair in permu
 
 
 @pytest.mark.parametrize(("kind", "source", "target"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
-def test_weights_stay(teacher: Path, tmp_path: Path, kind: str, source: str, target: str) -> None:
+def test_weights_do_not_change(teacher: Path, tmp_path: Path, kind: str, source: str, target: str) -> None:
     written(teacher, tmp_path / "in", source, SAYABLE[kind][0], unchanged)
     report = convert.perform(convert.prepare(tmp_path / "in", tmp_path / "out", target), largest_shard=40_000)
     assert report["layers"] == 14 and (report["from"], report["to"]) == (source, target)
@@ -77,7 +77,7 @@ def test_three_bits(tmp_path: Path, symmetric: bool) -> None:
         convert.prepare(tmp_path / "0", tmp_path / "no", "awq")
 
 
-def test_biases_of_zeros_are_left_aside(teacher: Path, tmp_path: Path) -> None:
+def test_zero_biases_are_ignored(teacher: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes them for layers without one."""
     written(teacher, tmp_path / "in", "gptq", INT4, unchanged)
     file = tmp_path / "in" / "model.safetensors"
@@ -118,7 +118,7 @@ def test_fp8_blocks(tmp_path: Path, target: str) -> None:
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-def test_what_else_is_in_the_directory(teacher: Path, tmp_path: Path) -> None:
+def test_other_files_of_the_directory(teacher: Path, tmp_path: Path) -> None:
     written(teacher, tmp_path / "in", "awq", INT4, unchanged)
     result = run("convert", tmp_path / "in", tmp_path / "out", "--format", "gptq", "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output

@@ -64,7 +64,7 @@ def test_exactly_where_float8_represents_a_block(base: int, reach: int, n: int, 
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (130, 257), (300, 64)])
-def test_several_blocks(shape: tuple[int, int], seed: int) -> None:
+def test_several_scale_blocks(shape: tuple[int, int], seed: int) -> None:
     """Scales of blocks differ though one span would not hold all; zeros need none."""
     weight = torch.randn(shape) * torch.logspace(-12, 12, shape[0])[:, None].repeat_interleave(128, 0)[: shape[0]]
     weight[:2] = 0
@@ -74,7 +74,7 @@ def test_several_blocks(shape: tuple[int, int], seed: int) -> None:
     assert found.scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
 
 
-def test_not_a_number_is_refused() -> None:
+def test_nan_is_refused() -> None:
     codes, scale, _ = epiloq.fp4_quantize(torch.full((3, 32), torch.nan), "mxfp4")
     with pytest.raises(ValueError, match="NaN or infinite"):
         blocks_of_mxfp4(of(codes, scale, 32))

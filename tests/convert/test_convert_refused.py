@@ -100,7 +100,7 @@ def test_reasons(teacher: Path, tmp_path: Path, kind: str, target: str, message:
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-block", "w4a8-block"])
-def test_what_only_epiloq_says(tmp_path: Path, scheme: str) -> None:
+def test_schemes_that_only_the_epiloq_format_supports(tmp_path: Path, scheme: str) -> None:
     epiloq_modules.save(epiloq.quantize_(tiny_model(**ROUND), scheme), tmp_path / "in")
     for target in ("compressed-tensors", "gptq", "awq", "deepseek-fp8", "modelopt"):
         with pytest.raises(FormatError, match=rf": {target}: cannot represent OnlineQuantLinear\("):

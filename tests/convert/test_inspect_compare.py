@@ -47,7 +47,7 @@ def facts(folder: Path, tmp_path: Path, *options: str) -> tuple[dict[str, Any], 
     return json.loads((tmp_path / "facts.json").read_text()), result
 
 
-def test_what_inspect_tells(quantised: Path, tmp_path: Path) -> None:
+def test_inspect_output(quantised: Path, tmp_path: Path) -> None:
     found, result = facts(quantised, tmp_path, "--check")
     assert result.exit_code == 0, result.output
     assert (found["format"], found["version"], found["scheme"]) == ("gptq", "gptq_v2", "w4a16-g64")
@@ -218,7 +218,7 @@ def test_perplexity_refuses_windows_of_other_shapes() -> None:
             perplexity(torch.nn.Identity(), [window])
 
 
-def test_every_module_has_words() -> None:
+def test_every_module_has_a_description() -> None:
     """Of each class that epiloq's format has, as `inspect` describes its layers."""
     from epiloq.formats.epiloq_modules import KINDS
     from epiloq.inspection import directory

@@ -119,7 +119,7 @@ def test_splits_of_every_tie(row: int) -> None:
             assert_same(run(arguments, where, torch.int8, expected, (row, split)), expected)
 
 
-def test_what_no_row_serves_is_refused(seed: int) -> None:
+def test_problems_without_a_kernel_are_refused(seed: int) -> None:
     arguments, where = operands(SHAPES[4][0])
     weight = epiloq.PreparedInt8Weight.prepare(
         arguments["weight"], arguments["weight_scale"], input=(1.0, 0), output=(1.0, 0)

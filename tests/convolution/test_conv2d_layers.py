@@ -120,7 +120,7 @@ def test_weight_only_conv2d(
 
 
 @pytest.mark.parametrize("make", [Int8Conv2d.from_conv2d, WeightOnlyConv2d.from_conv2d])
-def test_what_cannot_be_converted(make: Any) -> None:
+def test_unsupported_conversions(make: Any) -> None:
     options = {"input_scale": 1.0, "input_zero_point": 0} if make == Int8Conv2d.from_conv2d else {}
     for conv, text in (
         (nn.Linear(3, 3), "expected a torch.nn.Conv2d"),
@@ -208,7 +208,7 @@ def test_schemes(seed: int, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("observer", ["min-max", "percentile", "mse"])
-def test_int8_goes_from_layer_to_layer(seed: int, observer: str) -> None:
+def test_int8_is_passed_between_layers(seed: int, observer: str) -> None:
     """Where layers exchange int8, the result is that of quantising each layer's input again, up to a rare rounding."""
     model, x = network()
     expected = model(x)
@@ -230,7 +230,7 @@ def test_int8_goes_from_layer_to_layer(seed: int, observer: str) -> None:
     assert seen == [torch.int8]
 
 
-def test_what_is_not_linked(seed: int) -> None:
+def test_unlinked_layers(seed: int) -> None:
     """Layers that are called twice, whose result is returned too, or whose readers expect different scales."""
 
     class Model(nn.Module):

@@ -85,7 +85,9 @@ def assert_equal(y: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("row", range(len(TILES)))
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_tap_reaches_its_place(seed: int, hopper: None, kernel: tuple[int, int], channels: int, row: int) -> None:
+def test_every_tap_is_used_at_its_position(
+    seed: int, hopper: None, kernel: tuple[int, int], channels: int, row: int
+) -> None:
     """Each output channel reads one channel of one tap back: strides, paddings, dilations, images after one another."""
     n, taps = 72, kernel[0] * kernel[1]
     column = torch.randint(taps * channels, (n, 1))
@@ -106,7 +108,7 @@ def test_every_tap_reaches_its_place(seed: int, hopper: None, kernel: tuple[int,
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", range(len(TILES)))
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_of_a_cluster_share_k(seed: int, hopper: None, bits: int, row: int) -> None:
+def test_split_k_over_a_cluster(seed: int, hopper: None, bits: int, row: int) -> None:
     """Splits that divide the steps and that do not, tiles full, short and several, K an odd number of halves."""
     for channels, kernel, image in ((64, (3, 3), (1, 17, 11)), (192, (3, 3), (2, 5, 5)), (320, (5, 5), (3, 9, 8))):
         w = integers(200, kernel, channels, bits)
@@ -121,7 +123,7 @@ def test_blocks_of_a_cluster_share_k(seed: int, hopper: None, bits: int, row: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", range(len(TILES)))
-def test_a_block_takes_several_tiles(seed: int, hopper: None, row: int) -> None:
+def test_persistent_cta_runs_several_tiles(seed: int, hopper: None, row: int) -> None:
     """More tiles than SMs: the pipeline, and the loop over taps, continue from tile to tile."""
     w, place = integers(130, (3, 3), 64), Place((1, 1), (1, 0, 2, 1))
     x = surrounded((2, 96, 97, 64), torch.bfloat16, integer=True)
@@ -154,7 +156,7 @@ def test_groups_bias_and_clamp(
 
 
 @pytest.mark.gpu
-def test_what_the_previous_kernel_wrote(seed: int, hopper: None) -> None:
+def test_weights_written_by_the_previous_kernel(seed: int, hopper: None) -> None:
     """Overlapping launches: the image belongs to the kernel just before."""
     w, place = integers(256, (3, 3), 256), Place(padding=(1, 1, 1, 1))
     images = [torch.randint(-2, 3, (1, 14, 14, 256), device="cuda").bfloat16() for _ in range(4)]
@@ -175,7 +177,7 @@ def explained(channels: int, image: int, n: int = 256, batch: int = 1, kind: str
     return epiloq.explain("conv2d_weight_only", x, w.packed, **{"padding": kernel[0] // 2, **where})
 
 
-def test_which_kernel_serves() -> None:
+def test_kernel_chosen_for_sizes() -> None:
     with epiloq.config(arch="sm90"):
         for channels, image, n in ((64, 56, 64), (128, 28, 128), (256, 14, 256), (512, 7, 512)):
             assert "wgmma" in explained(channels, image, n)

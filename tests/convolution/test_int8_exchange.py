@@ -135,7 +135,7 @@ def test_a_table_rounds_its_input_over_what_matters(seed: int) -> None:
     assert -3.1 < lo < -2.5 and top - 0.2 < hi < top + 0.2
 
 
-def test_what_stays_in_floats(seed: int) -> None:
+def test_results_that_stay_in_floating_point(seed: int) -> None:
     """Without calibration, of two tensors, for two grids, or where the network returns it too."""
 
     class Model(nn.Module):
@@ -186,6 +186,6 @@ def test_norms_fold_through_shuffled_pixels(seed: int) -> None:
     assert (model(x) - expected).abs().max() < 1e-5
 
 
-def test_tables_of_kinds_are_apart() -> None:
+def test_tables_of_kinds_are_disjoint() -> None:
     moves = set(int8_kinds.MOVES)
     assert not moves & int8_kinds.POINTWISE and not (moves | int8_kinds.POINTWISE) & int8_kinds.NOTHING

@@ -106,7 +106,7 @@ def test_long_sums(seed: int, device: str) -> None:
         epiloq.requantized_mm(x, weight, out_dtype=torch.float32, **numbers)
 
 
-def test_no_tokens_are_checked_all_the_same() -> None:
+def test_empty_inputs_are_checked() -> None:
     weight, call = torch.ones(3, 4, dtype=torch.int8), {"input_scale": 0.1, "weight_scale": torch.ones(1)}
     x = torch.zeros(0, 2, 4, dtype=torch.int8)
     assert epiloq.requantized_mm(x, weight, output_scale=0.1, **call).shape == (0, 2, 3)

@@ -200,7 +200,7 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("how", WHEN_OPENED)
-def test_what_cannot_be_opened_is_told_in_a_sentence(folders: dict[str, Path], tmp_path: Path, how: str) -> None:
+def test_unreadable_files_are_reported_in_one_sentence(folders: dict[str, Path], tmp_path: Path, how: str) -> None:
     name, damage, message = WHEN_OPENED[how]
     folder, text = tmp_path / "bad", folders["float"].with_name("text.txt")
     shutil.copytree(folders[name], folder)
@@ -254,7 +254,9 @@ WHEN_RUN: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("how", WHEN_RUN)
-def test_what_cannot_run_is_told_in_a_sentence(folders: dict[str, Path], tmp_path: Path, how: str) -> None:
+def test_contradictory_configurations_are_reported_in_one_sentence(
+    folders: dict[str, Path], tmp_path: Path, how: str
+) -> None:
     damage, message = WHEN_RUN[how]
     folder, text = tmp_path / "bad", folders["float"].with_name("text.txt")
     shutil.copytree(folders["float"], folder)

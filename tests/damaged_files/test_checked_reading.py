@@ -101,7 +101,7 @@ ENTRIES = st.dictionaries(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=ENTRIES, size=st.integers(0, 24))
-def test_what_is_accepted_is_what_safetensors_accepts(tmp_path: Path, header: Header, size: int) -> None:
+def test_header_checks_agree_with_safetensors(tmp_path: Path, header: Header, size: int) -> None:
     file = write(tmp_path / SINGLE, header, bytes(size))
     try:
         found = read_header(file)
@@ -206,7 +206,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_is_told_in_a_sentence(saved: Path, tmp_path: Path, how: str) -> None:
+def test_damaged_files_are_reported_in_one_sentence(saved: Path, tmp_path: Path, how: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "bad")
     damage, message = DAMAGE[how]
     damage(folder)
@@ -226,7 +226,7 @@ def test_damage_is_told_in_a_sentence(saved: Path, tmp_path: Path, how: str) -> 
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def test_a_tensor_that_the_index_moves_is_not_looked_for_elsewhere(saved: Path, tmp_path: Path) -> None:
+def test_tensor_is_read_only_from_the_indexed_file(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "bad")
     other = next(file for file in sorted(folder.glob("*.safetensors")) if file != damaged_shard(folder))
     reindex(folder, other.name)

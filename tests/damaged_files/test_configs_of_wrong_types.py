@@ -88,7 +88,7 @@ def test_groups_of_columns(directories: Path, tmp_path: Path, change: Callable[[
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_formats_come_when_they_are_asked_for() -> None:
+def test_formats_are_imported_on_demand() -> None:
     assert callable(epiloq.formats.awq.to_packed) and callable(epiloq.formats.gguf_model.load)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         epiloq.formats.nonsense  # noqa: B018

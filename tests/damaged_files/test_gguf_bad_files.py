@@ -97,7 +97,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_is_told_in_a_sentence(whole: bytes, tmp_path: Path, how: str) -> None:
+def test_damaged_files_are_reported_in_one_sentence(whole: bytes, tmp_path: Path, how: str) -> None:
     damage, message = DAMAGE[how]
     path = tmp_path / "tiny.gguf"
     path.write_bytes(damage(whole))

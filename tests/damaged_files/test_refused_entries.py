@@ -104,7 +104,7 @@ def test_notes_change_nothing(base: dict[str, Any], change: dict[str, Any]) -> N
     assert parse(base | change)(layer, nn.Linear) == parse(base)(layer, nn.Linear)
 
 
-def test_who_is_meant() -> None:
+def test_selection_by_name() -> None:
     class Special(nn.Linear):
         pass
 
@@ -133,6 +133,6 @@ def test_who_is_meant() -> None:
         assert bits(name, kind=kind) == wanted
 
 
-def test_tensors_that_nobody_described() -> None:
+def test_tensors_without_a_description() -> None:
     with pytest.raises(FormatError, match="expected one or more objects"):
         parse(CT | {"config_groups": None})

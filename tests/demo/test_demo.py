@@ -195,7 +195,7 @@ def test_teacher_without_linear_layers_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not teacher.is_model(REAL_TEACHER), reason="no teacher at build/demo/teacher: run `make demo`")
-def test_real_perplexity_is_within_the_promise() -> None:
+def test_perplexity_of_a_real_model_is_within_bounds() -> None:
     teacher.keep_offline()
     model, tokenizer = teacher.load(REAL_TEACHER)
     material = text.read(tokenizer, 3072, 512)

@@ -62,7 +62,7 @@ PAGES = {"language": language_page, "vision": lambda: vision_report.render(made_
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_leaves_its_card(name: str, width: int, tmp_path: Path) -> None:
+def test_no_content_overflows_its_card(name: str, width: int, tmp_path: Path) -> None:
     frame = f'<iframe style="width:{width}px;height:3000px;border:0" srcdoc="{escape(PAGES[name]())}"></iframe>'
     host = tmp_path / "host.html"
     host.write_text(f"<!doctype html><body>{frame}<script>{PROBE}</script></body>")
@@ -74,7 +74,7 @@ def test_nothing_leaves_its_card(name: str, width: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("prefill", "worse"), [(0.37, True), (1.2, False)])
-def test_a_loss_of_speed_has_the_colour_of_a_loss(prefill: float, worse: bool) -> None:
+def test_slower_headline_is_coloured_as_a_loss(prefill: float, worse: bool) -> None:
     page = language_page(prefill)
     assert (f'<b class="worse">{prefill:.2f}x</b>' in page) == worse
 

@@ -25,7 +25,7 @@ def test_a_page_becomes_a_tensor_of_multiples_of_32() -> None:
         assert float((x[0, channel] - (value / 127.5 - 1)).abs().max()) < 1e-6
 
 
-def test_words_are_scaled_and_padded_with_zeros() -> None:
+def test_word_images_are_scaled_and_zero_padded() -> None:
     batch = ocr.word_batch([Image.new("RGB", (100, 24), "white"), Image.new("RGB", (50, 48), "black")])
     assert batch.shape == (2, 3, 48, 200)
     assert bool((batch[0] == 1).all() and (batch[1, :, :, :50] == -1).all() and (batch[1, :, :, 50:] == 0).all())

@@ -129,7 +129,7 @@ CASES: list[tuple[Any, tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("proto", "shape"), CASES)
-def test_an_operator_is_what_onnx_says(proto: Any, shape: tuple[int, ...]) -> None:
+def test_operator_matches_onnx_reference(proto: Any, shape: tuple[int, ...]) -> None:
     assert_as_onnx_says(proto(), torch.randn(*shape))
 
 
@@ -206,7 +206,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("proto", "message"), REFUSED)
-def test_what_the_table_does_not_know_is_refused_by_name(proto: Any, message: str) -> None:
+def test_unknown_operators_are_refused_by_name(proto: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         onnx_graph.convert(proto)
 

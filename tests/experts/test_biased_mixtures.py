@@ -148,7 +148,7 @@ def test_experts_that_return_their_tokens(scheme: str, bound: float, seed: int) 
     assert error(found, wanted) < bound
     alone = (index >= 4).all(1)
     torch.testing.assert_close(found[alone].double(), wanted[alone], rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match="expected numbers of 0 to 5, got 6"):
+    with pytest.raises(ValueError, match="expected indices from 0 to 5, got 6"):
         experts(x, index * 0 + 6, weights)
 
 

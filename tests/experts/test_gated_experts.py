@@ -73,7 +73,7 @@ def test_against_float64(hidden: int, inner: int, dtype: torch.dtype, kind: str,
 
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8-token", "int8"])
 @pytest.mark.parametrize("tokens", [0, 1, 33])
-def test_as_layer_by_layer(tokens: int, kind: str, seed: int, device: str) -> None:
+def test_equals_separate_layers(tokens: int, kind: str, seed: int, device: str) -> None:
     """The same weights one linear layer at a time; exponentials differ in last bits, and so a few rounded values.
 
     In 16 bits a fused gate is rounded once less before it is quantised.
@@ -173,7 +173,7 @@ def test_state_of_a_module_without_values(kind: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [ExpertLinears, GatedExperts])
-def test_arguments_that_do_not_fit(kind: type[ExpertLinears | GatedExperts], seed: int) -> None:
+def test_mismatching_arguments_are_refused(kind: type[ExpertLinears | GatedExperts], seed: int) -> None:
     """Among them a width that padding would make that of the weights, and experts that there are not."""
     apart = quantised(floats(64, 32), Int8Linear.from_linear)
     experts = apart if kind is ExpertLinears else together(apart)
@@ -190,7 +190,7 @@ def test_arguments_that_do_not_fit(kind: type[ExpertLinears | GatedExperts], see
             experts(x, wrong_index, wrong_weights)
     for wrong in (-1, experts.experts):
         beyond = index.index_fill(0, torch.tensor(2), wrong)
-        with pytest.raises(ValueError, match=rf"{kind.__name__}: top_k_index: expected numbers of 0 to .*{wrong}"):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: top_k_index: expected indices from 0 to .*{wrong}"):
             experts(x, beyond, weights)
 
 
@@ -220,7 +220,7 @@ def test_captured(seed: int) -> None:
     assert torch.equal(y, whole(*fresh))
 
 
-def test_what_cannot_run_together(seed: int) -> None:
+def test_unsupported_kinds_stay_separate(seed: int) -> None:
     apart = floats(64, 32)
     assert GatedExperts.from_linears(apart) is None
     blocks: Make = lambda layer: OnlineQuantLinear.from_linear(layer, group_size=32)  # noqa: E731

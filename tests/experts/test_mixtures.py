@@ -167,7 +167,7 @@ def test_a_router_that_is_a_linear_layer(seed: int) -> None:
     assert isinstance(block.other, Fp8BlockLinear) and isinstance(block.inside[1], Fp8BlockLinear)
 
 
-def test_experts_that_stay_are_named(seed: int) -> None:
+def test_unsupported_experts_are_named(seed: int) -> None:
     model = gpt_oss()
     reason = "not called as the experts of transformers are"
     for layer in model.model.layers:
@@ -184,7 +184,7 @@ def test_experts_that_stay_are_named(seed: int) -> None:
     [
         (lambda m: delattr(m, "has_bias"), "not called as the experts of transformers are"),
         (lambda m: setattr(m, "is_transposed", True), "of shapes [4, 128, 128] and [4, 128, 64]"),
-        (lambda m: setattr(m, "is_concatenated", False), "gated in a way of their own"),
+        (lambda m: setattr(m, "is_concatenated", False), "their gate is not elementwise"),
         (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(4))), "made of down_proj, gate_up_proj, more"),
         (lambda m: setattr(m, "down_proj", nn.Parameter(torch.ones(4, 64, 128))), "of shapes"),
     ],
@@ -197,11 +197,11 @@ def test_other_structures(change: Callable[[Any], None], reason: str, seed: int)
     assert mixtures.unstack_experts_(model) == []
 
 
-def test_a_gate_of_ones_own(seed: int) -> None:
+def test_custom_gate(seed: int) -> None:
     model = qwen3()
     kind = type(model.model.layers[1].mlp.experts)
     model.model.layers[1].mlp.experts.__class__ = type("Own", (kind,), {"_apply_gate": lambda self, x: x})
-    assert list(mixtures.experts_left_stacked(model).values()) == ["gated in a way of their own"]
+    assert list(mixtures.experts_left_stacked(model).values()) == ["their gate is not elementwise"]
 
 
 @pytest.mark.parametrize("layout", ["epiloq", "deepseek-fp8"])
@@ -276,6 +276,6 @@ def test_stacked_heads_are_no_experts(heads: int, width: int) -> None:
         OwnExperts((4, 12, 6), groups=4),
     ],
 )
-def test_experts_of_other_code_are_told_by_structure(experts: nn.Module) -> None:
+def test_experts_of_remote_code_are_found_by_structure(experts: nn.Module) -> None:
     model = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": experts, "other": nn.Linear(6, 8)})
     assert list(mixtures.stacked(model)) == ["experts"] and list(mixtures.routers(model)) == ["gate"]

@@ -114,9 +114,9 @@ def test_limits_are_found(seed: int) -> None:
 @pytest.mark.parametrize(
     ("gate", "reason"),
     [
-        (lambda self, x: x[..., ::2] * x[..., 1::2], "gated in a way of their own"),
-        (lambda self, x: x.chunk(2, -1)[0].softmax(-1), "gated in a way of their own"),
-        (lambda self, x: self.nothing(x), "gated in a way of their own"),
+        (lambda self, x: x[..., ::2] * x[..., 1::2], "their gate is not elementwise"),
+        (lambda self, x: x.chunk(2, -1)[0].softmax(-1), "their gate is not elementwise"),
+        (lambda self, x: self.nothing(x), "their gate is not elementwise"),
     ],
 )
 def test_other_gates_are_left(gate: Any, reason: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_gates_with_parameters_are_left(seed: int) -> None:
     model = minimax_m3()
     for layer in model.model.layers:
         layer.mlp.experts.act_fn = nn.PReLU()
-    assert set(mixtures.experts_left_stacked(model).values()) == {"gated by parameters"}
+    assert set(mixtures.experts_left_stacked(model).values()) == {"their gate has parameters"}
 
 
 class Launches(TorchDispatchMode):

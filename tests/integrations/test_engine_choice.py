@@ -37,7 +37,7 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch, message: str | None, expe
 
 
 @pytest.mark.parametrize("message", ["int4", "all,int8", "int8 fp8"])
-def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+def test_unknown_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv(VARIABLE, message)
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected all, none, or some of int8, fp8, fp8-block"):
         chosen_layers()

@@ -49,7 +49,7 @@ def test_rows_and_columns_of_ranks(seed: int, scheme: str) -> None:
     assert error < (1e-5 if scheme in ("w8a16", "w4a16-g128") else 0.04), float(error)
 
 
-def test_parts_are_one_product_where_they_can(seed: int) -> None:
+def test_sibling_layers_are_merged_if_possible(seed: int) -> None:
     x = torch.randn(3, K)
     for schemes, sizes, count in (
         (("fp8", "fp8"), (32, 48), 1),
@@ -64,7 +64,7 @@ def test_parts_are_one_product_where_they_can(seed: int) -> None:
         torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused_by_name(seed: int) -> None:
+def test_mismatching_arguments_are_refused_by_name(seed: int) -> None:
     layer, group = quantised("w8a16", 32)
     part = Part("layer", group, (0, 208), K)
     with pytest.raises(FormatError, match=r"layer: expected of this layer weight_q, .*, got qweight"):

@@ -139,7 +139,7 @@ def test_other_layers_are_refused_by_name(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-block"])
-def test_hooks_hand_products_over(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_exchange_products(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook is registered where a function is; without it as well as with it the product is the same."""
     target = next(name for name, its in products.TARGETS.items() if its == kind)
     module, _, name = target.rpartition(".")

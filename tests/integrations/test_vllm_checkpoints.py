@@ -130,7 +130,7 @@ def test_parts_of_several_kinds_and_odd_sizes(seed: int) -> None:
         torch.testing.assert_close(layer(x)[0], rows_of_rank([gate, up], x, rank, 2), rtol=2**-7, atol=2**-9)
 
 
-def test_one_part_in_floating_point(seed: int) -> None:
+def test_merged_layers_with_one_float_part(seed: int) -> None:
     gate = quantised("w4a16-g32", 64)
     up = nn.Linear(K, 64, bias=False, dtype=vllm_on_cpu.DTYPE)
     x = torch.randn(3, K, dtype=vllm_on_cpu.DTYPE)
@@ -184,7 +184,7 @@ def test_replicated_layers(seed: int) -> None:
     assert torch.equal(layer(x)[0], gate(x))
 
 
-def test_what_is_not_run_is_refused_by_name(seed: int) -> None:
+def test_unsupported_layers_are_refused_by_name(seed: int) -> None:
     gate = quantised("w8a16", 24)
     config = configured(lm_head=gate)
     with (

@@ -134,7 +134,7 @@ def test_fp4_weights(seed: int, form: str) -> None:
     check(layer, torch.cat([reference.dequantized_weight() for reference in references]), form == "nvfp4")
 
 
-def test_where_they_stand_among_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_among_the_engines_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     integration.register()
     fp8, nvfp4, mxfp4 = (
         table[PlatformEnum.CUDA]

@@ -306,7 +306,7 @@ def mixed(**changed: Any) -> MPLinearLayerConfig:
         ({"partition_weight_shape": (252, 192), "group_size": -1}, "multiples of 8, got 192 x 252"),
     ],
 )
-def test_what_does_not_fit_is_left_to_others(changed: dict[str, Any], reason: str) -> None:
+def test_unsupported_layers_are_left_to_the_engine(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match="Failed to find a kernel") as error:
         choose_mp_linear_kernel(mixed(**changed))
     assert reason in str(error.value)

@@ -28,7 +28,7 @@ def test_the_choice_is_near_the_fastest_that_was_measured() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 64, 100, 128])
-def test_few_tokens_have_accurate_sums(m: int) -> None:
+def test_small_m_has_accurate_sums(m: int) -> None:
     for n, k in ((2112, 7168), (28672, 4096)):
         assert chosen(n, k, m) == epiloq.explain(
             "scaled_mm", m=m, n=n, k=k, dtype="float8_e4m3fn", arch="sm90", sm_count=132

@@ -52,7 +52,7 @@ def times(scheme: str) -> Iterator[tuple[int, int, int, dict[tuple[int, int, boo
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_waves_cost_what_they_cost(scheme: str) -> None:
+def test_wave_quantisation_is_modelled(scheme: str) -> None:
     options, mean, most = SCHEMES[scheme]
     behind = []
     for m, n, k, us in times(scheme):
@@ -67,7 +67,7 @@ def test_waves_cost_what_they_cost(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 78, 114, 131, 132])
-def test_only_what_fits_half_of_a_wave_is_shared(sm_count: int) -> None:
+def test_split_k_is_limited_to_half_a_wave(sm_count: int) -> None:
     """Whatever tile serves; a lone SM has nobody to share with."""
     shared = 0
     sizes = itertools.product(

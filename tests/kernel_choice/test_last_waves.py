@@ -65,7 +65,7 @@ def test_every_tile(seed: int, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_same_bits_behind_one_another(seed: int) -> None:
+def test_consecutive_calls_are_bit_equal(seed: int) -> None:
     """Each product begins while the one before ends: pipelines, barriers and slots stay consistent."""
     p = make_problem(*IN_A_ROW["int8"], device="cuda", bias=True)
     q = make(*IN_A_ROW["groups"], device="cuda").in_columns(4)

@@ -34,7 +34,7 @@ def test_every_row_of_wgmma_is_reached_and_most_of_the_others(bits: int) -> None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_few_tiles_share_k_and_many_do_not(bits: int) -> None:
+def test_split_k_is_used_for_few_tiles(bits: int) -> None:
     shapes = list(itertools.product(SIZES_M, SIZES_N, (4096, 16384)))
     names = {(m, n, k): kernel(m, n, k, 128, bits, "sm90") for m, n, k in shapes}
     shared = {shape for shape, name in names.items() if "K over clusters" in name}
@@ -52,7 +52,7 @@ def test_smaller_blocks_are_near_the_fastest_by_the_times_of_128() -> None:
     assert len(behind) == 64 and fmean(behind) <= 1.0085 and max(behind) <= 1.09
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_empty_problems_launch_nothing() -> None:
     for m, n, k in ((0, 4096, 4096), (64, 0, 4096), (0, 0, 1)):
         assert kernel(m, n, k, 128, 8, "sm90") == "nothing to launch: the output is empty"
     assert "blocks of 128" in kernel(2**31 - 1, 2**20 - 16, 2**30, 128, 4, "sm90")
@@ -66,7 +66,7 @@ def test_the_rate_of_memory_counts() -> None:
     assert few[0] != few[1] and many[0] == many[1]
 
 
-def test_what_has_no_fused_kernel_is_staged_and_says_so() -> None:
+def test_problems_without_fused_kernel_are_staged() -> None:
     for arch in ROWS:
         assert kernel(64, 64, 64, 48, 8, arch).startswith("staged")
         assert not any(kernel(64, 64, 64, group, 8, arch).startswith("staged") for group in (32, 64, 128))

@@ -32,7 +32,7 @@ def has_132_sms() -> bool:
     return torch.cuda.get_device_properties(0).multi_processor_count == 132
 
 
-def test_sizes_are_served_by_pairs() -> None:
+def test_cluster_pairs_support_sizes() -> None:
     products = [(GROUPS, size) for size in SIZES + ODD_COLUMNS + IN_A_ROW] + [(FLOAT8, size) for size in SIZES]
     for (operation, options), (m, n, k) in products:
         assert TILE in epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=132, **options), (m, n, k)
@@ -53,7 +53,7 @@ def test_pairs(seed: int, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
+def test_experts_use_no_cluster_pairs(seed: int, is_masked: bool) -> None:
     """Their rows are known on the device alone; the same kernel serves. Where they are masked TMA copies scales."""
     experts, m, n, k = OF_EXPERTS.values()
     p = make(experts * m if is_masked else m, n, k, device="cuda", experts=experts).in_columns(4)
@@ -82,7 +82,7 @@ def test_experts_go_without_pairs(seed: int, is_masked: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_same_bits_behind_one_another(seed: int) -> None:
+def test_consecutive_calls_are_bit_equal(seed: int) -> None:
     """A block that is done early neither leaves what its partner still writes to, nor takes the next call's for it."""
     calls = []
     for m, n, k in IN_A_ROW:

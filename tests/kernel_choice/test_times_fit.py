@@ -69,7 +69,7 @@ def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Fl
 
 
 @NAMED
-def test_a_fit_of_other_numbers_comes_nearer(name: str) -> None:
+def test_fit_reduces_the_loss(name: str) -> None:
     """From one bad start, always the same: of any start no more is certain than that the fit is not worse."""
     subject = SUBJECTS[name]
     model = model_of(subject)
@@ -80,7 +80,7 @@ def test_a_fit_of_other_numbers_comes_nearer(name: str) -> None:
     assert cost_of(model, problems, fit(model, problems, start, 20)) < 0.9 * cost_of(model, problems, start)
 
 
-def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
+def test_fit_changes_only_selected_parameters(seed: int) -> None:
     """Of some tokens, the times of WGMMA steps: no others change. A climb goes on from there, in written numbers."""
     subject = SUBJECTS["online_quant_mm"]
     text, model = subject.path.read_text(), model_of(subject)
@@ -102,7 +102,7 @@ def test_a_fit_leaves_alone_what_is_not_asked_for(seed: int) -> None:
     ("name", "count", "mean", "most", "unknown"),
     [("online_quant_mm", 297, 0.0045, 0.083, 20)],
 )
-def test_what_serves_is_near_the_fastest_of_all_sweeps(
+def test_choices_are_near_the_fastest_of_all_sweeps(
     name: str, count: int, mean: float, most: float, unknown: int
 ) -> None:
     """The bounds are what the fits left: they say when a kernel or a number that is changed no longer fits."""

@@ -145,7 +145,7 @@ def explained(problem: Problem, layer: Any) -> str:
     return epiloq.explain("scaled_mm", a, b, scale_a, scale_b)
 
 
-def test_nothing_that_is_not_measurably_faster_is_kept(tmp_path: Path) -> None:
+def test_candidates_within_noise_are_not_kept(tmp_path: Path) -> None:
     problem = Problem("scaled_mm", 16, 4096, 4096, (("dtype", "int8"),))
     fast, path = others(problem)[0], tmp_path / "tuning.json"
     for us, kept in ((10 * (1 - MIN_GAIN) + 0.01, 0), (10.5, 0), (10 * (1 - MIN_GAIN) - 0.01, 1)):
@@ -161,7 +161,7 @@ def test_nothing_that_is_not_measurably_faster_is_kept(tmp_path: Path) -> None:
     assert not epiloq.explain("scaled_mm", *int8_operands(16, 4096, 4096)).endswith(TUNED)
 
 
-def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
+def test_measurements_before_an_interruption_are_kept(tmp_path: Path) -> None:
     problems = [Problem("scaled_mm", m, 4096, 4096, (("dtype", "int8"),)) for m in (16, 32)]
     fast = others(problems[0])[0]
 
@@ -193,7 +193,7 @@ def test_batch_invariance_and_forced_kernels_come_first() -> None:
         assert not epiloq.explain("scaled_mm", *operands).endswith(TUNED)
 
 
-def test_choices_of_another_card_or_version_are_ignored_with_a_sentence(
+def test_choices_of_another_card_or_version_are_ignored_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tuning.json"
@@ -222,7 +222,7 @@ def test_choices_of_another_card_or_version_are_ignored_with_a_sentence(
         assert path.read_text() == content  # somebody else's
 
 
-def test_the_place_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(store.VARIABLE, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -236,7 +236,7 @@ def test_the_place_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_path() is None
 
 
-def test_what_may_be_tuned() -> None:
+def test_tunable_problems() -> None:
     quantised = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 512))
     epiloq.quantize_(quantised, "w8a8-int8")
     assert problems_of(quantised, (1, 16, 1)) == [
@@ -258,7 +258,7 @@ def test_what_may_be_tuned() -> None:
         problems_of(3, (1,))  # type: ignore[arg-type]
 
 
-def test_an_answer_without_a_device_reads_no_file() -> None:
+def test_query_without_a_device_reads_no_file() -> None:
     """In a process of its own, where no product has been dispatched yet."""
     program = """
 import epiloq
@@ -274,8 +274,8 @@ print(seen)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_one_sentence() -> None:
-    with pytest.raises(RuntimeError, match=r"^epiloq\.tune: needs a CUDA device"):
+def test_missing_gpu_is_reported_in_one_sentence() -> None:
+    with pytest.raises(RuntimeError, match=r"^epiloq\.tune: expected a CUDA device"):
         epiloq.tune([(64, 64)])
 
 

@@ -63,7 +63,7 @@ def packed_zeros(n: int, k: int) -> epiloq.PackedWeight:
 
 
 @pytest.mark.gpu
-def test_a_call_is_answered_by_what_its_device_has() -> None:
+def test_supports_depends_on_the_device() -> None:
     properties = _core.device_properties(0)
     assert 100 < properties["memory_gb_s"] < 20000
     if properties["compute_capability"] != 90:

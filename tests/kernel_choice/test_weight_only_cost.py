@@ -102,7 +102,7 @@ def test_terms_of_a_call() -> None:
         assert ("no cost model" in terms) == (arch == "sm80")
 
 
-def test_costs_are_those_of_the_choice() -> None:
+def test_estimated_costs_match_the_choice() -> None:
     costs = [value for _, value in _core.weight_only_mm_costs()]
     with epiloq.config(arch="sm90"):
         for problem in PROBLEMS:

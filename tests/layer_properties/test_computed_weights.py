@@ -175,7 +175,7 @@ def test_a_pruned_conv1d_is_quantised_as_it_would_be_after_loading(seed: int) ->
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_what_cannot_be_baked_is_refused_by_name() -> None:
+def test_unsupported_parametrisations_are_refused_by_name() -> None:
     class Sizes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.double()

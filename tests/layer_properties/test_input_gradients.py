@@ -239,7 +239,7 @@ def test_gradients_of_weights_are_refused(kind: str, seed: int) -> None:
             fresh(torch.randn(3, 100))
 
 
-def test_nothing_in_floating_point_is_kept(seed: int) -> None:
+def test_float_copies_are_not_kept(seed: int) -> None:
     """Between forward and backward a graph holds the layer's own tensors alone."""
     layer, _ = make("w4a16", 128, 64)
     held: list[Tensor] = []

@@ -78,7 +78,7 @@ def test_gradients_of_images(kind: str, place: Any, dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_clamped_outputs_hand_nothing_on(kind: str, device: str, seed: int) -> None:
+def test_clamped_outputs_have_no_gradient(kind: str, device: str, seed: int) -> None:
     layer = CONVOLUTIONS[kind](nn.Conv2d(8, 8, 3, device=device), clamp=(0.0, 0.5))
     x = torch.randn(2, 8, 7, 7, device=device, requires_grad=True)
     y = layer(x)

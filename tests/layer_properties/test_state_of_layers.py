@@ -49,7 +49,7 @@ def test_tensors_that_come_one_by_one(name: str, size: tuple[int, int], seed: in
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_an_unpacked_weight_may_come_one_by_one(bits: int, seed: int) -> None:
+def test_unpacked_tensors_can_be_loaded_one_by_one(bits: int, seed: int) -> None:
     """As earlier versions wrote it, in every order."""
     make = {"bits": bits, "group_size": 32, "symmetric": False}
     one = OnlineQuantLinear.from_linear(nn.Linear(70, 10), **make)
@@ -87,7 +87,7 @@ def test_every_key_is_an_attribute_and_a_parameter(name: str, seed: int) -> None
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_written_to_a_tensor_counts(name: str, size: tuple[int, int], seed: int) -> None:
+def test_writes_to_tensors_take_effect(name: str, size: tuple[int, int], seed: int) -> None:
     one, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
     expected = run(name, one, given)
     run(name, other, given)
@@ -161,7 +161,7 @@ def test_the_weight_multiplies_as_a_linear_layer_does(name: str, seed: int) -> N
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_parent_that_asks_for_the_type_compiles(name: str, seed: int) -> None:
+def test_module_that_reads_weight_dtype_compiles(name: str, seed: int) -> None:
     class Parent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -212,7 +212,7 @@ def test_tensors_on_two_devices_are_named(seed: int) -> None:
         layer(torch.randn(2, 37))
 
 
-def test_a_float_weight_is_not_put_in_its_place() -> None:
+def test_float_weight_cannot_replace_quantised_one() -> None:
     layer = WeightOnlyLinear.from_linear(nn.Linear(64, 32), bits=8)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
     with pytest.raises(NotImplementedError, match=r"WeightOnlyLinear\.weight: cannot be replaced"):
@@ -223,7 +223,7 @@ def test_a_float_weight_is_not_put_in_its_place() -> None:
 def test_nested_inputs_are_refused_by_name() -> None:
     layer = Int8Linear.from_linear(nn.Linear(64, 32))
     x = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)], layout=torch.jagged)
-    with pytest.raises(ValueError, match=r"Int8Linear: x: expected a tensor of one shape, got a nested one"):
+    with pytest.raises(ValueError, match=r"Int8Linear: x: expected a dense tensor, got a nested one"):
         layer(x)
     assert layer(x.values()).shape == (5, 32)
 

@@ -80,7 +80,7 @@ def test_layers_that_a_class_holds_beside_its_children(seed: int, scheme: str, l
     assert type(model[0].usual).__module__.startswith("epiloq")
 
 
-def test_subclasses_that_compute_the_same_are_taken_and_others_can_be_chosen(seed: int) -> None:
+def test_equivalent_subclasses_are_converted_and_others_can_be_selected(seed: int) -> None:
     class Same(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight.T + self.bias
@@ -168,7 +168,7 @@ class Peeking(nn.Module):
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-int8", "fp8-token", "w8a8-block", "w4a16-g32"])
-def test_layers_whose_weight_is_read_stay_and_are_named(seed: int, scheme: str) -> None:
+def test_layers_whose_weight_is_read_are_kept_and_named(seed: int, scheme: str) -> None:
     model, x = nn.Sequential(Peeking(), nn.Linear(16, 16)).eval(), torch.randn(3, 16)
     same = copy.deepcopy(model)
     with torch.no_grad():
@@ -202,15 +202,17 @@ def test_layers_to_ignore(patterns: str | list[str], left: list[str]) -> None:
     assert quantised(model) == [name for name in ("0.0", "0.1", "1.0", "1.1", "2") if name not in left]
 
 
-@pytest.mark.parametrize(("pattern", "text"), [("*.q_proj", "none is like"), ("re:(", "expected a regular expression")])
-def test_patterns_that_say_nothing(pattern: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "text"), [("*.q_proj", "no layer matches"), ("re:(", "expected a regular expression")]
+)
+def test_patterns_without_matches(pattern: str, text: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(ValueError, match=f"quantize_: ignore: .*{text}"):
         epiloq.quantize_(model, "w8a16", ignore=pattern)
     assert type(model[0]) is nn.Linear
 
 
-def test_layers_that_cannot_be_quantised_stay_and_are_named(seed: int) -> None:
+def test_unsupported_layers_are_kept_and_named(seed: int) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64), nn.Linear(16, 0))
     with pytest.warns(UserWarning, match=r"left in floating point: 1 \(.*float64\); 2 \(.*at least 1"):
         epiloq.quantize_(model, "w8a8-int8")

@@ -55,7 +55,7 @@ def test_assigned_tensors_may_lie_anywhere_in_memory(offset: int, seed: int) -> 
     assert torch.equal(other(x), layer(x))
 
 
-def test_loading_piece_by_piece_from_meta(seed: int) -> None:
+def test_loading_one_by_one_from_meta(seed: int) -> None:
     x = torch.randn(4, 17)
     layer = make_layer(make_linear(17, 9), x, "static", False)
     for names in (("weight_q", "input_zero_point"), ("input_zero_point", "weight_q")):

@@ -193,7 +193,7 @@ def test_scaled_rows(kind: type[nn.Embedding], dtype: torch.dtype, seed: int) ->
         (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq: expected False"),
         (nn.Embedding(4, 4, sparse=True), "sparse: expected False"),
         (nn.Embedding(4, 4, dtype=torch.float64), "expected one of torch.float32, torch.float16, torch.bfloat16"),
-        (Shifted(4, 4), "Shifted: expected rows as they are, or times embed_scale"),
+        (Shifted(4, 4), "Shifted: expected an embedding that returns its rows"),
         (nn.Linear(4, 4), "expected a torch.nn.Embedding, got Linear"),
     ],
 )

@@ -94,12 +94,12 @@ def test_dynamic_schemes_equal_from_linear_and_do_not_calibrate(seed: int) -> No
 
 
 @pytest.mark.parametrize("scheme", [["w8a16"], 4, {"w8a16": 1}], ids=str)
-def test_what_is_no_name_of_a_scheme(scheme: Any) -> None:
+def test_invalid_scheme_names(scheme: Any) -> None:
     with pytest.raises(ValueError, match=r"quantize_: scheme: expected one of w8a8-int8, .*, got "):
         epiloq.quantize_(nn.Sequential(nn.Linear(8, 8)), scheme)
 
 
-def test_what_is_no_model() -> None:
+def test_invalid_models_are_refused() -> None:
     with pytest.raises(TypeError, match=r"quantize_: model: expected a torch.nn.Module, got str; .*from_pretrained"):
         epiloq.quantize_("facebook/opt-125m", "w8a16")  # type: ignore[arg-type]
 

@@ -70,7 +70,7 @@ def test_beside_a_scheme_and_calibration(seed: int) -> None:
         (False, {"head": "w8a16", "scheme": "w8a16", "filter_fn": lambda m, n: True}, "lm_head is chosen by filter_fn"),
     ],
 )
-def test_refused_with_the_model_untouched(tied: bool, options: dict[str, Any], message: str, seed: int) -> None:
+def test_refusal_does_not_change_the_model(tied: bool, options: dict[str, Any], message: str, seed: int) -> None:
     model = LanguageModel("lm_head", tied=tied)
     before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     with pytest.raises(ValueError, match=message):

@@ -68,7 +68,7 @@ def test_from_packed_in_another_order(seed: int, activation: str) -> None:
     assert f"activation={activation}, group_size=32, zeros=zero, act_order=True" in repr(layer)
 
 
-def test_a_token_does_not_depend_on_others(seed: int) -> None:
+def test_tokens_are_independent(seed: int) -> None:
     layer, x = layer_of("int8"), torch.randn(9, 100)
     alone = torch.cat([layer(row) for row in x.split(1)])
     assert torch.equal(layer(x), alone)

@@ -236,7 +236,7 @@ def test_constructor_refuses(arguments: dict[str, object], message: str) -> None
         WeightOnlyLinear(**{"in_features": 8, "out_features": 8} | arguments)
 
 
-def test_other_arguments_that_do_not_fit() -> None:
+def test_more_mismatching_arguments_are_refused() -> None:
     for wrong, message in (
         (nn.Conv1d(2, 2, 1), "torch.nn.Linear.*Conv1d"),
         (nn.Linear(4, 4, dtype=torch.float64), "weight.*float64"),

@@ -62,7 +62,7 @@ def test_fewer_bits_than_the_integers_need_are_refused(seed: int) -> None:
 @pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [2, 3])
-def test_a_layer_holds_4_bits_and_is_saved_as_it_came(seed: int, bits: int, kind: str) -> None:
+def test_layer_stores_4_bits_and_saves_original_bits(seed: int, bits: int, kind: str) -> None:
     weight = make_weight(37, 200, bits, 64, kind, act_order=True)
     bias, x = torch.randn(37).half(), torch.randn(6, 200).half()
     zeros = "none" if kind == "symmetric" else kind
@@ -85,7 +85,7 @@ def test_a_layer_holds_4_bits_and_is_saved_as_it_came(seed: int, bits: int, kind
 
 @pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize(("bits", "group_size"), [(3, 16), (2, 48), (4, 64), (8, -1)])
-def test_what_no_kernel_reads_in_4_bits_or_one_reads_already_stays(seed: int, bits: int, group_size: int) -> None:
+def test_weights_are_widened_only_if_that_enables_a_kernel(seed: int, bits: int, group_size: int) -> None:
     weight = make_weight(17, 96, bits, group_size, "zero")
     layer = WeightOnlyLinear.from_packed(weight.packed)
     assert layer.bits == layer.stored_bits == bits
@@ -103,7 +103,7 @@ def test_inspection_says_how_few_bits_run() -> None:
     assert "on CUDA each call dequantises the weight" in how("Q3_K", True)
     assert "CUDA" not in how("Q4_K", True)
     note = packed_linear.few_bits_note(3, 4096, 128)
-    assert note is not None and "held in 4 bits, exactly" in note
+    assert note is not None and "the same integers are stored in 4 bits" in note
 
 
 @pytest.mark.gpu
@@ -130,7 +130,8 @@ def test_transformers_saves_three_bits_again(seed: int, tmp_path: Path) -> None:
     teacher = teacher_and_text(tmp_path, ROUND)
     result = quantize(teacher, tmp_path / "three", "--bits", 5, "--candidates", "w3a16-g32", "--algorithm", "rtn")
     assert result.exit_code == 0, result.output
-    assert "3 bits: on CUDA held in 4 bits, exactly" in " ".join(run("inspect", tmp_path / "three").output.split())
+    inspected = " ".join(run("inspect", tmp_path / "three").output.split())
+    assert "3 bits: on CUDA the same integers are stored in 4 bits" in inspected
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "three", dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, WeightOnlyLinear)]
     assert layers and all((layer.bits, layer.stored_bits) == (4, 3) for layer in layers)

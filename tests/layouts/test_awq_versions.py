@@ -83,7 +83,7 @@ def test_tensors_that_disagree(folder: Path, part: str) -> None:
         models.load(Checkpoint(folder))
 
 
-def test_sizes_that_fill_no_tile(seed: int, tmp_path: Path) -> None:
+def test_groups_that_do_not_divide_the_layer(seed: int, tmp_path: Path) -> None:
     """The headers fit the model, and the layout does not."""
     foreign.write(tmp_path / "in", tiny_model(**SIZES), "awq gemv_fast", shards=1)
     config = json.loads((tmp_path / "in" / "config.json").read_text())

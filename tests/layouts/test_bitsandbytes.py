@@ -59,7 +59,7 @@ def layer_of(tensors: dict[str, Tensor], shape: tuple[int, int], bias: Tensor | 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", layout.TABLES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layers_are_what_the_tensors_mean(seed: int, shape: tuple[int, int], kind: str, nested: bool) -> None:
+def test_layers_match_the_tensors(seed: int, shape: tuple[int, int], kind: str, nested: bool) -> None:
     """Blocks that go on in the next row, and rows of an odd number of weights, too."""
     tensors = packed(shape, kind, nested=nested)
     expected, bias = meaning(tensors, shape, kind), torch.randn(shape[0])
@@ -120,7 +120,7 @@ def state(**changes: Any) -> Tensor:
     return torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
 
 
-def test_what_does_not_fit_is_named(seed: int) -> None:
+def test_mismatching_values_are_named(seed: int) -> None:
     shape = (8, 64)
     good = packed(shape, "nf4", nested=False)
     nested = packed(shape, "nf4", nested=True)

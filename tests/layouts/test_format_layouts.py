@@ -176,7 +176,7 @@ def test_configurations_are_read_back() -> None:
     assert rules(["layer"], nn.Linear) == described and rules(["lm_head"], nn.Linear) is None
 
 
-def test_what_a_format_cannot_say_is_refused(seed: int) -> None:
+def test_formats_refuse_unsupported_weights(seed: int) -> None:
     ragged = weight(8, 72, Grid(4, 32))
     for refused in (
         lambda: compressed_tensors.to_tensors(ragged, of_grid(Quantization(ragged.grid), PACKED), torch.float32),

@@ -85,12 +85,12 @@ def compressed_call(**changes: Any) -> Any:
         (compressed_call(weight_g_idx=torch.zeros(128, dtype=torch.int32)), "weight_g_idx: expected 32 channels"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(call: Any, message: str) -> None:
+def test_mismatching_tensors_are_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_what_a_layout_cannot_say_is_refused(seed: int) -> None:
+def test_layouts_refuse_unsupported_weights(seed: int) -> None:
     q, one = torch.randint(0, 16, (64, 128)), scales(64, 4)
     offsets = epiloq.pack_weight(q, one, offset=one, bits=4, group_size=32)
     sixteen = epiloq.pack_weight(q, one, torch.full((64, 4), 16), bits=4, group_size=32)

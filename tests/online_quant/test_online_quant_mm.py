@@ -150,7 +150,7 @@ def test_prepared_weights_give_back_what_went_in(seed: int, device: str) -> None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_unpacked_is_a_copy(seed: int, device: str, bits: int) -> None:
+def test_unpacked_tensors_are_copies(seed: int, device: str, bits: int) -> None:
     prepared = make_weight(8, 256, 256, bits=bits, offset=True, device=device).prepared()
     before = prepared.dequantize()
     for part in prepared.unpack():

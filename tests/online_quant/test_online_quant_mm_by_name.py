@@ -88,7 +88,7 @@ def test_every_kernel_is_near_float64(seed: int, family: str, bits: int, offset:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_chosen_can_be_asked_for(bits: int) -> None:
+def test_chosen_kernels_can_be_forced(bits: int) -> None:
     """And every name differs."""
     for m, n, k in ((7, 600, 700), (60, 300, 1100), (100, 1000, 600), (317, N, 300), (477, N, 200)):
         names = {}

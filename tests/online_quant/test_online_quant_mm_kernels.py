@@ -193,7 +193,7 @@ def test_a_chain_of_dependent_launches(seed: int, m: int, group: int, arch: str)
 
 
 @pytest.mark.gpu
-def test_a_device_that_is_not_current(seed: int) -> None:
+def test_tensors_on_a_device_that_is_not_current(seed: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     x, weight = torch.randn(33, 512, device="cuda:1"), make_weight(256, 512, 128, device="cuda:1")

@@ -58,7 +58,7 @@ def test_float32_sums_of_wgmma_kernels(seed: int, bits: int, offset: bool) -> No
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize(("kernel", "m", "n", "k"), [(Kernel("sm90", 0), 40, 300, 700), *CASES])
-def test_what_is_not_finite_stays_in_its_row(
+def test_non_finite_values_affect_only_their_row(
     seed: int, kernel: Kernel, m: int, n: int, k: int, offset: bool, bits: int, dtype: torch.dtype
 ) -> None:
     """Also where shared memory that held such a token's parameters comes again, in another block of K or tile."""
@@ -76,7 +76,7 @@ def test_what_is_not_finite_stays_in_its_row(
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_leave_as_floats_do(seed: int, dtype: torch.dtype, bits: int) -> None:
+def test_float16_outputs_equal_float32_ones(seed: int, dtype: torch.dtype, bits: int) -> None:
     """16-bit outputs are stored on another path than float32, by TMA while the next tile is multiplied; where K is
     short that is soon done. Their values are those of float32, rounded."""
     for kernel, m, n, k in (*CASES, *((Kernel("sm90", row), 514, 8192, 128) for row in range(5))):
@@ -90,7 +90,7 @@ def test_halves_leave_as_floats_do(seed: int, dtype: torch.dtype, bits: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_around_an_output_nothing_is_written(seed: int, dtype: torch.dtype, bits: int) -> None:
+def test_nothing_is_written_outside_an_output(seed: int, dtype: torch.dtype, bits: int) -> None:
     """Views whose rows TMA can write and others, whose columns may be no multiple of 16 bytes, with the same bits."""
     for kernel, m, n, k in (*CASES, (Kernel("sm90", 1), 129, 2050, 640)):
         x = torch.randn(m, k, device="cuda").to(dtype)

@@ -200,7 +200,7 @@ def outs() -> list[Tensor | None]:
         (3, torch.zeros(4, 2), "sum"),
     ],
 )
-def test_outs_that_do_not_fit(position: int, wrong: Tensor | None, named: str) -> None:
+def test_mismatching_outputs_are_refused(position: int, wrong: Tensor | None, named: str) -> None:
     out = outs()
     out[position] = wrong
     for call in (epiloq.quantize_blockwise_int8, lambda *a, **k: epiloq.explain("quantize_blockwise_int8", *a, **k)):
@@ -242,7 +242,7 @@ def test_explain() -> None:
     assert not epiloq.supports("quantize_blockwise_int8", torch.randn(3, 5), 0)[0]
 
 
-def test_explain_says_how_threads_share_a_block() -> None:
+def test_explain_describes_threads_per_block() -> None:
     groups = (1, 8, 16, 32, 48, 128, 512, 1024)
     assert [_lanes(group, whole=True) for group in groups] == [32, 32, 1, 2, 32, 4, 32, 32]
     assert [_lanes(group, whole=False) for group in groups] == [32, 32, 1, 2, 32, 8, 32, 32]

@@ -42,7 +42,7 @@ def test_hooks_put_on_afterwards_are_called(seed: int) -> None:
 
 
 @torch.no_grad()
-def test_attention_called_by_itself(seed: int) -> None:
+def test_attention_module_called_directly(seed: int) -> None:
     """By position, and with another attention than the one that `optimize_` chose."""
     model = quantised("qwen2", "w8a16")
     plain, x = copy.deepcopy(model).model, torch.randn(2, 7, 128)

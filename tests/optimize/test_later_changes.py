@@ -97,7 +97,7 @@ def test_changes_of_parts_count(seed: int, change: Callable[[Any, str], None], p
     assert relative(logits(model, x), logits(plain, x)) <= ROUNDED
 
 
-def test_every_hook_sees_what_it_did(seed: int) -> None:
+def test_hooks_see_the_same_tensors(seed: int) -> None:
     """Recorded inputs and results, of the model's type and not of quantised tokens."""
     x, seen = tokens(), []
     for model in pair():
@@ -168,7 +168,7 @@ def test_exports(seed: int, scheme: str) -> None:
         assert relative(exported(x, use_cache=False).logits, logits(plain, x)) <= ROUNDED
 
 
-def test_threads_share_a_copy_that_is_not_merged_yet(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_an_unmerged_copy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(layers: Any) -> Any:
         made = concatenated(layers)
         time.sleep(0.005)

@@ -84,7 +84,7 @@ def test_a_kind_that_is_not_merged_is_named(seed: int) -> None:
     assert relative(logits(model, x), expected) <= 1e-5
 
 
-def test_nothing_is_held_twice(seed: int) -> None:
+def test_tensors_are_stored_once(seed: int) -> None:
     model = quantised("llama", "w4a16-g32")
     optimize_(model)
     attention = model.model.layers[0].self_attn
@@ -96,7 +96,7 @@ def test_nothing_is_held_twice(seed: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8", "w8a8-block", "w8a8-int8-azp"])
-def test_what_is_loaded_or_moved_is_followed(seed: int, scheme: str) -> None:
+def test_loaded_and_moved_weights_are_used(seed: int, scheme: str) -> None:
     model, other, x = quantised("llama", scheme), quantised("llama", scheme), tokens()
     optimize_(model)
     logits(model, x)
@@ -116,7 +116,7 @@ def test_what_is_loaded_or_moved_is_followed(seed: int, scheme: str) -> None:
     assert relative(logits(model, x).float(), logits(other.to(torch.bfloat16), x).float()) <= 0.1
 
 
-def test_layers_by_themselves(seed: int) -> None:
+def test_single_layers(seed: int) -> None:
     """Each with an input of its own, in any order, the same input twice, and one that is written in between."""
     model = quantised("qwen2", "w4a16-g32")
     plain = copy.deepcopy(model).model.layers[0].self_attn
@@ -146,7 +146,7 @@ class Adapter(nn.Module):
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp.up_proj"])
-def test_an_adapter_put_in_afterwards(seed: int, scheme: str, place: str) -> None:
+def test_adapter_added_after_quantisation(seed: int, scheme: str, place: str) -> None:
     model, x = quantised("llama", scheme), tokens()
     other = copy.deepcopy(model)
     optimize_(model)
@@ -174,7 +174,7 @@ def test_hooks_are_respected(seed: int) -> None:
     assert seen == 2 * [torch.float32]
 
 
-def test_refusals_change_nothing(seed: int) -> None:
+def test_refused_models_are_not_changed(seed: int) -> None:
     model = quantised("llama", "w8a8-int8")
     model.train()
     with pytest.raises(ValueError, match="model: expected eval mode"):
@@ -210,7 +210,7 @@ def test_shared_modules_and_mixed_schemes(seed: int) -> None:
     assert relative(logits(model, x), expected) <= 5e-3
 
 
-def test_a_forward_of_another_form_stays(seed: int) -> None:
+def test_unknown_forward_is_not_replaced(seed: int) -> None:
     class Scaled(transformers.models.llama.modeling_llama.LlamaMLP):
         def forward(self, x: Tensor) -> Tensor:
             return 0.5 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -225,7 +225,7 @@ def test_a_forward_of_another_form_stays(seed: int) -> None:
     assert relative(logits(model, x), expected) <= 5e-3
 
 
-def test_gradients_go_through(seed: int) -> None:
+def test_gradients_flow_through_the_layer(seed: int) -> None:
     model = quantised("llama", "w4a16-g32")
     other = copy.deepcopy(model)
     optimize_(model)

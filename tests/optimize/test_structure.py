@@ -119,7 +119,7 @@ class Keeps(nn.Module):
         return attention_interface(self, x, *held)  # noqa: F821
 
 
-def test_who_attends_to_what_is_stored() -> None:
+def test_attention_to_cached_tokens() -> None:
     assert structure.attends_to_what_is_stored([Attends, Twice])
     assert structure.attends_to_what_is_stored([llama.LlamaAttention, llama.LlamaMLP])
     for other in (Repeats, Measures, Keeps):

@@ -130,13 +130,16 @@ def _without(rank: int, own: Path) -> None:
 
 Change = Callable[[int, Path], None]
 REFUSED: dict[str, tuple[Change, str]] = {
-    "threads": (_threads, "expected the same threads on every rank, but rank 1 has 2 where rank 0 has 1"),
-    "instruction sets": (_sets, r"same instruction sets on every rank, but rank 1 has .*up to SSE41 where .*to AVX2"),
-    "device": (_device, "expected the same device on every rank, but rank 1 has NVIDIA L4 where rank 0 has NVIDIA H"),
+    "threads": (_threads, "expected the same threads on every rank, but rank 1 has 2 and rank 0 has 1"),
+    "instruction sets": (
+        _sets,
+        r"same instruction sets on every rank, but rank 1 has .*up to SSE41 and rank 0 .*to AVX2",
+    ),
+    "device": (_device, "expected the same device on every rank, but rank 1 has NVIDIA L4 and rank 0 has NVIDIA H"),
     "a file cut off": (_short, "model.safetensors"),
     "a tensor that one lacks": (
         _without,
-        "expected the same directory on every rank, but rank 1 has another than rank 0",
+        "expected the same directory on every rank, but rank 1 has a different one than rank 0",
     ),
 }
 
@@ -178,7 +181,7 @@ def test_styles_and_sizes_that_are_refused(folder: Path, tmp_path: Path) -> None
     assert ranks.codes == [0, 0], [ranks.message(rank) for rank in range(2)]
 
 
-def test_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arithmetic_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = environment.arithmetic()
     assert found["threads"] == str(torch.get_num_threads())
     assert found["instruction sets"].startswith(torch.backends.cpu.get_cpu_capability())

@@ -286,7 +286,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_of_two_and_three_processes(models: Path, world: int) -> None:
+def test_two_and_three_processes(models: Path, world: int) -> None:
     """All of it in one start of processes, which costs more than what they do."""
     multiprocessing.spawn(_on_every_rank, (world, str(models)), world)
     assert len(list(models.glob(f"done.{world}.*"))) == world

@@ -116,7 +116,7 @@ def test_ranks_that_were_all_stopped_go_on(tmp_path: Path) -> None:
     assert ranks.codes == [0, 0], [ranks.message(rank) for rank in range(2)]
 
 
-def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+def test_invalid_watch_ranks_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a process group, found none"), watch_ranks():
         pass
 

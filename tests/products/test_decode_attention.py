@@ -116,7 +116,7 @@ def test_a_kernel_runs(seed: int, kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float", "int8"])
-def test_what_is_masked_is_not_read(seed: int, kind: str) -> None:
+def test_masked_positions_are_not_read(seed: int, kind: str) -> None:
     query, key, value, scales, exact_key, exact_value = cache_of((2, 2, 4, 900, 128), torch.bfloat16, kind, "cuda")
     mask = torch.rand(2, 900, device="cuda") < 0.5
     expected = decode_attention(query, key, value, mask, **scales)

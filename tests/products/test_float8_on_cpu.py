@@ -96,7 +96,7 @@ def test_every_code(dtype: torch.dtype) -> None:
         assert found[~finite].isnan().all()
 
 
-def test_long_sums_by_few_and_many(seed: int) -> None:
+def test_long_sums_at_small_and_large_m(seed: int) -> None:
     """More columns than stay in a cache, for each number of tokens that another kernel takes."""
     for m in (1, 2, 5, 17, 130):
         x, weight = torch.randn(m, 9000).to(torch.float8_e4m3fn), torch.randn(70, 9000).to(torch.float8_e4m3fn)

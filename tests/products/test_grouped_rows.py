@@ -123,7 +123,7 @@ def test_any_strides(seed: int, device: str, kind: torch.dtype) -> None:
     assert out[:, :8].isnan().all() and out[:, 56:].isnan().all()
 
 
-def test_quantisers_scales_fit(seed: int, device: str) -> None:
+def test_scales_of_quantisers_are_accepted(seed: int, device: str) -> None:
     x, weight = torch.randn(19, 300, device=device), torch.randn(2, 40, 300, device=device)
     ends = torch.tensor([7, 19], dtype=torch.int32, device=device)
     q, scale, _ = epiloq.quantize_int8(x)

@@ -39,7 +39,7 @@ def test_empty_batches(device: str, shape: tuple[int, ...]) -> None:
     assert epiloq.groupwise_mm(q, b, scale, scale_b).shape == (*shape, 64)
 
 
-def test_experts_without_room(device: str) -> None:
+def test_experts_with_zero_capacity(device: str) -> None:
     a = torch.zeros(4, 0, 256, device=device).to(torch.float8_e4m3fn)
     b = torch.zeros(4, 64, 256, device=device).to(a.dtype).transpose(1, 2)
     scales = torch.ones(4, 0, 2, device=device), torch.ones(4, 2, 1, device=device)
@@ -58,7 +58,7 @@ def test_any_layout_of_scales(seed: int, device: str) -> None:
     assert torch.equal(nested.view(33, 200), expected)
 
 
-def test_quantisers_scales_fit(seed: int, device: str) -> None:
+def test_scales_of_quantisers_are_accepted(seed: int, device: str) -> None:
     x, weight = torch.randn(19, 300, device=device), torch.randn(130, 300, device=device)
     q, scale = epiloq.quantize_fp8(x, granularity="group", scale_layout="column")
     w, weight_scale = epiloq.quantize_fp8(weight, granularity="block")
@@ -184,7 +184,7 @@ def test_explain_checks_its_sizes() -> None:
         ("requantized_mm", {"m": 1, "n": 1, "k": 1}, TypeError, "expected its own arguments"),
     ],
 )
-def test_explain_names_what_sizes_do_not_fit(
+def test_explain_names_unsupported_sizes(
     name: str, text: dict[str, object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=f"^epiloq.{name}: {message}"):

@@ -65,7 +65,7 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (100, 512), (264, 16384), (4096, 1536), (6144, 640), (16, 1000)])
-def test_every_way_of_copying_scales_for_few_tokens(seed: int, n: int, k: int) -> None:
+def test_every_copy_of_scales_at_small_m(seed: int, n: int, k: int) -> None:
     for m in (1, 4, 7, 16, 33, 64):
         p = make(m, n, k, device="cuda")
         expected = call(p)

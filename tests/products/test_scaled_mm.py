@@ -120,7 +120,7 @@ def test_float32_output(seed: int) -> None:
     assert_within_one_ulp(out, p)
 
 
-# M, N that pick rows of the tile table (other ones of SM90: test_many_tokens.py); odd ones leave ragged tiles.
+# M, N that pick rows of the tile table (other ones of SM90: test_large_m.py); odd ones leave ragged tiles.
 SIZES = list(
     itertools.product(
         (1, 9, 16, 31, 33, 64, 65, 127, 128, 200, 255, 600, 2050), (16, 40, 2112, 4096, 5000, 6400, 8192, 12296)
@@ -230,7 +230,7 @@ def test_threads(seed: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_device_that_is_not_current(seed: int) -> None:
+def test_tensors_on_a_device_that_is_not_current(seed: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     p = make_problem(33, 256, 512, device="cuda:1", bias=True)

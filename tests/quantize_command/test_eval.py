@@ -73,7 +73,7 @@ def test_a_teacher_with_other_tokens_is_refused(teacher: Path, tmp_path: Path) -
     assert result.exit_code == 2 and f"--kl: {other}: expected a model with the tokens of" in result.output
 
 
-def test_tasks_that_are_no_description_are_refused(teacher: Path, tmp_path: Path) -> None:
+def test_invalid_task_descriptions_are_refused(teacher: Path, tmp_path: Path) -> None:
     for source in (text(teacher), tmp_path, tmp_path / "absent"):
         with pytest.raises(ValueError, match=r"--tasks: expected a task description"):
             tasks.task_files(source)

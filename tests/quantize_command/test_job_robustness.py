@@ -37,7 +37,7 @@ def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, mon
     """The second is told who is at work, before a weight is read and when both have passed the checks."""
     settings = Settings(teacher, tmp_path / "out", "w8a16", "rtn")
     second = jobs.prepare(settings)
-    message = rf"out: process {os.getpid()} on .*, since 20.*, is at work on it"
+    message = rf"out: process {os.getpid()} on .*, since 20.*, is writing it"
     with held(tmp_path / ".out.partial" / jobs.LOCK):
         with pytest.raises(ValueError, match=message):
             jobs.perform(second)
@@ -58,7 +58,7 @@ with held(Path(sys.argv[1])):
 """
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+def test_killed_process_releases_the_lock(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -71,7 +71,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         assert file.read_text().startswith(f"process {os.getpid()} on")
 
 
-def test_who_removes_the_folder_gives_way(tmp_path: Path) -> None:
+def test_lock_survives_removal_of_the_folder(tmp_path: Path) -> None:
     with held(tmp_path / "a" / "lock"):
         shutil.rmtree(tmp_path / "a")
     with held(tmp_path / "a" / "lock"), pytest.raises(Held):
@@ -84,7 +84,7 @@ def quantised(teacher: Path) -> Path:
     return teacher.with_name("quantised")
 
 
-def test_what_a_killed_conversion_left_is_removed(quantised: Path, tmp_path: Path) -> None:
+def test_remains_of_a_killed_conversion_are_removed(quantised: Path, tmp_path: Path) -> None:
     for name in (".out-0123abcd", ".other-0123abcd", ".out-89abcdef", ".out-not"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shard-0.safetensors").write_bytes(b"x")

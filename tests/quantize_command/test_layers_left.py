@@ -72,7 +72,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 @pytest.mark.parametrize(
     ("layout", "left"), [("compressed-tensors", {"o_proj"}), ("gptq", ATTENTION), ("awq", ATTENTION), ("epiloq", set())]
 )
-def test_sizes_that_a_format_cannot_hold_stay(tmp_path: Path, layout: str, left: set[str]) -> None:
+def test_layers_of_unsupported_sizes_are_kept(tmp_path: Path, layout: str, left: set[str]) -> None:
     """A layer of 4 inputs under groups of 32. It is little of the weights, so the format is chosen all the same."""
     sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 192}
     teacher = teacher_and_text(tmp_path, ROUND | sizes)
@@ -90,7 +90,7 @@ def test_sizes_that_a_format_cannot_hold_stay(tmp_path: Path, layout: str, left:
     assert float((logits(model) - logits(source)).norm() / logits(source).norm()) < 0.1
 
 
-def test_the_first_format_that_fits_is_taken(teacher: Path, tmp_path: Path) -> None:
+def test_first_supported_format_is_chosen(teacher: Path, tmp_path: Path) -> None:
     """Groups of 128 where layers have 64 and 96 inputs, as SmolLM2 has 576: no refusal, and a word beforehand."""
     result = quantize(teacher, tmp_path / "out", "--scheme", "w4a16-g128")
     assert result.exit_code == 0, result.output

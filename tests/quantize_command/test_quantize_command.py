@@ -78,7 +78,7 @@ def test_a_reloaded_model_is_bit_equal(teacher: Path, tmp_path: Path, options: t
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-int8-azp"])
-def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str) -> None:
+def test_int8_has_its_module(teacher: Path, tmp_path: Path, scheme: str) -> None:
     assert quantize(teacher, tmp_path / "out", "--scheme", scheme, "--algorithm", "smoothquant+gptq").exit_code == 0
     model, _ = models.load(Checkpoint(tmp_path / "out"))
     layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
@@ -90,7 +90,7 @@ def test_int8_runs_on_its_own_module(teacher: Path, tmp_path: Path, scheme: str)
     assert weight.dtype == torch.int8 and weight.shape == (64, 96)
 
 
-def test_few_bits_run_on_their_own_module(teacher: Path, tmp_path: Path) -> None:
+def test_low_bits_have_their_module(teacher: Path, tmp_path: Path) -> None:
     """As `epiloq eval` runs it: the values in the file, multiplied as they are."""
     options = ("--scheme", "w4a16-g64", "--algorithm", "awq+gptq", "--format", "gptq")
     assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
@@ -147,7 +147,7 @@ def test_eval(teacher: Path, tmp_path: Path) -> None:
     assert found[1]["file_bytes"] < found[0]["file_bytes"] and found[0]["perplexity"] == pytest.approx(256, rel=0.2)
 
 
-def test_an_interrupted_command_goes_on(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_resumes(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "awq+gptq")
     assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0
     write, done = jobs.Store.write, []

@@ -56,7 +56,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "a text that is not there": ((*W4, "--calibration", "absent.txt"), "nothing there"),
     "layers that are not dynamic anyway": ((*W4, "--keep-dynamic", "auto"), "no static scales"),
-    "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "none is like '*.wide_proj'"),
+    "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "no layer matches '*.wide_proj'"),
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
     "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq has no alpha"),
@@ -148,7 +148,7 @@ def test_settings(teacher: Path, changed: dict[str, Any], message: str) -> None:
         jobs.prepare(Settings(teacher, **(options | {"output": teacher.parent / str(options["output"])})))
 
 
-def test_texts_that_will_not_do(tmp_path: Path, teacher: Path, unread: None) -> None:
+def test_invalid_texts(tmp_path: Path, teacher: Path, unread: None) -> None:
     (tmp_path / "short").write_text("a")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for name, message in (("short", "at least two tokens"), ("bytes", "expected UTF-8")):
@@ -168,7 +168,7 @@ def test_another_run_that_was_interrupted(tmp_path: Path, teacher: Path, monkeyp
     assert result.exit_code == 2 and "other settings (algorithm, tokens)" in result.output
 
 
-def test_orders_that_a_format_has_no_word_for(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_activation_orders(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPTQ directory the orders alone are read, and `epiloq inspect` knows as much."""
     written(save(tmp_path / "float", tiny_model(**ROUND)), tmp_path / "in", "gptq", INT4, ordered)
     read = Checkpoint.tensor
@@ -204,7 +204,7 @@ def test_gptq_of_one_group_has_no_order(seed: int) -> None:
         assert torch.equal(found.dequantize(), gptq(weight, x.t() @ x, grid).dequantize())
 
 
-def test_a_directory_that_is_not_there_is_named_before_a_missing_text(tmp_path: Path) -> None:
+def test_missing_directory_is_reported_before_missing_text(tmp_path: Path) -> None:
     result = run("quantize", "facebook/opt-125m", "--scheme", "w4a16-g32", "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert "facebook/opt-125m: expected a model directory, found nothing there" in result.output

@@ -98,7 +98,7 @@ WRITES = ("opening the store", "keeping a block", "writing", "carrying files ove
     ("point", "raised", "code", "message"),
     [(point, *INTERRUPTED) for point in POINTS] + [(point, *FULL) for point in WRITES],
 )
-def test_wherever_it_ends_it_goes_on(
+def test_run_resumes_after_any_interruption(
     teacher: Path,
     tmp_path: Path,
     whole: dict[str, torch.Tensor],
@@ -187,7 +187,7 @@ def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str,
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
-def test_an_output_that_appears_meanwhile_is_left_alone(
+def test_output_created_by_another_process_is_not_overwritten(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def appear(*args: Any) -> str:
@@ -208,7 +208,7 @@ def test_a_dangling_link_is_an_output_that_exists(teacher: Path, tmp_path: Path)
     assert (tmp_path / "out").is_symlink() and not (tmp_path / "nowhere").exists()
 
 
-def test_text_that_calibration_sees_is_no_evaluation(teacher: Path, tmp_path: Path) -> None:
+def test_evaluation_text_used_for_calibration_is_refused(teacher: Path, tmp_path: Path) -> None:
     options = arguments(teacher, tmp_path / "out")
     options[options.index("--evaluation") + 1] = options[options.index("--calibration") + 1]
     for length in ("512", "100"):

@@ -104,7 +104,7 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, mess
         (("--scheme", "w4a16-g32", "--device", "quantum"), "expected auto, cpu"),
     ],
 )
-def test_bad_requests_touch_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_invalid_requests_write_nothing(teacher: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     result = quantize(teacher, tmp_path / "out", *options)
     assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []

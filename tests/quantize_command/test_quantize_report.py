@@ -174,6 +174,6 @@ def test_scales_are_counted_by_size(seed: int) -> None:
         (["alone"], {"alone"}),
     ],
 )
-def test_layers_are_told_apart_by_kind(names: list[str], expected: set[str]) -> None:
+def test_layers_are_grouped_by_kind(names: list[str], expected: set[str]) -> None:
     found = figures.kinds(names)
     assert set(found) == expected and sorted(name for same in found.values() for name in same) == sorted(names)

@@ -120,7 +120,7 @@ def test_calibrated_weights_in_epiloqs_format(teacher: Path, tmp_path: Path, sch
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_exceptions_from_static_scales_go_along(teacher: Path, tmp_path: Path) -> None:
+def test_dynamic_layers_are_saved_with_static_ones(teacher: Path, tmp_path: Path) -> None:
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "rtn", "--keep-dynamic", "*.down_proj")
     assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
     result = run("convert", tmp_path / "out", tmp_path / "epiloq", "--format", "epiloq")
@@ -168,7 +168,7 @@ def test_compensation_lowers_output_errors(teacher: Path, tmp_path: Path, scheme
 
 
 @pytest.mark.parametrize("scheme", CODED)
-def test_formats_say_compensated_weights_alike(teacher: Path, tmp_path: Path, scheme: str) -> None:
+def test_formats_store_compensated_weights_identically(teacher: Path, tmp_path: Path, scheme: str) -> None:
     """What is written opens as the weights that calibration ended with, in each format, and formats agree."""
     for layout in FORMATS_OF[scheme]:
         options = ("--scheme", scheme, "--algorithm", "gptq", "--format", layout)
@@ -220,9 +220,7 @@ def test_sizes_that_transformers_misreads_are_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "w4a8-block"])
-def test_an_interrupted_run_goes_on(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+def test_interrupted_run_resumes(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     options = ("--scheme", scheme, "--algorithm", "gptq", "--json", tmp_path / "r.json")
     assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0
     write, written = store.Store.write, []

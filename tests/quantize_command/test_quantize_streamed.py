@@ -104,7 +104,7 @@ def test_streamed_blocks_give_the_same_files(
     assert (tmp_path / "streamed/config.json").read_text() == (tmp_path / "whole/config.json").read_text()
 
 
-def test_what_cannot_be_streamed_is_in_memory(seed: int, tmp_path: Path) -> None:
+def test_unsupported_models_are_not_streamed(seed: int, tmp_path: Path) -> None:
     """Files of another shape, without a type, or without a tensor: transformers loads those, or says what is wrong."""
     model = save(tmp_path / "model", llama())
     config = json.loads((model / "config.json").read_text())

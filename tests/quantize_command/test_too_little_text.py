@@ -18,7 +18,7 @@ W4 = ("--scheme", "w4a16-g32")
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8-static"])
-def test_a_handful_of_tokens_is_refused(
+def test_too_few_tokens_are_refused(
     teacher: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "short").write_text("abc")

@@ -49,7 +49,7 @@ def test_bad_arguments_are_named(name: str, args: tuple[Any, ...], kwargs: dict[
         getattr(epiloq, name)(*args, **kwargs)
 
 
-def test_memory_apart() -> None:
+def test_out_must_not_overlap_inputs() -> None:
     x, residual, q, scale = torch.ones(4, 16), torch.ones(4, 16), torch.zeros(4, 16, dtype=INT8), torch.ones(4)
     with pytest.raises(ValueError, match="residual_out: expected memory apart from x's"):
         epiloq.rms_norm_quant(x, W, residual=residual, out=(q, scale, x))

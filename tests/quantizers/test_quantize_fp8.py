@@ -130,7 +130,7 @@ def test_zeros(device: str, granularity: str) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("ue8m0", [False, True])
-def test_parts_that_are_not_finite(seed: int, device: str, bad: float, dtype: torch.dtype, ue8m0: bool) -> None:
+def test_non_finite_parts(seed: int, device: str, bad: float, dtype: torch.dtype, ue8m0: bool) -> None:
     """Everything computed from them is NaN, as a float product's would be; other parts are untouched."""
     x = torch.randn(256, 512, device=device)
     kwargs: dict[str, Any] = {"dtype": dtype, "ue8m0": ue8m0}

@@ -61,7 +61,7 @@ def test_bad_x() -> None:
         epiloq.quantize_fp8([1.0])
 
 
-def test_memory_apart() -> None:
+def test_out_must_not_overlap_inputs() -> None:
     x = torch.randn(4, 16)
     over = x.view(torch.float8_e4m3fn)[:, :16]
     with pytest.raises(ValueError, match="out: expected memory apart from x's"):

@@ -114,7 +114,7 @@ def test_zero_and_constant_rows(device: str) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rows_that_are_not_finite(seed: int, device: str, bad: float, symmetric: bool) -> None:
+def test_non_finite_rows(seed: int, device: str, bad: float, symmetric: bool) -> None:
     """Their outputs are NaN, as a float product's would be; the other rows are untouched."""
     x = torch.randn(3, 64, device=device)
     clean = epiloq.quantize_int8(x, symmetric=symmetric)

@@ -143,7 +143,7 @@ def test_decode_attention(kind: str, seed: int, invariant: None) -> None:
         assert torch.equal(call(rows), whole[rows]), rows
 
 
-def test_without_it_kernels_differ(seed: int) -> None:
+def test_kernels_differ_without_batch_invariance(seed: int) -> None:
     """Otherwise the tests above would test nothing."""
     layer = epiloq.quantize_(nn.Sequential(nn.Linear(1024, 512)), "w4a16-g64")[0]
     x = torch.randn(64, 1024)
@@ -191,7 +191,7 @@ def test_other_architectures_keep_a_kernel(invariant: None) -> None:
     assert all(kernel.startswith("mma.sync") and "clusters" not in kernel for kernel in tiled)
 
 
-def test_every_operation_holds_it_or_refuses() -> None:
+def test_every_operation_is_batch_invariant_or_refuses() -> None:
     """A new operation belongs into one of these, and into the tests of it."""
     exact = {"scaled_mm_azp", "conv2d_int8", "requantized_mm", "lookup_int8", "scaled_bmm", "quantize_blockwise_int8"}
     by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm", "packed_fp4_mm"}

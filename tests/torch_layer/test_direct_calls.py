@@ -84,7 +84,7 @@ def test_same_bits_as_the_operations(
 
 
 @pytest.mark.parametrize("kind", FROM_LINEAR)
-def test_what_is_not_served_directly(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_without_a_direct_call(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(kind, device)
     calls = counted(monkeypatch, layer)
     x = torch.randn(6, 144, device=device).bfloat16()
@@ -131,7 +131,7 @@ def test_tensors_that_are_no_longer_parameters(
 
 
 @pytest.mark.parametrize("scale", ["input_scale", "weight_scale"])
-def test_scales_that_want_a_gradient(scale: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_with_requires_grad(scale: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer("int8-static", device)
     calls = counted(monkeypatch, layer)
     getattr(layer, scale).requires_grad = True
@@ -148,7 +148,7 @@ def test_outputs_padded_along_n_are_cut(kind: str, device: str, seed: int, monke
     assert y.shape == (3, 61) and y.is_contiguous() and not calls
 
 
-def test_memory_that_is_not_there(seed: int) -> None:
+def test_tensors_without_memory(seed: int) -> None:
     x, out = torch.randn(1, 16), torch.full((1, 8), 7.0)
     weight, scale = torch.zeros(1, dtype=torch.int8).expand(8, 1 << 50), torch.ones(8)
     with pytest.raises(RuntimeError, match=r"memory|allocate"):
@@ -184,7 +184,7 @@ def test_captured_in_a_cuda_graph(kind: str, seed: int, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FROM_LINEAR)
-def test_two_streams_do_not_share_what_lies_between(kind: str, seed: int) -> None:
+def test_two_streams_use_separate_workspaces(kind: str, seed: int) -> None:
     layer = make_layer(kind, "cuda", 1024, 1024)
     inputs = [torch.randn(300 + i, 1024, device="cuda").bfloat16() for i in range(8)]
     with torch.no_grad():

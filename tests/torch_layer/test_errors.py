@@ -140,7 +140,7 @@ def test_one_wrong_argument(seed: int, operation: str, argument: str, corrupt: C
 @pytest.mark.parametrize(
     ("operation", "argument"), [(operation, argument) for operation, valid in VALID.items() for argument in valid()]
 )
-def test_what_is_no_tensor(operation: str, argument: str) -> None:
+def test_non_tensors_are_refused(operation: str, argument: str) -> None:
     optional = {"bias", "out", "azp", "scale"}
     for wrong in ([1, 2], "weight", 3, np.zeros(3, np.int8), *(() if argument in optional else (None,))):
         arguments = {**VALID[operation](), argument: wrong}

@@ -259,7 +259,7 @@ def test_inference_and_no_grad(seed: int, device: str, f: Callable[..., tuple[Te
             assert same(f(p, x.clone()), expected)
 
 
-def test_ambient_state_changes_nothing(seed: int) -> None:
+def test_results_do_not_depend_on_global_torch_state(seed: int) -> None:
     """Autocast, default devices and default dtypes are for the caller's own tensors."""
     p, x = problem(6, 9, 1100)
     expected, empty = linear(p, x), epiloq.quantize_int8(torch.empty(3, 0))

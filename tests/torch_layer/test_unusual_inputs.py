@@ -164,7 +164,7 @@ def test_a_bias_of_other_channels_is_not_prepared() -> None:
         ("grouped_mm", {"k": 131072, "dtype": torch.int8, "experts": 2, "per_row_scales": True}, "k: expected at most"),
     ],
 )
-def test_sizes_that_no_call_takes_are_not_explained(operation: str, text: dict[str, Any], message: str) -> None:
+def test_explain_refuses_invalid_sizes(operation: str, text: dict[str, Any], message: str) -> None:
     refuses(message, epiloq.explain, operation, **{"m": 16, "n": 64, "k": 64, **text})
 
 
@@ -221,7 +221,7 @@ def test_sglang_refuses_outputs_of_int8_groups(q: tuple[int, ...], scale: Tensor
     assert bool((out == 7).all())
 
 
-def test_what_is_no_tensor_is_named() -> None:
+def test_non_tensors_are_named() -> None:
     missing: Any = None
     with pytest.raises(TypeError, match=r"cutlass_scaled_mm: .*: expected a tensor, got NoneType"):
         vllm.cutlass_scaled_mm(missing, missing, missing, missing, torch.bfloat16)
@@ -241,7 +241,7 @@ def test_what_is_no_tensor_is_named() -> None:
     )
 
 
-def test_products_of_nothing() -> None:
+def test_empty_products() -> None:
     one, named = torch.ones(1), {"input_scale": 0.1, "weight_scale": torch.ones(4), "output_scale": 1.0}
     batches = torch.zeros(0, 3, 32, dtype=torch.int8)
     assert epiloq.scaled_bmm(batches, batches.mT, one, one).shape == (0, 3, 3)
@@ -251,7 +251,7 @@ def test_products_of_nothing() -> None:
     )
 
 
-def test_layouts_name_what_is_not_there() -> None:
+def test_layouts_name_missing_tensors() -> None:
     words, missing = torch.zeros(8, 16, dtype=torch.int32), None
     wrong: Any = missing
     with pytest.raises(FormatError, match="weight_shape: expected one"):
@@ -260,7 +260,7 @@ def test_layouts_name_what_is_not_there() -> None:
         awq.to_packed(wrong, wrong, wrong, group_size=64)
 
 
-def test_a_zero_point_without_a_word_is_a_format_error() -> None:
+def test_zero_points_without_metadata_are_a_format_error() -> None:
     """gptq's first version says 16 as 15; no other layout of 4 bits can."""
     q, scale, zero = torch.zeros(64, 64, dtype=torch.int32), torch.ones(64, 2).half(), torch.full((64, 2), 16)
     weight = epiloq.pack_weight(q, scale, zero, bits=4, group_size=32)
@@ -271,7 +271,7 @@ def test_a_zero_point_without_a_word_is_a_format_error() -> None:
 
 
 @pytest.mark.parametrize("point", [-129, 128, 2**31 - 1])
-def test_a_static_zero_point_that_int8_does_not_have_is_not_loaded(point: int) -> None:
+def test_static_zero_point_outside_int8_is_not_loaded(point: int) -> None:
     layer = LAYERS["int8 static"](nn.Linear(K, N))
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     state = before | {"input_zero_point": torch.tensor([point], dtype=torch.int32)}
@@ -284,7 +284,7 @@ def test_a_static_zero_point_that_int8_does_not_have_is_not_loaded(point: int) -
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 2.0**-127, math.inf, math.nan])
 @pytest.mark.parametrize("kind", [epiloq.nn.Int8Linear, epiloq.nn.Fp8Linear])
-def test_a_static_scale_that_divides_nothing_is_not_loaded(kind: Any, scale: float) -> None:
+def test_zero_static_scale_is_not_loaded(kind: Any, scale: float) -> None:
     layer = kind.from_linear(nn.Linear(K, N), **STATIC)
     before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"input_scale: expected 1\.17549e-38 to 3\.40282e\+38, got"):

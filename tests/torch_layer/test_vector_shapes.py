@@ -38,7 +38,7 @@ def test_every_operation_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("operation", "argument"), CASES)
-def test_documented_shapes_are_taken(operation: Operation, argument: str, device: str, seed: int) -> None:
+def test_documented_shapes_are_accepted(operation: Operation, argument: str, device: str, seed: int) -> None:
     """And mean the same."""
     arguments = {name: to(device, value) for name, value in operation.arguments().items()}
     value, results = arguments[argument], []

@@ -199,7 +199,7 @@ def test_a_transposed_layer_that_is_ignored_is_written_as_it_was(seed: int, tmp_
     assert torch.equal(answer(from_directory(tmp_path / "out"), given), answer(found, given))
 
 
-def test_formats_that_cannot_hold_a_transposed_layer(seed: int, tmp_path: Path) -> None:
+def test_formats_refuse_transposed_layers(seed: int, tmp_path: Path) -> None:
     result = job(tmp_path, "gpt2", "--algorithm", "rtn", "--format", "compressed-tensors")
     assert result.exit_code == 2 and "compressed-tensors: cannot represent a Conv1D" in result.output
     assert "type --format gptq or --format epiloq instead" in result.output

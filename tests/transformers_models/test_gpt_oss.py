@@ -211,7 +211,7 @@ def test_no_tokens_and_wrong_inputs() -> None:
     assert none.shape == (0, 32)
     for arguments, text in (
         ((torch.zeros(2, 31), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)), r"hidden_states: .*\[T, 32\]"),
-        ((torch.zeros(2, 32), torch.full((2, 1), 3), torch.zeros(2, 1)), "top_k_index: expected numbers of 0 to 2"),
+        ((torch.zeros(2, 32), torch.full((2, 1), 3), torch.zeros(2, 1)), "top_k_index: expected indices from 0 to 2"),
         ((torch.zeros(2, 32), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 2)), "top_k_weights: expected"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -107,7 +107,7 @@ def answer(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_what_transformers_saves_opens(
+def test_models_saved_by_transformers_open(
     seed: int, tmp_path: Path, make: Callable[[], tuple[Any, dict[str, torch.Tensor]]]
 ) -> None:
     model, given = make()

@@ -161,7 +161,7 @@ def test_experts_that_cannot_be_taken_apart(
     kind = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Experts
     monkeypatch.setattr(kind, "_apply_gate", lambda self, gate_up: gate_up)
     for way in (deepseek_fp8.load, opened, lambda folder: Layers(Checkpoint(folder))):
-        with pytest.raises(FormatError, match=f"for {EXPERTS} cannot be taken apart: gated in a way of their own"):
+        with pytest.raises(FormatError, match=f"for {EXPERTS} cannot be taken apart: their gate is not elementwise"):
             way(fp8)
 
 
@@ -274,7 +274,7 @@ def test_quantised_after_loading(epiloq_in_transformers: None, family: Any, tmp_
     assert torch.equal(logits(opened(tmp_path / "out")), logits(model))
 
 
-def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> None:
+def test_structures_kept_in_floating_point(seed: int, tmp_path: Path) -> None:
     """The report, the page and `epiloq inspect` say so."""
     jetmoe().save_pretrained(tmp_path / "model")
     out = tmp_path / "out"
@@ -298,7 +298,7 @@ def test_structures_that_stay_in_floating_point(seed: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
-def test_experts_that_few_tokens_reach_serve_the_others_too(algorithm: str, seed: int) -> None:
+def test_experts_with_few_tokens_are_regularised(algorithm: str, seed: int) -> None:
     """0.88 to 1.05 times the error of rounding over 25 seeds; 1.4 (awq) and 1.2 where two tokens decide alone."""
     text = torch.randint(0, 30, (1, 200))
     errors = {}

@@ -115,7 +115,7 @@ def test_an_opened_checkpoint_is_trained(seed: int, tmp_path: Path, epiloq_in_tr
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_what_needs_a_float_weight_is_refused(seed: int) -> None:
+def test_operations_that_need_a_float_weight_are_refused(seed: int) -> None:
     model = epiloq.quantize_(tiny(), "w4a16-g32")
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(NotImplementedError, match=next(iter(options))):

@@ -47,7 +47,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_was_quantised_opens(scheme: str, tmp_path: Path) -> None:
+def test_quantised_directories_open(scheme: str, tmp_path: Path) -> None:
     model = epiloq.quantize_(model_of(), scheme)
     found = logits(model)
     model.save_pretrained(tmp_path)
@@ -66,7 +66,7 @@ def test_heads_and_a_second_scheme(tmp_path: Path) -> None:
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_nothing_is_registered() -> None:
+def test_importing_registers_nothing() -> None:
     code = """
 import torch, transformers, epiloq
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING

@@ -153,7 +153,7 @@ def test_models_that_disagree(whole: Path, tmp_path: Path, change: dict[str, Any
         opened(tmp_path / "awq")
 
 
-def test_files_that_are_not_whole(whole: Path, tmp_path: Path) -> None:
+def test_truncated_files(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "awq", tmp_path / "awq")
     file = tmp_path / "awq" / WEIGHTS
     tensors = load_file(file)

@@ -161,7 +161,7 @@ def test_quantised_after_loading(seed: int, tmp_path: Path, scheme: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_layers_to_leave(seed: int, tmp_path: Path) -> None:
+def test_excluded_layers(seed: int, tmp_path: Path) -> None:
     foreign.gpt_neox().save_pretrained(tmp_path / "float")
     left = ["gpt_neox.layers.1", "gpt_neox.layers.0.attention.dense"]
     found = opened(tmp_path / "float", quantization_config=EpiloqConfig("w8a16", modules_to_not_convert=left))

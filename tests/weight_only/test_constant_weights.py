@@ -82,7 +82,7 @@ def test_compiles(seed: int, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_every_tile_of_few_tokens(seed: int, kind: str) -> None:
+def test_every_tile_for_small_m(seed: int, kind: str) -> None:
     """Widths that suit each tile, one wave and several, and K that fills the stages in part, exactly, or often."""
     for n in (2112, 4096, 5000, 6144, 7168, 8192, 14336, 28672):
         for m, k in ((1, 128), (1, 1040), (7, 4096), (64, 640), (64, 2304)):

@@ -114,7 +114,7 @@ def test_the_half_of_an_odd_width_is_not_read(seed: int, device: str) -> None:
     assert torch.equal(epiloq.fp4_mm(x, codes, scale), epiloq.fp4_mm(x, other, scale))
 
 
-def test_not_a_number_stays_in_its_row(device: str, seed: int) -> None:
+def test_nan_affects_only_its_row(device: str, seed: int) -> None:
     codes, scale, _ = fp4_reference.weight(8, 64, E8M0, device)
     scale[3, 1] = 255
     x = torch.randn(3, 64, device=device)

@@ -135,7 +135,7 @@ def test_every_byte_alone(m: int, dtype: torch.dtype, device: str, seed: int) ->
         assert found[:, [0x7F, 0xFF]].isnan().all()
 
 
-def test_not_a_number_stays_where_it_is(device: str, seed: int) -> None:
+def test_nan_affects_only_its_element(device: str, seed: int) -> None:
     for dtype in DTYPES:
         arguments, _ = problem(4, 48, 128, (128, 128), dtype, device)
         arguments["x"][1, 5] = float("nan")
@@ -176,7 +176,7 @@ def test_rows_of_any_stride(device: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_taken(seed: int) -> None:
+def test_kernel_is_used(seed: int) -> None:
     for m, k, block, dtype, kernel in (
         (64, 256, (1, -1), torch.bfloat16, True),
         (64, 272, (128, 128), torch.float16, True),
@@ -195,7 +195,7 @@ def test_the_kernel_is_taken(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
-def test_the_same_bits_each_time(arch: str, seed: int) -> None:
+def test_repeated_calls_are_bit_equal(arch: str, seed: int) -> None:
     with epiloq.config(arch=arch):
         for m, n, k in ((1, 5120, 5120), (16, 1280, 8192), (64, 3584, 18944)):
             arguments, weight = problem(m, n, k, (128, 128), torch.float16, "cuda")

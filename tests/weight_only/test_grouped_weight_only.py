@@ -79,7 +79,7 @@ def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
             assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
 
 
-def test_ends_that_do_not_fit_reach_no_other_memory(seed: int) -> None:
+def test_invalid_expert_ends_do_not_write_elsewhere(seed: int) -> None:
     """Beside the rows of the output; compute-sanitizer sees reads, too."""
     weight = make_weight(4 * 32, 128, device="cuda")
     x, beside = torch.randn(9, 128, device="cuda").half(), 64

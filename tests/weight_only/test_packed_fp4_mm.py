@@ -55,7 +55,7 @@ def test_products(m: int, n: int, k: int, form: str, dtype: torch.dtype, device:
 @pytest.mark.parametrize(("n", "k"), [(1, 128), (17, 4096), (300, 712), (2500, 264), (4100, 1288), (9001, 128)])
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_few_tokens(n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
+def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
     """Up to eight rows have a kernel of their own on a GPU."""
     weight, exact = packed(n, k, form, device)
     bias = torch.randn(n, device=device).to(dtype)
@@ -236,7 +236,7 @@ def test_refused(seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_the_kernel_is_taken_and_waits_for_nothing(form: str, dtype: torch.dtype, seed: int) -> None:
+def test_kernel_is_used_without_synchronisation(form: str, dtype: torch.dtype, seed: int) -> None:
     """Of few rows, dense and of experts, in a captured graph too; more rows are multiplied by a dense weight."""
     weight, exact = packed(8 * 256, 512, form, "cuda", 8)
     x, ends = torch.randn(40, 512, device="cuda").to(dtype), torch.arange(5, 41, 5, device="cuda", dtype=torch.int32)

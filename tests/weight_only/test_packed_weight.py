@@ -77,7 +77,7 @@ def test_devices_agree(seed: int, device: str, bits: int, kind: str, scale_dtype
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_value_at_every_place(bits: int) -> None:
+def test_every_value_in_every_position(bits: int) -> None:
     """A panel of one group: each integer of the grid, at each of its places in turn."""
     values = 1 << bits
     for shift in range(values if bits < 8 else 16):
@@ -209,7 +209,7 @@ def test_any_integers(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(again.dequantize(), w.packed.dequantize())
 
 
-def test_a_dtype_is_no_place() -> None:
+def test_to_dtype_does_not_move() -> None:
     with pytest.raises(TypeError):
         make_weight(20, 100).packed.to(torch.float16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype: expected float16, bfloat16 or float32"):
@@ -222,7 +222,7 @@ def test_zero_points_of_old_gptq_files() -> None:
     assert torch.equal(w.dequantize(), torch.full((6, 80), -16.0))
 
 
-def test_what_is_given_is_left_alone(seed: int) -> None:
+def test_arguments_are_not_modified(seed: int) -> None:
     q, scale, perm = torch.randint(-8, 8, (16, 128), dtype=torch.int8), torch.rand(16, 1), torch.randperm(128)
     before = [t.clone() for t in (q, scale, perm)]
     w = epiloq.pack_weight(q, scale, bits=4, group_size=128, perm=perm)

@@ -70,7 +70,7 @@ def test_rows_of_any_stride(device: str, seed: int) -> None:
     assert_rounded_product(found.flatten(0, 1), x.flatten(0, 1), weight, arguments["bias"])
 
 
-def test_not_a_number_stays_in_its_row(device: str, seed: int) -> None:
+def test_nan_affects_only_its_row(device: str, seed: int) -> None:
     arguments, _ = problem(4, 32, 128, 64, torch.float16, device)
     arguments["x"][1, 5] = float("nan")
     found = epiloq.table_mm(**arguments, out_features=32, block_size=64)
@@ -78,7 +78,7 @@ def test_not_a_number_stays_in_its_row(device: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_taken(seed: int) -> None:
+def test_kernel_is_used(seed: int) -> None:
     for m, k, block, dtype, kernel in (
         (64, 256, 64, torch.bfloat16, True),
         (65, 256, 64, torch.bfloat16, False),

@@ -199,6 +199,6 @@ def test_refuses_an_output_in_the_weight(seed: int) -> None:
         epiloq.w4a8_mm(**call(weight=weight, out=weight.q.view(torch.float16).view(-1)[:96].view(3, 32)))
 
 
-def test_explain_says_how() -> None:
+def test_explain_describes_the_path() -> None:
     explanation = epiloq.explain("w4a8_mm", **call())
     assert explanation.startswith("activations as float32: the weight dequantised to float32")

@@ -181,9 +181,7 @@ def test_nan_stays_where_it_is(seed: int, device: str, m: int, activations: torc
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_many_tokens_are_taken_some_at_a_time(
-    seed: int, activations: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_m_is_processed_in_chunks(seed: int, activations: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(150, 40, 256, 64, "zero", activations, bias=torch.float32)
     monkeypatch.setattr(operation, "_AT_ONCE", 1 << 14)
     assert_close(epiloq.w4a8_mm(*problem.arguments, out_dtype=torch.float32), problem)
@@ -255,13 +253,13 @@ def test_refuses(changes: dict[str, Any], message: str) -> None:
     assert not epiloq.supports("w4a8_mm", **given)[0]
 
 
-def test_refuses_what_is_no_tensor_or_weight() -> None:
+def test_refuses_non_tensors_and_non_weights() -> None:
     for name, kind in (("x_q", "list"), ("scale_a", "float"), ("weight", "list")):
         with pytest.raises(TypeError, match=f"epiloq.w4a8_mm: {name}: expected .*, got {kind}"):
             epiloq.w4a8_mm(**call(**{name: 1.0 if kind == "float" else [1]}))
 
 
-def test_explain_says_how() -> None:
+def test_explain_describes_the_path() -> None:
     assert "activations as float32: cpu" in epiloq.explain("w4a8_mm", **call())
     many = call(x_q=torch.zeros(30, 64, dtype=torch.int8), scale_a=torch.ones(30), out=torch.zeros(30, 20).half())
     assert "int8 products of each group" in epiloq.explain("w4a8_mm", **many)

@@ -30,7 +30,7 @@ def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: tor
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("group_size", "activations"), [*WAYS, *OTHERS])
-def test_many_tokens(seed: int, group_size: int, activations: torch.dtype, kind: str) -> None:
+def test_large_m(seed: int, group_size: int, activations: torch.dtype, kind: str) -> None:
     for m, n, k in ((MANY, 70, 640), (MANY + 33, 520, 1040), (MANY, 129, 16)):
         more = {"bias": torch.bfloat16, "act_order": group_size == 128, "device": "cuda"}
         problem = make_problem(m, n, k, group_size, kind, activations, **more)
@@ -55,7 +55,7 @@ def test_the_kernel_of_groups(seed: int, group_size: int, kind: str) -> None:
 
 
 @pytest.mark.gpu
-def test_older_kernels_and_odd_sizes_go_the_other_way(seed: int) -> None:
+def test_older_gpus_and_odd_sizes_dequantise(seed: int) -> None:
     problem = make_problem(MANY, 64, 256, -1, device="cuda")
     assert unpacked.fits(problem.x_q, problem.weight.packed)
     assert not unpacked.fits(problem.x_q[1:], problem.weight.packed)

@@ -134,7 +134,7 @@ def test_empty(device: str, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("m", [1, 2, 3, 20])
-def test_what_is_not_finite_stays_where_it_is(seed: int, device: str, bad: float, m: int) -> None:
+def test_non_finite_values_affect_only_their_elements(seed: int, device: str, bad: float, m: int) -> None:
     weight, row = make_weight(50, 256, kind="zero", device=device), m // 2
     x = torch.randn(m, 256, device=device).half()
     clean = epiloq.weight_only_mm(x, weight.packed)
@@ -199,7 +199,7 @@ def test_refuses_columns_that_do_not_fit_an_order() -> None:
             epiloq.weight_only_mm(torch.randn(3, k), weight)
 
 
-def test_what_is_no_tensor_and_no_weight() -> None:
+def test_non_tensors_and_non_weights_are_refused() -> None:
     with pytest.raises(TypeError, match="weight: expected a PackedWeight, got Tensor"):
         epiloq.weight_only_mm(**call(weight=torch.zeros(20, 64)))
     with pytest.raises(TypeError, match="x: expected a tensor, got list"):
@@ -212,7 +212,7 @@ def test_a_kernel_by_name(seed: int) -> None:
         run_kernel(("cublas", 0, 1), x, weight)
 
 
-def test_out_apart_from_what_is_read() -> None:
+def test_out_must_not_overlap_inputs() -> None:
     memory = torch.zeros(3, 84).half()
     with pytest.raises(ValueError, match="out: expected memory apart from x"):
         epiloq.weight_only_mm(**call(x=memory[:, :64], out=memory[:, 60:80]))

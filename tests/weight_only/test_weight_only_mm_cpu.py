@@ -64,7 +64,7 @@ def test_any_product_on_any_threads(
     kind=st.sampled_from(KINDS),
     draw=st.integers(0, 2**32 - 1),
 )
-def test_weights_that_rounding_leaves_alone(
+def test_weights_on_the_grid_do_not_change(
     m: int, n: int, k: int, bits: int, group_size: int, kind: str, draw: int
 ) -> None:
     """Many tokens of bfloat16: by scales that are powers of two only sums are rounded, whatever `explain` says."""
@@ -85,7 +85,7 @@ def test_weights_that_rounding_leaves_alone(
     assert_close(epiloq.weight_only_mm(x, packed), x, Weight(q, scale, zero, offset, None, packed, dense, size))
 
 
-def test_only_many_tokens_of_bfloat16_round_weights() -> None:
+def test_weights_are_rounded_only_for_large_m_in_bfloat16() -> None:
     def words(m: int, dtype: torch.dtype, group_size: int) -> str:
         weight = make_weight(48, 512, 4, group_size, "zero").packed
         return epiloq.explain("weight_only_mm", torch.zeros(m, 512, dtype=dtype), weight)
@@ -99,14 +99,12 @@ def test_only_many_tokens_of_bfloat16_round_weights() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("m", "k", "group_size"), [(150, 4096, 32), (300, 4000, 64), (65, 96, -1), (130, 64, 32)])
-def test_many_tokens_by_parts_of_k_and_of_the_tokens(
-    seed: int, m: int, k: int, group_size: int, dtype: torch.dtype
-) -> None:
+def test_large_m_in_chunks_of_k_and_m(seed: int, m: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     for bits, kind in ((4, "zero"), (8, "symmetric")):
         run_and_assert_close("cpu", m, 40, k, bits, group_size, kind, dtype, bias=True, clamp=(-2.0, 3.0))
 
 
-def test_every_type_of_token_goes_into_tiles_where_there_are_any() -> None:
+def test_every_token_dtype_uses_tiles_if_supported() -> None:
     weight = make_weight(48, 256, 4, 32, "zero").packed
     words = [
         epiloq.explain("weight_only_mm", torch.zeros(40, 256, dtype=dtype), weight)
@@ -141,7 +139,7 @@ def test_threads_do_not_change_a_bit(seed: int, threads: int, bits: int, m: int)
     assert torch.equal(epiloq.weight_only_mm(x, weight), shared)
 
 
-def test_a_token_does_not_depend_on_the_others(seed: int) -> None:
+def test_tokens_are_independent(seed: int) -> None:
     weight = make_weight(100, 640, 4, 32, "offset").packed
     x = torch.randn(16, 640)
     together = epiloq.weight_only_mm(x, weight)

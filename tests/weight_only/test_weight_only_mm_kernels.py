@@ -128,7 +128,7 @@ def all_kernels() -> list[tuple[str, int, int]]:
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("m", [1, 2, 7, 40])
-def test_tokens_wait_for_the_kernel_that_writes_them(seed: int, m: int) -> None:
+def test_kernels_wait_for_the_producer_of_tokens(seed: int, m: int) -> None:
     """A chain of products with the unit matrix, nothing in between: each starts while the one before still runs."""
     n, links = 512, 40
     x = torch.randn(m, n, device="cuda").half()
@@ -177,7 +177,7 @@ def test_weights_that_a_kernel_of_torch_has_just_written(seed: int, m: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 2, 8, 64])
-def test_nothing_is_read_past_the_ends(seed: int, m: int) -> None:
+def test_no_reads_out_of_bounds(seed: int, m: int) -> None:
     """Guards of NaN around x, in the row's own padding above all, leave no trace."""
     for n, k, dtype in itertools.product((17, 100), (33, 100, 576), HALVES):
         weight = make_weight(n, k, 4, 32, "zero", device="cuda")

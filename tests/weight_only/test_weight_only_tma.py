@@ -63,7 +63,7 @@ def unit_weight(n: int, k: int, columns: Tensor, dtype: torch.dtype) -> epiloq.P
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [4, 8])
 @each_kernel
-def test_integers_reach_their_places(kernel: Kernel, bits: int, dtype: torch.dtype) -> None:
+def test_integers_are_at_their_positions(kernel: Kernel, bits: int, dtype: torch.dtype) -> None:
     """Fragments: rows of the unit matrix read q - zero back, without scales, splits or ragged edges."""
     values, n, k = 1 << bits, 512, 256
     q = (torch.arange(n * k).view(n, k) * 3 + torch.arange(n)[:, None]) % values
@@ -78,7 +78,7 @@ def test_integers_reach_their_places(kernel: Kernel, bits: int, dtype: torch.dty
 
 
 @each_kernel
-def test_tokens_reach_their_places(seed: int, kernel: Kernel) -> None:
+def test_tokens_are_at_their_positions(seed: int, kernel: Kernel) -> None:
     """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles."""
     n, k, tile = 300, 384, TILES[kernel]
     columns = torch.randint(k, (n,), device="cuda")
@@ -111,7 +111,7 @@ def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, sca
 
 @pytest.mark.parametrize("bits", [4, 8])
 @each_kernel
-def test_a_ring_of_stages_goes_round(seed: int, kernel: Kernel, bits: int) -> None:
+def test_stages_wrap_around(seed: int, kernel: Kernel, bits: int) -> None:
     """Barriers and phases: more steps than stages, which are fewer by 8 bits; the last of them short, or fewer than
     split K within a CTA; sums of integers, exact in any order."""
     for k in (128, 256, 1152, 2056, 8192):
@@ -125,7 +125,7 @@ def test_a_ring_of_stages_goes_round(seed: int, kernel: Kernel, bits: int) -> No
 
 
 @each_kernel
-def test_a_block_takes_several_tiles(seed: int, kernel: Kernel) -> None:
+def test_persistent_cta_runs_several_tiles(seed: int, kernel: Kernel) -> None:
     """The pipeline continues from tile to tile, while the last one is stored: more tiles than SMs, again exact."""
     n, k = 20_001, 640
     q = torch.randint(-8, 8, (n, k), device="cuda")
@@ -138,7 +138,7 @@ def test_a_block_takes_several_tiles(seed: int, kernel: Kernel) -> None:
 
 
 @each_kernel
-def test_blocks_of_a_cluster_share_k(seed: int, kernel: Kernel) -> None:
+def test_split_k_over_a_cluster(seed: int, kernel: Kernel) -> None:
     """The sum through distributed shared memory: as above, by splits that divide the steps and that do not."""
     n, k = 700, 1280
     q = torch.randint(-8, 8, (n, k), device="cuda")
@@ -187,7 +187,7 @@ def test_layers(seed: int, kernel: Kernel, bits: int, group_size: int, dtype: to
 
 
 @each_kernel
-def test_what_the_previous_kernel_wrote(seed: int, kernel: Kernel) -> None:
+def test_weights_written_by_the_previous_kernel(seed: int, kernel: Kernel) -> None:
     """Overlapping launches: tokens, weights and the output's old readers belong to the kernel just before."""
     n, k, m = 1024, 2048, TILES[kernel]
     columns = [torch.randint(k, (n,), device="cuda") for _ in range(4)]

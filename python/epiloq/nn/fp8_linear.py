@@ -138,7 +138,7 @@ class Fp8Linear(PreparedLinear):
         if not multiplies_float8(x.device):
             return self._call(x, parts)
         if self.activation == "tensor":
-            refuse_batch_invariant("epiloq.nn.Fp8Linear", "one scale of all tokens depends on all of them")
+            refuse_batch_invariant("epiloq.nn.Fp8Linear", "a scale per tensor depends on all tokens")
         call = self._direct(self._limited(x), HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
         if call is not None:
             call += [self.activation == "token", threads_for(x)]

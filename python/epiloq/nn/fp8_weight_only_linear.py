@@ -13,7 +13,7 @@ from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
 
-# What `quantize_fp8` calls the blocks for which it measures scales.
+# Granularity of `quantize_fp8` for each block.
 _GRANULARITIES: dict[tuple[int, ...], str] = {(1, -1): "token", (-1, -1): "tensor", (FP8_BLOCK, FP8_BLOCK): "block"}
 
 
@@ -56,7 +56,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         self.block = block[0], block[1]
         shape = (out_features, in_features)
         scales = tuple(1 if size == -1 else -(-whole // size) for size, whole in zip(block, shape, strict=True))
-        # The kernel loads 16 columns at once. More columns must not have more scales.
+        # The kernel loads 16 columns at once. Padding columns must not need additional scales.
         multiple = K_MULTIPLE if block[1] == -1 or block[1] % K_MULTIPLE == 0 else 1
         self._hold("weight_q", shape, (1, multiple), self.WEIGHT_DTYPE, device)
         self._hold("weight_scale", scales, (1, 1), torch.float32, device)

@@ -38,7 +38,7 @@ def quantise_weight(
         return q, scale, offset
     low, high = RANGES[bits]
     n, k = weight.shape
-    # The last block repeats its last value, which leaves its range as it is.
+    # The last block is padded with its last value, which does not change its range.
     blocks = -(-k // group_size)
     columns = torch.arange(blocks * group_size, device=weight.device).clamp_max(k - 1)
     by_block = weight.float()[:, columns].view(n, blocks, group_size)
@@ -48,7 +48,7 @@ def quantise_weight(
     scale = torch.where(reach == 0, torch.ones_like(scale), scale)
     offset = torch.where(reach == 0, hi, hi - high * scale)
     steps = by_block / scale if symmetric else (by_block - offset) / scale
-    # A block that is not finite has parameters that are not; what its q are does not matter.
+    # A non-finite block has non-finite parameters, so its q may be anything.
     q = steps.round().nan_to_num().clamp(low, high).to(torch.int8).view(n, -1)[:, :k]
     return q.contiguous(), scale.squeeze(2), None if symmetric else offset.squeeze(2)
 
@@ -245,7 +245,7 @@ class OnlineQuantLinear(FrozenLinear):
             state_dict.update({prefix + name: tensor for name, tensor in self._packed(given).items()})
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        if given:  # What is missing beside has the names that it would come under.
+        if given:  # missing tensors are reported by their names in files
             missing = [key for key in missing if key not in (f"{prefix}weight_q", f"{prefix}weight_parameters")]
             missing += [prefix + name for name in shapes if name not in given]
         missing_keys += missing

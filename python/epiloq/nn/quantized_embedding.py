@@ -232,21 +232,21 @@ def factor_of(embedding: nn.Module) -> tuple[float, bool]:
     if not isinstance(embedding, nn.Embedding):
         raise ValueError(f"{where}: expected a torch.nn.Embedding, got {type(embedding).__name__}")
     if embedding.max_norm is not None:
-        raise ValueError(f"{where}: max_norm: expected None, for it rewrites rows as they are read")
+        raise ValueError(f"{where}: max_norm: expected None, because it modifies rows when they are read")
     for name in _ONLY_FOR_GRADIENTS:
         if getattr(embedding, name):
-            raise ValueError(f"{where}: {name}: expected False, for a quantised weight has no gradient")
+            raise ValueError(f"{where}: {name}: expected False, because a quantised weight has no gradient")
     check_readable("QuantizedEmbedding", embedding, "embedding")
     parameters = [name for name, _ in embedding.named_parameters()]
     if parameters != ["weight"] or list(embedding.children()) or torch.nn.utils.parametrize.is_parametrized(embedding):
-        raise ValueError(f"{where}: expected a weight alone, got {', '.join(parameters)}")
+        raise ValueError(f"{where}: expected no parameter except weight, got {', '.join(parameters)}")
     if type(embedding) is nn.Embedding:
         return 1.0, False
     found = _probed(embedding)
     if found is None:
         raise ValueError(
-            f"{where}: {type(embedding).__name__}: expected rows as they are, or times embed_scale; "
-            "leave it in floating point"
+            f"{where}: {type(embedding).__name__}: expected an embedding that returns its rows, possibly multiplied by "
+            "embed_scale; leave it in floating point"
         )
     return found
 
@@ -273,12 +273,12 @@ def _probed(embedding: nn.Embedding) -> tuple[float, bool] | None:
     ids = torch.tensor([[3, 0, 11], [7, 7, 1]])
     try:
         y = type(embedding).forward(small, ids)
-    except Exception:  # Whatever a subclass raises on plain ids, it is no plain embedding.
+    except Exception:  # a subclass that cannot look up plain ids is not supported
         return None
     plain = weight[ids]
     for rounded in (True, False):
         factor: Any = torch.full((), scale, dtype=plain.dtype) if rounded else float(scale)
         if isinstance(y, Tensor) and y.dtype == plain.dtype and torch.equal(y, plain * factor):
-            # In float32 either is the same.
+            # In float32, rounding the factor makes no difference.
             return float(scale), rounded and float(scale) != 1.0
     return None

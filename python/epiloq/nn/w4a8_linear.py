@@ -116,7 +116,7 @@ class W4A8Linear(PackedLinear):
 
     @torch.no_grad()
     def _run_directly(self, x: Tensor, parts: Sequence[Any]) -> Tensor:
-        """`_run` without the checks that `takes_directly` and the layer have made."""
+        """`_run` without checks that `takes_directly` and the layer have already done."""
         if parts[1] is not None and parts[1].device != x.device:  # torch adds nothing where it is on the meta device
             raise ValueError(f"epiloq.w4a8_mm: bias: expected one on {x.device}, got one on {parts[1].device}")
         rows = x.view(-1, self.in_features)

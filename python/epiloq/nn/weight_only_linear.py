@@ -136,7 +136,7 @@ def run_weight_only(layer: PackedLinear, x: Tensor, parts: Sequence[Any]) -> Ten
     n, k = layer.out_features, layer.in_features
     numbers = (layer.bits, n, k, layer.group_size)
     if perm is None and not (x.is_cuda and (k % 8 or x.data_ptr() % 16)):
-        # Arguments by position and sizes without a tuple: the other way each takes half a microsecond more.
+        # Keyword arguments and a tuple of sizes would each cost half a microsecond.
         y = x.new_empty(*x.shape[:-1], n)
         if _core.weight_only_mm(y, x, q, scale, zero, offset, bias, *numbers, -inf, inf, None, threads_for(x)):
             return y

@@ -1,4 +1,4 @@
-"""A quantised linear layer as matrices that can be split: integers, scales and zero points, in the weight's order."""
+"""Decomposition of a quantised linear layer into matrices that can be split: integers, scales and zero points."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from epiloq.weights.packed_weight import pack_weight
 
 
 class BlockedTensor(NamedTuple):
-    """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and the numbers of the weight's rows and columns that
-    share an element. 0 means all: such a tensor is the same in every shard."""
+    """A tensor of a layer, ``[rows, columns]`` or ``[rows]``, and the numbers of rows and columns of the weight that
+    share an element of it. 0 means all: such a tensor is the same in every shard."""
 
     tensor: Tensor
     rows: int
@@ -41,10 +41,10 @@ class BlockedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers of a class are split and merged.
+    """Functions that take apart and create layers of a class, for splitting and merging them.
 
     take
-        A layer's tensors by name, with the integers under "q".
+        Returns a layer's tensors by name, with the integers as "q".
     make
         Creates a layer ``[n, k]`` from tensors with these names and the options of another layer.
     tail
@@ -90,7 +90,7 @@ def _packed_take(layer: Any) -> dict[str, BlockedTensor]:
 
 
 def _scaled_take(layer: Any) -> dict[str, BlockedTensor]:
-    """The vector of inputs that are scaled, which belongs to the weight's columns."""
+    """The vector that scales inputs; it has one element per column of the weight."""
     scale = layer._parameters.get(SCALE)
     return {} if scale is None else {SCALE: BlockedTensor(scale.detach()[None], 0, 1)}
 
@@ -128,7 +128,7 @@ def _table_take(layer: Any) -> dict[str, BlockedTensor]:
     n, k, block = layer.out_features, layer.in_features, layer.block_size
     packed = layer._stored("weight_q")
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
-    # Blocks run through the rows: of as many columns as divide both, every row begins one.
+    # Blocks continue across rows. Units of gcd(block, k) columns lie in one row and in one block.
     unit = math.gcd(block, k)
     scale = layer._stored("weight_scale").repeat_interleave(block // unit)[: n * k // unit].view(n, k // unit)
     table = BlockedTensor(layer._stored("weight_table"), 0, 0)
@@ -138,7 +138,7 @@ def _table_take(layer: Any) -> dict[str, BlockedTensor]:
 def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
     block, scale = options["block_size"], tensors["weight_scale"]
     unit = k // scale.shape[1]
-    # A shard whose rows do not begin on blocks has smaller ones.
+    # A shard whose rows do not begin at blocks has smaller blocks.
     length = block if k % unit == 0 and (n, k) == (layer.out_features, layer.in_features) else unit
     codes = nn.functional.pad(tensors["q"].flatten(), (0, n * k % 2)).view(-1, 2)
     made = TableLinear(k, n, False, block_size=length, device="meta", dtype=layer.dtype)

@@ -17,7 +17,7 @@ from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
 
 _NAME = "epiloq.parallel: quantise_first"
-# torch 2.13 has a new name for it, and warns of the old one.
+# torch 2.13 renamed the function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -110,7 +110,7 @@ def check_takes(layer: nn.Module) -> None:
         known = ", ".join(kind.__name__ for kind in _KINDS)
         raise ValueError(f"{_NAME}: expected one of {known}, got {type(layer).__name__}")
     if isinstance(layer, Fp8Linear) and layer.activation == "tensor":
-        raise ValueError(f"{_NAME}: expected activations with a scale a token or a static one, got one a tensor")
+        raise ValueError(f"{_NAME}: expected activations with a scale per token or a static one, got one per tensor")
 
 
 def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
@@ -122,7 +122,7 @@ def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
     def forward(x: Tensor) -> Tensor:
         x = convert_input(layer, x)
         if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(f"{_NAME}: gradients: expected none, for integers travel")
+            raise NotImplementedError(f"{_NAME}: gradients: expected none, because integers are sent")
         first = x.movedim(dim, 0)
         layer._check_width(first)
         tokens = quantise(layer, dense_rows(first.reshape(-1, layer.in_features))).gathered(mesh)

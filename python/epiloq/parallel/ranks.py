@@ -19,9 +19,9 @@ def ended() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Of gloo's last line, the sentence that says what happened, without the place in its sources.
+        # The first sentence of gloo's last line, without the source location.
         message = re.sub(r"^\[[^]]*\]\s*", "", (str(error).strip().splitlines() or [""])[-1]).partition(". ")[0]
-        raise ConnectionError(f"{_NAME}: expected an answer of every rank, but one has ended: {message}") from error
+        raise ConnectionError(f"{_NAME}: expected an answer from every rank, but one has ended: {message}") from error
 
 
 def all_gather(value: Any, group: Any = None) -> list[Any]:
@@ -33,20 +33,20 @@ def all_gather(value: Any, group: Any = None) -> list[Any]:
 
 
 def check_same(own: Mapping[str, Any], name: str, group: Any = None) -> None:
-    """Raise ValueError on every rank unless all give the same small values. `name` begins its message."""
+    """Raise ValueError on every rank, with a message that begins with `name`, unless these small values are equal."""
     everyone = all_gather(dict(own), group)
     for rank, given in enumerate(everyone):
         for key in sorted(everyone[0].keys() | given.keys()):
             first, other = everyone[0].get(key), given.get(key)
             if first != other:
                 text = isinstance(first, str) and isinstance(other, str)
-                which = f"has {other} where rank 0 has {first}" if text else "has another than rank 0"
+                which = f"has {other} and rank 0 has {first}" if text else "has a different one than rank 0"
                 raise ValueError(f"{name}: expected the same {key} on every rank, but rank {rank} {which}")
 
 
 @contextmanager
 def together(group: Any = None) -> Iterator[None]:
-    """Raise an error of one rank inside this context, as a ValueError, on every rank. Nothing is exchanged inside."""
+    """Raise an error of one rank as a ValueError on every rank. The body must not communicate."""
     error: Exception | None = None
     try:
         yield
@@ -61,7 +61,7 @@ def together(group: Any = None) -> Iterator[None]:
 
 
 def to_first(value: Any, group: Any = None) -> list[Any] | None:
-    """Gather a value from every rank on the group's first, in order; None on the others."""
+    """Gather a value from every rank, in order, on the group's first rank; returns None on the others."""
     first = dist.get_rank(group) == 0
     found: list[Any] | None = [None] * dist.get_world_size(group) if first else None
     with ended(), torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Shards of a quantised linear layer by rows or columns, and the whole layer from its shards."""
+"""Sharding of a quantised linear layer by rows or columns, and joining of shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epiloq._torch.parameters import FrozenParameter
 from epiloq.formats.epiloq_modules import Options
 from epiloq.parallel.blocked_tensors import BlockedTensor, cut_of, options_of
 
-# Columns that share a scale in a shard of columns in activation order, whose groups came apart.
+# Group size in column shards of a layer in activation order, whose groups are split among shards.
 _SUBGROUP = 32
 _BIAS = "bias_of_sum"
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules", "training"}
@@ -23,13 +23,13 @@ _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules", "tra
 
 @dataclass(frozen=True)
 class Shard:
-    """What a layer is a shard of, in the attribute ``shard`` of the layer.
+    """Position of a shard in its layer, stored as the layer's attribute ``shard``.
 
     rows, columns
-        Of the whole weight, whose shape is ``[out_features, in_features]``.
+        Ranges in the whole weight, whose shape is ``[out_features, in_features]``.
     head, tail, above
-        Columns of zeros before and after the input, so that scale groups begin and end where they did, and rows of
-        the layer above the first of the shard, which share its scales.
+        Zero columns before and after the input that keep the boundaries of scale groups, and the rows of the layer
+        above the shard's first that share its scales.
     """
 
     out_features: int
@@ -41,19 +41,18 @@ class Shard:
     tail: int = 0
     above: int = 0
     order: Tensor | None = None
-    """The whole weight's activation order."""
+    """The activation order of the whole weight."""
 
 
 def part_of(size: int, rank: int, parts: int) -> range:
-    """The rows or columns, of `size`, that belong to a rank, as by ``torch.chunk``: the last ranks may have fewer or
-    none."""
+    """Range of rows or columns out of `size` for a rank, as by ``torch.chunk``: the last ranks may have fewer."""
     length = -(-size // parts)
     return range(min(size, rank * length), min(size, (rank + 1) * length))
 
 
 @torch.no_grad()
 def shard_rows(layer: nn.Module, begin: int, end: int) -> nn.Module:
-    """Output features `begin` to `end` (any, but at least one) of a quantised linear layer, with their bias.
+    """Create a layer of the output features `begin` to `end` of a quantised linear layer, with their bias.
 
     Given the whole input ``[…, in_features]`` it returns these columns of the output, ``[…, end - begin]``,
     bit-identical if products are exact sums. The original layer is not changed. Raises ValueError unless it is one of
@@ -64,7 +63,7 @@ def shard_rows(layer: nn.Module, begin: int, end: int) -> nn.Module:
 
 @torch.no_grad()
 def shard_columns(layer: nn.Module, begin: int, end: int) -> nn.Module:
-    """Input features `begin` to `end` (any, but at least one) of a quantised linear layer, without its bias.
+    """Create a layer of the input features `begin` to `end` of a quantised linear layer, without its bias.
 
     Given the input's columns ``[…, end - begin]`` it returns a summand ``[…, out_features]`` of the output; the bias
     is the shard's `bias_of_sum`, to be added once to the sum. Dynamic activation scales are computed from these
@@ -187,7 +186,7 @@ def _reordered(
 
 
 def padded_input(shard: Shard, x: Tensor) -> Tensor:
-    """The input of a shard, padded with zeros. Raises ValueError for another width."""
+    """Pad the input of a shard with zeros. Raises ValueError for another width."""
     if x.dim() == 0 or x.shape[-1] != len(shard.columns):
         raise ValueError(
             f"epiloq.parallel: x: expected shape [.., {len(shard.columns)}], the input features {shard.columns.start} "
@@ -212,7 +211,7 @@ def _after(layer: Any, inputs: Any, y: Tensor) -> Tensor:
 
 
 def bare(layer: nn.Module) -> nn.Module:
-    """A shard without hooks, on the CPU, for sending."""
+    """Return a shard without hooks, on the CPU, for sending."""
     found = type(layer).__new__(type(layer))
     nn.Module.__init__(found)
     vars(found).update({name: value for name, value in vars(layer).items() if name not in _HOOKS and name != "forward"})
@@ -234,7 +233,7 @@ def join(shards: Sequence[Any]) -> nn.Module:
     n, k, options = first.out_features, first.in_features, first.options
     missing = _missing([each.shard for each in shards])
     if missing or any((s.shard.out_features, s.shard.in_features, s.shard.options) != (n, k, options) for s in shards):
-        raise ValueError(f"epiloq.parallel.join: shards: expected all of one layer [{n}, {k}]{missing}")
+        raise ValueError(f"epiloq.parallel.join: shards: expected all shards of one layer [{n}, {k}]{missing}")
     cut, device = cut_of(shards[0]), shards[0].weight_q.device
     whole: dict[str, Tensor] = {}
     for layer in shards:
@@ -278,7 +277,7 @@ def _missing(shards: Sequence[Shard]) -> str:
 def _place(whole: dict[str, Tensor], name: str, block: BlockedTensor, shard: Shard) -> None:
     """Copy a shard's tensor to its position in the whole layer's."""
     given, n, k = block.tensor, shard.out_features, shard.in_features
-    # Zeros in front begin a group, so that shards begin on whole elements.
+    # With the zero columns, a shard begins at the beginning of a group, that is, at an element.
     row, column = shard.rows.start - shard.above, shard.columns.start - shard.head
     shape, place = list(given.shape), [slice(None)] * given.ndim
     for dim, (unit, begin, size) in enumerate(((block.rows, row, n), (block.columns, column, k))):

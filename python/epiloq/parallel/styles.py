@@ -55,7 +55,7 @@ class _Sum(torch.autograd.Function):
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' tensors, on all of them."""
+    """Sum the tensors of all ranks; every rank gets the result."""
     if torch.is_grad_enabled() and y.requires_grad:
         return _Sum.apply(y, mesh.get_group())  # type: ignore[no-any-return, no-untyped-call]
     y = y.contiguous()
@@ -73,7 +73,7 @@ def _own(size: int, what: str, mesh: DeviceMesh) -> range:
     own = part_of(size, mesh.get_local_rank(), mesh.size())
     if (mesh.size() - 1) * -(-size // mesh.size()) >= size:
         raise ValueError(
-            f"{_NAME}: device_mesh: expected ranks of which each gets some of {size} {what}, got {mesh.size()}"
+            f"{_NAME}: device_mesh: expected few enough ranks that each gets some of {size} {what}, got {mesh.size()}"
         )
     return own
 
@@ -180,7 +180,7 @@ class RowwiseParallel(TorchRowwise):
         if self.output_layouts == (Replicate(),) and self.use_local_output:
             y = summed(y, mesh)
             return y if bias is None else y + bias.to(y.dtype)
-        # One rank adds it before the sum, for ranks that share a sum may each get a part of it.
+        # One rank adds the bias before the sum, because after a reduce-scatter each rank has only a part of it.
         if bias is not None and mesh.get_local_rank() == 0:
             y = y + bias.to(y.dtype)
         return _laid_out(

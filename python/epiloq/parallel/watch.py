@@ -25,8 +25,8 @@ def watch_ranks(patience: float = PATIENCE) -> Iterator[None]:
     the exchanges. A rank that computes for a long time is not considered dead; nor is one whose main thread is in a
     deadlock, which only the group's timeout ends.
 
-    All ranks enter it, after ``init_process_group`` or a model's ``from_pretrained``. A rank that leaves it is not
-    missed; if one leaves it by an exception, the others end. They print the reason to stderr and exit with status 1.
+    All ranks must enter it, after ``init_process_group`` or a model's ``from_pretrained``. A rank that leaves it is no
+    longer watched; if it leaves by an exception, the other ranks print the reason to stderr and exit with status 1.
 
     Args:
         patience: seconds without a sign of life after which a rank counts as dead. Time in which this process itself
@@ -41,7 +41,7 @@ def watch_ranks(patience: float = PATIENCE) -> Iterator[None]:
         )
     if not patience > 0:
         raise ValueError(f"{_NAME}: watch_ranks: patience: expected seconds above 0, got {patience}")
-    # A connection of its own, for a thread that waits in a store blocks others.
+    # The thread uses a separate connection, because a thread that waits in a store blocks others.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.distributed_c10d.PrefixStore("epiloq/watch", default.clone())
     heart = Heartbeat(

@@ -43,7 +43,7 @@ def check_request(settings: Settings) -> None:
     choose(settings.scheme, settings.layout, settings.symmetric)
     output, target = settings.output, TARGETS[settings.scheme]
     if settings.budget is not None and ALGORITHMS[settings.algorithm].learn:
-        raise ValueError(f"{settings.algorithm}: trains a block's layers by one scheme, and has no budget")
+        raise ValueError(f"{settings.algorithm}: trains all layers of a block in one scheme and cannot have a budget")
     for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
         if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
             raise ValueError(f"{option} {CHOSEN}: expected --bytes as well, which counts all weights")
@@ -55,11 +55,11 @@ def check_request(settings: Settings) -> None:
     if settings.symmetric and not isinstance(target.base, Grid):
         raise ValueError(f"{settings.scheme} has no integers with zero points to leave out (--symmetric)")
     if ALGORITHMS[settings.algorithm].learn and not isinstance(target.base, Grid):
-        raise ValueError(f"{settings.algorithm} learns integers with zero points, which {settings.scheme} has not")
+        raise ValueError(f"{settings.algorithm} requires integers with zero points; {settings.scheme} has none")
     if settings.tune < 0:
         raise ValueError(f"--tune: expected at least 0 steps, got {settings.tune}")
     if settings.tune and not isinstance(target.base, Grid):
-        raise ValueError(f"--tune: trains the scales of integers, which {settings.scheme} has not")
+        raise ValueError(f"--tune: requires a scheme of integers, whose scales it trains; {settings.scheme} has none")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
@@ -112,7 +112,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
             )
     pattern = settings.keep_dynamic
     if pattern is not None and pattern != AUTO and not any(fnmatchcase(name, pattern) for name in found.layers):
-        raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layers' names, but none is like {pattern!r}")
+        raise ValueError(f"--keep-dynamic: expected {AUTO} or a pattern of layer names, no layer matches {pattern!r}")
     return found
 
 
@@ -135,10 +135,10 @@ def check_generates(model: nn.Module, folder: Path) -> None:
 
 @contextmanager
 def report_lock_holder(settings: Settings) -> Iterator[None]:
-    """Raise ValueError that names the process that is already writing an output."""
+    """Raise ValueError, which names the process, if another one is already writing the output."""
     try:
         yield
     except Held as error:
         raise ValueError(
-            f"{settings.output}: {error}, is at work on it: wait for that run to end, or choose another output"
+            f"{settings.output}: {error}, is writing it: wait for that run to end, or choose another output"
         ) from None

@@ -35,7 +35,7 @@ def layer_errors(report: Mapping[str, Any]) -> str:
 
 
 def input_errors(report: Mapping[str, Any]) -> str:
-    """Error of one scale for all tokens, against a scale per token, for each distinct input; circles: kept dynamic."""
+    """Error with one scale for all tokens and with a scale per token, for each input; circles: kept dynamic."""
     errors: Mapping[str, Mapping[str, Any]] = report["input_errors"]
     with canvas(3.4) as figure:
         axes = figure.subplots()
@@ -55,7 +55,7 @@ def input_errors(report: Mapping[str, Any]) -> str:
 
 
 def sizes(report: Mapping[str, Any]) -> str:
-    """Bytes of weights on the disk before and after."""
+    """Bytes of weight files before and after."""
     before, after = report["bytes_before"] / 1e6, report["bytes_after"] / 1e6
     with canvas(1.5) as figure:
         axes = figure.subplots()
@@ -107,7 +107,7 @@ def times(report: Mapping[str, Any]) -> str:
 
 
 def scales(report: Mapping[str, Any]) -> str:
-    """How often scales of each size occur, among all groups of all layers."""
+    """Histogram of the scales of all groups of all layers."""
     histogram = report["scales"]
     counts: Sequence[int] = histogram["counts"]
     edges = [2.0**edge for edge in histogram["log2_edges"]]

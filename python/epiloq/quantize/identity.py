@@ -42,7 +42,7 @@ def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Seque
 
 
 def facts(settings: Settings, identity: dict[str, Any], source: Checkpoint, grid: object) -> dict[str, Any]:
-    """What must be the same on all ranks, by the name that a message gives it."""
+    """Everything that must be equal on all ranks, by its name in messages."""
     same = {key: value for key, value in identity.items() if key != "model"}
     options = {key: value for key, value in asdict(settings).items() if key not in ("model", "device", "command")}
     model = fingerprint(settings.model, {"config.json", *source.files.values()})

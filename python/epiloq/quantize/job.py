@@ -53,7 +53,7 @@ LOCK = "lock"
 
 @dataclass(frozen=True)
 class Job:
-    """Checked settings, and what they imply for the model. Nothing has been written yet.
+    """Checked settings and the resulting plan for the model. Nothing has been written yet.
 
     residence
         Access to the model's blocks.

@@ -17,7 +17,7 @@ from epiloq.schemes import SCHEMES
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
 DTYPE = torch.bfloat16
-"""Of activations where a layer does not say."""
+"""Dtype of activations for layers that do not determine it."""
 DEFAULT_SCHEMES = ("w8a8-int8", "fp8-token", "fp8-block", "w4a16-g128")
 _CANDIDATES: Mapping[str, Callable[..., tuple[str, str, list[tuple[str, float]]]]] = {
     "scaled_mm": _core.candidates_scaled_mm,
@@ -60,7 +60,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class _Product:
-    """A layer's product, without tokens."""
+    """A layer's product for any number of tokens."""
 
     operation: str
     n: int
@@ -98,7 +98,7 @@ def _weight_only(layer: PackedLinear, dtype: str) -> _Product:
 
 
 def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
-    """Few tokens are multiplied in 16 bits; many in float8, if there is a kernel."""
+    """Products with few tokens run in 16 bits, others in float8 if there is a kernel."""
     few = _weight_only(layer, "bfloat16")
     if layer.activation == "int8" or layer.weight_zero is not None:
         yield few
@@ -125,7 +125,7 @@ def _products_of(layer: nn.Module) -> Iterator[_Product]:
 
 
 def _layers_of(what: Any, schemes: Sequence[str]) -> Iterator[nn.Module]:
-    """Quantised layers: those of the model or, if it has none, those that its linear layers would become."""
+    """Yield the quantised layers of a model or, if it has none, those that its linear layers become by each scheme."""
     if isinstance(what, nn.Module):
         own = [layer for layer in what.modules() if any(_products_of(layer))]
         shapes = {(layer.out_features, layer.in_features) for layer in what.modules() if isinstance(layer, nn.Linear)}
@@ -158,9 +158,10 @@ def _check(tokens: Sequence[int], schemes: Sequence[str]) -> None:
 def problems_of(
     what: nn.Module | Iterable[Any], tokens: Sequence[int], schemes: Sequence[str] = DEFAULT_SCHEMES
 ) -> list[Problem]:
-    """The distinct products for these numbers of tokens: of a model's layers, of a layer, or of what a shape ``(N, K)``
-    or a linear layer of a float model becomes under each scheme. Products without a choice of kernels, such as those of
-    2 and 3 bits, are left out.
+    """Return the distinct products of a model, layers or shapes ``(N, K)`` for these numbers of tokens.
+
+    A shape or a float linear layer stands for the layers that it becomes by each scheme. Products without a choice of
+    kernels, such as those with 2 and 3 bits, are left out.
 
     Raises ValueError or TypeError, which name the argument of `epiloq.tune`; ValueError also if there is nothing to
     tune.

@@ -1,4 +1,4 @@
-"""The file of tuned choices, and the selection that applies to a GPU."""
+"""File of tuned kernel choices, and selection of those that apply to a GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from epiloq import _core
 from epiloq.files import write_text
 
 VARIABLE = "EPILOQ_TUNING"
-"""The environment variable that names the file; "off": none is read."""
+"""Environment variable with the file's path; "off" disables it."""
 OFF = "off"
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Card:
-    """A device by index (-1 for none), and the properties that identify its model."""
+    """A GPU: its device index (-1 for none), and the properties that identify its model."""
 
     index: int
     name: str
@@ -40,8 +40,8 @@ def card_of(index: int) -> Card:
 
 
 def cache_path(path: str | os.PathLike[str] | None = None) -> Path | None:
-    """The file of tuned choices: `path`, or the value of EPILOQ_TUNING (None for "off"), or epiloq/tuning.json in the
-    user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    """Path of the file: `path`, else the value of EPILOQ_TUNING (None for "off"), else epiloq/tuning.json in the user's
+    cache folder (XDG_CACHE_HOME, or ~/.cache)."""
     if path is not None:
         return Path(path)
     if value := os.environ.get(VARIABLE):
@@ -63,12 +63,12 @@ class Entry:
 
 
 def _kernels() -> str:
-    """What must be unchanged for a choice to apply: the release and the sources of its kernels."""
+    """Identity of the kernels, by release and sources; choices apply only to the same one."""
     return f"{_core.__version__} {_core.kernel_hash()}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The GPUs of a file. Raises ValueError if it is not a tuning file."""
+    """Read a file's entries by GPU. Raises ValueError if it is not a tuning file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path, card: Card) -> dict[str, Entry]:
-    """The choices that apply to this GPU, by key. Raises ValueError with the reason if none does."""
+    """Read the choices for this GPU, by key. Raises ValueError with the reason if there are none."""
     cards = _read(path)
     if not cards:
         return {}
@@ -97,8 +97,9 @@ def read(path: Path, card: Card) -> dict[str, Entry]:
 
 
 def save(path: Path, card: Card, choices: Mapping[str, Entry], without: Collection[str] = ()) -> None:
-    """Add choices for a GPU to a file, which is created if necessary. Entries for other GPUs are kept, and so are its
-    own for the same kernels, except for the keys `without`.
+    """Add choices for a GPU to a file, which is created if necessary, and remove those with the keys `without`.
+
+    Entries of other GPUs are kept, and those of this GPU if they are for the same kernels.
 
     Raises ValueError if the file is not a tuning file, and OSError if it cannot be written.
     """

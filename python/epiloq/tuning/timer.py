@@ -36,10 +36,13 @@ def forced(kernel: str) -> Iterator[None]:
 
 
 class CudaTimer:
-    """A graph of several calls for each candidate, each with its own weight, so that none is in the cache; the median
-    of replays in random order. Candidates that are much slower in a first round are excluded from the second."""
+    """Times each candidate by a CUDA graph of several calls, each with its own weight, so that the cache is cold.
 
-    CALLS, MOST_BYTES = 10, 600 << 20  # of a graph; of all operands
+    The result is the median of replays in random order. Candidates that are much slower in the first round are left
+    out of the second one.
+    """
+
+    CALLS, MOST_BYTES = 10, 600 << 20  # calls per graph; limit for all operands
     FIRST, SECOND, BEHIND = 2, 9, 1.2
 
     def __init__(self, index: int) -> None:
@@ -67,7 +70,7 @@ class CudaTimer:
         return times
 
     def _capture(self, calls: list[Call], candidate: str) -> torch.cuda.CUDAGraph | None:
-        """None if the device cannot run the kernel, for example because of its shared memory."""
+        """Capture the calls; None if the device cannot run the kernel, for example because of shared memory."""
         graph = torch.cuda.CUDAGraph()
         with forced(candidate):
             try:
@@ -100,7 +103,7 @@ class CudaTimer:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Capturing a graph triggers garbage collection, which can take longer than the timing itself."""
+    """Disable garbage collection, which capturing a graph triggers and which can take longer than the timing."""
     gc.freeze()
     try:
         yield

@@ -20,10 +20,10 @@ from epiloq.tuning.timer import CudaTimer, Timer
 
 TOKENS = (1, 16, 256, 2048)
 MIN_GAIN = 0.02
-"""What a candidate must save of the default's time to replace it: less is within the noise of timing."""
+"""Least fraction of the default's time that a candidate must save to replace it; less would be noise."""
 MOST_EXPECTED = 3.0
-"""Candidates that the cost model expects to take so many times as long as the best are not timed."""
-NO_GPU = "epiloq.tune: needs a CUDA device that epiloq has kernels for, and finds none here"
+"""Candidates are not timed if the cost model predicts this multiple of the best one's time."""
+NO_GPU = "epiloq.tune: expected a CUDA device that epiloq has kernels for, found none"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def tune_problems(
 
 
 def _check_writable(path: Path, card: Card) -> None:
-    """Raises OSError if the file cannot be written, and ValueError if it is not a tuning file."""
+    """Raise OSError if the file cannot be written, and ValueError if it is not a tuning file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"epiloq.tune: path: cannot write {path}")
@@ -125,14 +125,14 @@ def _check_writable(path: Path, card: Card) -> None:
 
 
 def worth_timing(candidates: Candidates) -> list[str]:
-    """Names of the candidates that the cost model does not rule out, and of the default."""
+    """Return the default and the candidates that the cost model does not rule out."""
     expected = candidates.expected_us
     most = MOST_EXPECTED * min((us for us in expected.values() if us > 0), default=0.0)
     return [name for name, us in expected.items() if us <= most or us == 0 or name == candidates.chosen]
 
 
 def _measure(problem: Problem, card: Card, timer: Timer) -> Measured | None:
-    """None if there is only one kernel."""
+    """Time a problem; None if there is only one kernel."""
     try:
         candidates = problem.candidates(card.index)
     except NotImplementedError:

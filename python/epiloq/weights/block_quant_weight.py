@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Kernels step through K by this many values.
 K_MULTIPLE = 128
-# Rows of parameters start on 16 bytes.
+# Rows of parameters start at multiples of 16 bytes.
 N_MULTIPLE = 4
 # Values of a row that share 16 bytes at 4 bits: byte b holds value b and, in its high half, value b + 16.
 PACKED_SPAN = 32
@@ -121,7 +121,7 @@ def prepare(q: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, bi
     n, k = q.shape
     blocks = scale.shape[1]
     by_block = torch.nn.functional.pad(q, (0, blocks * group_size - k)).view(n, blocks, group_size)
-    # In float64, rounded once: a block's sum of dequantised values.
+    # The sum of a block's dequantised values is computed in float64 and rounded once.
     total = by_block.sum(2, dtype=torch.int64) * scale.double()
     if offset is not None:
         count = torch.full_like(offset, group_size, dtype=torch.float64)

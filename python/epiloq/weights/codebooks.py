@@ -194,7 +194,7 @@ class Fp4Grid:
             byte = (torch.frexp(weight.scale).exponent - 1 + fp4.BIAS).to(torch.uint8)
             return {"weight_q": codes, "weight_scale": byte}
         divisor = weight.scale.new_tensor([1.0 if self.divisor is None else self.divisor])
-        # Whose numbers are so far apart that the product's rounding never reaches another.
+        # E4M3 numbers are so far apart that the product's rounding does not change the result.
         scale = (weight.scale * divisor).to(torch.float8_e4m3fn)
         return {"weight_q": codes, "weight_scale": scale, "weight_global_scale": divisor}
 
@@ -216,7 +216,7 @@ class CodedWeight:
 
     @property
     def parameters(self) -> Parameters:
-        """As the grid has them."""
+        """Scales and offsets in the grid's form."""
         return Parameters(self.scale, self.offset)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -228,15 +228,15 @@ class CodedWeight:
         if len(rows) == 1:
             return [self]
         if self.grid.rows != 1:
-            raise ValueError("split: rows: expected those of one layer, for they share scales")
+            raise ValueError("split: rows: expected those of one layer, because they share scales")
         parts = zip(self.q.split(list(rows)), self.parameters.split(rows), strict=True)
         return [replace(self, q=q.clone(), scale=scale, offset=offset) for q, (scale, offset) in parts]
 
 
 Calibrated: TypeAlias = QuantizedWeight | CodedWeight
-"""What algorithms make of a layer's weight."""
+"""A layer's weight as returned by algorithms."""
 
 
 def _check_order(grid: Float8Grid | Fp4Grid | OffsetGrid, perm: Tensor | None) -> None:
     if perm is not None:
-        raise ValueError(f"{grid}: expected columns in the layer's order: static groups, or no activation order")
+        raise ValueError(f"{grid}: expected columns in the layer's order; use static groups, or no activation order")

@@ -1,5 +1,5 @@
-"""Weights that are computed: by hooks before each call (torch.nn.utils' older reparametrisations, pruning), or by
-torch.nn.utils.parametrize when they are read. What is written into one is lost with the next call."""
+"""Weights that are computed by hooks before each call (older reparametrisations of torch.nn.utils, pruning), or by
+torch.nn.utils.parametrize when they are read. Values written to them are lost with the next call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# What each kind of hook sets, and how, without an input and without a change to its own state.
+# For each kind of hook, a function that computes the tensor without an input and without changing the hook's state.
 _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
     WeightNorm: lambda hook, module: setattr(module, hook.name, hook.compute_weight(module)),
     SpectralNorm: lambda hook, module: setattr(module, hook.name, hook.compute_weight(module, False)),
@@ -24,7 +24,7 @@ _KINDS: dict[type, Callable[[Any, nn.Module], None]] = {
 
 _PARTS = ("weight", "bias")
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# How each kind leaves what it computes as a parameter.
+# For each kind of hook, the function of torch that removes it and makes the computed tensor a parameter.
 _REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
     WeightNorm: remove_weight_norm,
     SpectralNorm: remove_spectral_norm,
@@ -33,7 +33,7 @@ _REMOVALS: dict[type, Callable[[nn.Module, str], object]] = {
 
 
 class NotFiniteError(ValueError):
-    """A weight with NaN or infinity, of which no rounding makes sense."""
+    """A weight contains NaN or infinity, which cannot be rounded to a grid."""
 
 
 def check_readable(name: str, module: nn.Module, argument: str) -> None:
@@ -42,8 +42,8 @@ def check_readable(name: str, module: nn.Module, argument: str) -> None:
     if not isinstance(weight, Tensor):
         others = ", ".join(tensor for tensor, _ in [*module.named_parameters(), *module.named_buffers()])
         raise ValueError(
-            f"{name}: {argument}.weight: expected a tensor, got none, but {others or 'no tensor'}: what another "
-            "library quantised is opened by epiloq from its files, or quantised anew from the float model"
+            f"{name}: {argument}.weight: expected a tensor, got none, but {others or 'no tensor'}: open a model that "
+            "another library quantised with epiloq from its files, or quantise the float model"
         )
     expected, kind = "a dense tensor, one", str(weight.dtype)
     if is_traceable_wrapper_subclass(weight):
@@ -61,7 +61,7 @@ def check_readable(name: str, module: nn.Module, argument: str) -> None:
 
 
 def check_finite(where: str, weight: Tensor) -> None:
-    """Raise NotFiniteError, for `where`, unless every value of a weight is finite. On "meta" there are none."""
+    """Raise NotFiniteError, with the prefix `where`, unless all values are finite. Tensors on "meta" pass."""
     if weight.is_meta or weight.numel() == 0:
         return
     low, high = torch.aminmax(weight.detach())
@@ -70,15 +70,15 @@ def check_finite(where: str, weight: Tensor) -> None:
 
 
 def computed_parts(module: nn.Module) -> list[str]:
-    """Which of "weight" and "bias" are computed."""
+    """Return those of "weight" and "bias" that are computed."""
     return [part for part in _PARTS if part in module.__dict__ or parametrize.is_parametrized(module, part)]
 
 
 def bake_(name: str, module: nn.Module) -> None:
-    """Make parameters of a computed weight and bias, with the values they have now, so that they can be written to.
+    """Replace a computed weight and bias by parameters with their current values, so that they can be written to.
 
-    Parametrisations and hooks that computed them go. Call it in evaluation mode, in which computing them changes no
-    state. Raises ValueError, for `name`, where what computes them cannot be removed.
+    Their parametrisations and hooks are removed. Call it in evaluation mode, in which computing them changes no state.
+    Raises ValueError, with the prefix `name`, if a parametrisation cannot be removed.
     """
     parts = computed_parts(module)
     if not parts:
@@ -109,7 +109,7 @@ _HOOKS = (
 
 
 def carry_hooks_over(before: nn.Module, after: nn.Module) -> None:
-    """Have a module call another's hooks, which their handles still remove, but for those that compute a weight."""
+    """Move hooks to another module, except those that compute a weight; their handles still remove them."""
     for name in _HOOKS:
         setattr(after, name, getattr(before, name))
     computing = {key for key, hook in before._forward_pre_hooks.items() if isinstance(hook, tuple(_KINDS))}
@@ -119,9 +119,9 @@ def carry_hooks_over(before: nn.Module, after: nn.Module) -> None:
 
 
 def refresh(name: str, module: nn.Module) -> None:
-    """Compute what hooks compute before each call of `module`, which may be stale after loading.
+    """Recompute tensors that hooks compute before each call of `module`, which may be stale after loading.
 
-    Raises ValueError, from the class `name`, where a hook of another kind computes the weight or the bias.
+    Raises ValueError, with the prefix `name`, if an unknown hook computes the weight or the bias.
     """
     computed = [part for part in _PARTS if part in module.__dict__]
     if not computed:

@@ -16,21 +16,21 @@ _DEQUANTIZE, _QUANTIZE = "fp4_dequantize", "fp4_quantize"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = 6.0
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, LARGEST)
-# Between two neighbours of these: the largest float32 that rounds down, ties to the even code.
+# For each pair of neighbouring E2M1 numbers, the largest float32 that rounds down; ties go to the even code.
 _LAST_DOWN = (0.25, 0.75 - 2.0**-24, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
-# An exponent of E8M0 is stored with this added; 255 is NaN.
+# Exponent bias of E8M0, and its NaN.
 BIAS, _NAN = 127, 255
-# Of E2M1's largest number, 4 * 1.5.
+# Exponent of E2M1's largest number, 6 = 1.5 * 2^2.
 _LARGEST_EXPONENT = 2
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
 _SMALLEST_E4M3 = 2.0**-9
-# Weights that are in float32 at a time.
+# Number of weights that are converted to float32 at a time.
 _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Fp4Format:
-    """How blocks of E2M1 numbers are scaled.
+    """Scaling of blocks of E2M1 numbers.
 
     block_size
         Weights of a row that share a scale.
@@ -82,7 +82,7 @@ def check_weight(codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: i
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Block scales in float32, exactly: bytes of E8M0 are 2^(byte - 127), and 255 NaN."""
+    """Convert block scales to float32 exactly: E8M0 bytes are 2^(byte - 127), with 255 for NaN."""
     if scale.dtype == torch.float8_e4m3fn:
         return scale.float()
     byte = scale.view(torch.uint8).int()
@@ -92,13 +92,13 @@ def scale_values(scale: Tensor) -> Tensor:
 
 
 def code_values(codes: Tensor, k: int) -> Tensor:
-    """The E2M1 numbers ``[N, k]`` in float32 of codes ``[N, ceil(k / 2)]``: an even column is a byte's low half."""
+    """Convert codes ``[N, ceil(k / 2)]`` to E2M1 numbers ``[N, k]`` in float32; even columns are in low halves."""
     byte = torch.arange(256, device=codes.device, dtype=torch.int16)
     halves = torch.stack((byte & 15, byte >> 4), 1)
-    # As float16, of which E2M1's exponent and fraction are the upper bits of small numbers.
+    # E2M1's exponent and fraction become the low exponent bit and upper fraction bits of a small float16.
     bits = ((halves & 7) << 9) | ((halves & 8) << 12)
     pairs = (bits.view(torch.float16).float() * 2.0**14).view(torch.int64).flatten()
-    # A byte's two numbers at once, as one element of 8 bytes.
+    # The two numbers of a byte are looked up together, as one element of 8 bytes.
     values = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32)
     return values.view(codes.shape[0], 2 * codes.shape[1])[:, :k]
 
@@ -106,7 +106,7 @@ def code_values(codes: Tensor, k: int) -> Tensor:
 def dequantized_rows(
     codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: int, dtype: torch.dtype, rows: slice
 ) -> Tensor:
-    """Some rows of a checked weight: code times the product of the scales in float32, rounded once to `dtype`."""
+    """Dequantise some rows of a checked weight: code times product of scales in float32, rounded once to `dtype`."""
     values, factors = code_values(codes[rows], k), scale_values(scale[rows])
     if global_scale is not None:
         factors.mul_(global_scale if global_scale.numel() == 1 else global_scale[rows, None])
@@ -119,7 +119,7 @@ def dequantized_rows(
 
 
 def row_chunks(n: int, k: int, at_once: int) -> Iterator[slice]:
-    """The rows of a weight `at_once` numbers at a time, at least one row."""
+    """Yield ranges of rows with about `at_once` numbers, at least one row each."""
     step = max(1, at_once // max(k, 1))
     return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
@@ -184,7 +184,7 @@ def _fake_dequantize(codes: Tensor, scale: Tensor, global_scale: Tensor | None, 
 def fp4_quantize(
     weight: Tensor, format: str = "nvfp4", *, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, block scales and global scale of a weight ``[N, K]``, each number rounded to the nearest, ties to even.
+    """Quantise a weight ``[N, K]`` to codes, block scales and a global scale; rounding is to nearest, ties to even.
 
     "mxfp4" uses the scale of the Open Compute specification (OCP MX 1.0): ``2^(floor(log2(max|W|)) - 2)`` for a
     block, and numbers beyond 6 become 6. "nvfp4" uses the rule of compressed-tensors and ModelOpt: ``global_scale = 1
@@ -228,7 +228,7 @@ def _checked(weight: Tensor, format: str, global_scale: Tensor | None) -> Fp4For
     if global_scale is None:
         return FORMATS[format]
     if not FORMATS[format].has_global_scale:
-        _no("global_scale", f"None of {format}", described(global_scale))
+        _no("global_scale", f"None for {format}", described(global_scale))
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != weight.device:
         _no("global_scale", f"float32, one element on {weight.device}", described(global_scale))
     if not 0 < (value := global_scale.item()) < float("inf"):
@@ -241,9 +241,10 @@ def _no(argument: str, expected: object, got: object) -> NoReturn:
 
 
 def divisor_of(*weights: Tensor) -> Tensor:
-    """``6 * 448 / max|W|`` of the finite numbers of all weights, float32 ``[1]``; 1 where there are none but 0.
+    """``6 * 448 / max|W|`` over the finite numbers of all weights, float32 ``[1]``; 1 if all of them are 0.
 
-    compressed-tensors stores it; its reciprocal is the global scale. At most 2^126, whose reciprocal is normal.
+    This is the reciprocal of the global scale, which compressed-tensors stores. It is at most 2^126, so that its
+    reciprocal is normal.
     """
     highest = weights[0].new_zeros(1, dtype=torch.float32)
     for weight in weights:
@@ -255,7 +256,7 @@ def divisor_of(*weights: Tensor) -> Tensor:
 
 
 def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of float32 rows."""
+    """Quantise float32 rows to codes and scales."""
     (n, k), size = weight.shape, chosen.block_size
     blocks = torch.nn.functional.pad(weight, (0, -k % size)).view(n, -(-k // size), size)
     highest = blocks.abs().amax(2) if blocks.numel() else blocks.new_zeros(blocks.shape[:2])
@@ -263,13 +264,13 @@ def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -
     factor = scale_values(scale)
     if global_scale is not None:
         factor = factor * global_scale
-    # 2^-127, a subnormal number, divides as any other.
+    # Division by 2^-127, a subnormal number, is exact as well.
     quotients = (blocks / factor.unsqueeze(2)).view(n, -1)
     return packed(codes_of(quotients)[:, : k + k % 2]), scale
 
 
 def e8m0_scales(highest: Tensor) -> Tensor:
-    """Bytes of the scales of blocks, given the largest magnitude of each: ``2^(floor(log2(highest)) - 2)``."""
+    """E8M0 bytes of block scales for the blocks' largest magnitudes: ``2^(floor(log2(highest)) - 2)``."""
     exponent = torch.frexp(highest).exponent - 1 - _LARGEST_EXPONENT
     byte = (exponent + BIAS).clamp(0, _NAN - 1)
     byte = torch.where(highest == 0, BIAS, byte)
@@ -277,27 +278,27 @@ def e8m0_scales(highest: Tensor) -> Tensor:
 
 
 def e4m3_scales(highest: Tensor, global_scale: Tensor) -> Tensor:
-    """Scales of blocks, float8_e4m3fn, given the largest magnitude of each: ``highest / 6 / global_scale``."""
+    """float8_e4m3fn block scales for the blocks' largest magnitudes: ``highest / 6 / global_scale``."""
     scale = (highest / LARGEST / global_scale).clamp(_SMALLEST_E4M3, _E4M3.max)
     scale = torch.where(highest == 0, 1.0, scale)
     return torch.where(highest.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 
 
 def codes_of(values: Tensor) -> Tensor:
-    """The codes, uint8 of `values`' shape, of the nearest E2M1 numbers; ties to even, beyond 6 is 6, NaN is a zero."""
+    """Codes (uint8, one per value) of the nearest E2M1 numbers; ties to even, saturating at 6, NaN becomes 0."""
     between = torch.tensor(_LAST_DOWN, device=values.device)
     size = torch.bucketize(values.abs().nan_to_num(nan=0.0).contiguous(), between, out_int32=True).to(torch.uint8)
     return size | (values.signbit().to(torch.uint8) << 3)
 
 
 def nearest(values: Tensor) -> Tensor:
-    """The nearest E2M1 numbers, as `codes_of` has them, in float32."""
+    """The nearest E2M1 numbers in float32, rounded like `codes_of`."""
     sizes = torch.tensor(_SIZES, device=values.device)
     return sizes[(codes_of(values) & 7).int()].copysign(values)
 
 
 def packed(codes: Tensor) -> Tensor:
-    """Codes ``[N, K]``, of which K is even, two to a byte: ``[N, K / 2]``, the even columns in the low halves."""
+    """Pack codes ``[N, K]`` with even K to bytes ``[N, K / 2]``, the even columns in the low halves."""
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 

@@ -1,7 +1,7 @@
 """Integer grids for weights, and weights rounded to them.
 
-The one convention is ``W = scale * (q - zero)``: asymmetric grids hold unsigned q in 0 … 2^bits - 1 and integer zero
-points in the same range; symmetric grids hold signed q in -2^(bits-1) … 2^(bits-1) - 1 and no zero point.
+The convention is ``W = scale * (q - zero)``: asymmetric grids have unsigned q in 0 … 2^bits - 1 and integer zero points
+in the same range; symmetric grids have signed q in -2^(bits-1) … 2^(bits-1) - 1 and no zero point.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Grid:
     tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
 
     def __post_init__(self) -> None:
-        # What they are is said by files, too.
+        # The values may come from files.
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"Grid: bits: expected 2 to 8, got {self.bits!r}")
         if type(self.group_size) is not int or (self.group_size != -1 and self.group_size < 1):
@@ -85,10 +85,10 @@ class Grid:
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales and zero points that span `low` to `high`, and 0."""
         low, high, steps = low.clamp(max=0), high.clamp(min=0), (1 << self.bits) - 1
-        # Symmetric grids have a point more below zero than above; half a step on either side splits the difference, as
-        # the compressed-tensors format does.
+        # Symmetric grids have one more point below zero than above; as in compressed-tensors, half a step is added on
+        # either side.
         span = 2 * torch.maximum(-low, high) if self.symmetric else high - low
-        # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+        # The divisor is a tensor, because torch's CUDA kernels replace division by a number with a product.
         scale = scales_in(span / span.new_tensor(steps), self.scale_dtype).float()
         return Parameters(scale, None if self.symmetric else torch.round(-low / scale).clamp_(0, steps))
 
@@ -141,7 +141,7 @@ class QuantizedWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight."""
+        """Number of bits of q."""
         return self.grid.bits
 
     @property
@@ -151,7 +151,7 @@ class QuantizedWeight:
 
     @property
     def parameters(self) -> Parameters:
-        """As the grid has them."""
+        """Scales and zero points in the grid's form."""
         return Parameters(self.scale, self.zero)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

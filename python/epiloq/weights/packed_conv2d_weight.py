@@ -15,7 +15,7 @@ from epiloq._torch.library import expect_tensors
 from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
-# Columns that a kernel reads at a time.
+# Columns that a kernel reads at once.
 _CHUNK = 8
 _SMALLEST_BLOCK = 32
 _TENSORS = ("q", "scale", "zero", "offset")
@@ -28,9 +28,9 @@ Sizes: TypeAlias = "tuple[int, int, tuple[int, int], int, int, int]"
 class PackedConv2dWeight:
     """A weight ``[Co, Kh, Kw, C]``, C = Ci / groups: ``scale * (q - zero)`` or ``scale * q + offset``.
 
-    Made by `pack_conv2d_weight`. Immutable, and read early, as a `PackedWeight`; include/epiloq/conv2d_weight_only.h
-    has the layout: the rows of a `PackedWeight` ``[Co, Kh Kw Cp]``, or with C = 1 (depthwise) a byte a code,
-    ``[Kh, Kw, Co]``.
+    Made by `pack_conv2d_weight`. Like a `PackedWeight` it is immutable, and kernels may read it before the preceding
+    kernel has finished. The layout (include/epiloq/conv2d_weight_only.h) is that of a `PackedWeight`
+    ``[Co, Kh Kw Cp]``; depthwise weights (C = 1) have one byte per code, ``[Kh, Kw, Co]``.
     """
 
     q: Tensor
@@ -58,24 +58,24 @@ class PackedConv2dWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
+        """Size of all tensors in bytes, including padding."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
     @property
     def rows(self) -> PackedWeight:
-        """The matrix ``[Co, Kh Kw Cp]`` (not of a depthwise weight), which shares the tensors."""
+        """The weight as a matrix ``[Co, Kh Kw Cp]`` that shares the tensors; not for depthwise weights."""
         columns = self.kernel[0] * self.kernel[1] * self.padded_channels
         return PackedWeight(
             self.q, self.scale, self.zero, self.offset, None, self.bits, self.n, columns, self.group_size
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name, without copies."""
+        """The tensors that are present, by name, without copies."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedConv2dWeight:
-        """The same weight, every tensor replaced by ``change(tensor)``."""
+        """Replace every tensor by ``change(tensor)``."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
         return replace(self, **changed)
 
@@ -83,7 +83,7 @@ class PackedConv2dWeight:
         return self.map(lambda tensor: tensor.to(device))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as ``torch.nn.functional.conv2d`` takes it, ``[Co, C, Kh, Kw]``, in channels_last memory.
+        """The dequantised weight for ``torch.nn.functional.conv2d``, ``[Co, C, Kh, Kw]``, in channels_last memory.
 
         Product and sum are each rounded to fp32, then to ``dtype``.
         """
@@ -101,7 +101,7 @@ class PackedConv2dWeight:
 
 
 def dense_taps(packed: Parts, sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """`PackedConv2dWeight.dequantize` of a weight in its parts, as operators carry them."""
+    """`PackedConv2dWeight.dequantize` for separate tensors and sizes, as passed to operators."""
     bits, n, (height, width), channels, padded, group_size = sizes
     if channels == 1:
         return _depthwise_taps(packed, bits, dtype)
@@ -122,18 +122,18 @@ def _depthwise_taps(packed: Parts, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def block_of(group_size: int, kernel: tuple[int, int], channels: int) -> tuple[int, int]:
-    """The block of columns in memory, and the columns of a tap, that ``group_size`` input channels make."""
+    """Return the group size in memory and the padded columns per tap for groups of ``group_size`` input channels."""
     if kernel == (1, 1) or channels == 1:
         return group_size, channels
     if group_size == -1:
         return -1, -(-channels // _CHUNK) * _CHUNK
-    # A block that is longer than a tap: the next power of two, which kernels take.
+    # A group longer than a tap becomes the next power of two, which kernels support.
     block = min(group_size, max(_SMALLEST_BLOCK, 1 << (channels - 1).bit_length()))
     return block, -(-channels // block) * block
 
 
 def parameter_shape(group_size: int, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """What `pack_conv2d_weight` takes as scales of a weight ``[Co, Kh, Kw, C]``."""
+    """Shape of the scales that `pack_conv2d_weight` expects for a weight ``[Co, Kh, Kw, C]``."""
     n, kh, kw, channels = shape
     return (n,) if group_size == -1 or channels == 1 else (n, kh, kw, -(-channels // group_size))
 
@@ -153,15 +153,14 @@ def pack_conv2d_weight(
         q: any integer dtype ``[Co, Kh, Kw, Ci / groups]``: from -2^(bits-1) to 2^(bits-1) - 1 with neither ``zero`` nor
             ``offset``, from 0 to 2^bits - 1 with either.
         scale: float16, bfloat16 or float32 ``[Co, Kh, Kw, blocks]``, ``blocks = ceil(Ci / groups / group_size)``;
-            ``[Co]`` with group_size -1 and of depthwise weights (``Ci / groups`` = 1).
-        zero: integers of scale's shape, from 0 to 2^bits, or to 255 for 8 bits.
-        offset: of scale's shape and dtype.
+            ``[Co]`` with group_size -1 and for depthwise weights (``Ci / groups`` = 1).
+        zero: integers in scale's shape, from 0 to 2^bits, or to 255 for 8 bits.
+        offset: real offsets in scale's shape and dtype.
         bits: 2, 3, 4 or 8.
         group_size: input channels that share parameters, a multiple of 8; -1 for a whole output channel.
 
     Returns:
-        The weight on q's device. A depthwise one takes a byte a code whatever ``bits`` is: it is a small part of a
-        network's weights.
+        The weight on q's device. Codes of depthwise weights, a small part of a network's, take a byte for any ``bits``.
 
     Raises:
         ValueError: an argument is invalid; the message names it.

@@ -24,8 +24,8 @@ from epiloq.weights.tensor_checks import check_memory
 
 _PACK = "pack_fp4_weight"
 ONE = {"mxfp4": BIAS, "nvfp4": 0x58}
-"""The bytes of scales of 1, which pad, by format."""
-# An E4M3 scale times this, as float16, has no sign and no bits below the three of E4M3's fraction: eight bits remain.
+"""Byte that encodes a scale of 1, used for padding, by format."""
+# A non-negative E4M3 scale times _STEP as float16 has only the upper eight bits after the sign set.
 _STEP, _SHIFT = 128, 7
 _AT_ONCE = 1 << 22
 
@@ -59,7 +59,7 @@ class PackedFp4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
+        """Size of all tensors in bytes, including padding."""
         return self.q.nbytes + self.scale.nbytes + (0 if self.global_scale is None else self.global_scale.nbytes)
 
     def to(self, device: torch.device | str) -> PackedFp4Weight:
@@ -73,7 +73,7 @@ class PackedFp4Weight:
         return unpacked_codes(self.q, self.n, self.k), scale, self.global_scale
 
     def row_slice(self, first: int, last: int) -> PackedFp4Weight:
-        """Rows `first` (a multiple of 16) to `last`, which share its memory, all of one matrix."""
+        """Rows `first` (a multiple of 16) to `last`, which must belong to one matrix, sharing memory."""
         panels = slice(first // PANEL_ROWS, -(-last // PANEL_ROWS))
         global_scale = self.global_scale
         if global_scale is not None and global_scale.numel() > 1:
@@ -90,13 +90,13 @@ class PackedFp4Weight:
         return result
 
     def row_chunks(self, at_once: int) -> list[slice]:
-        """Ranges of rows that begin with a panel, of about so many numbers."""
+        """Ranges of rows that begin with a panel, with about `at_once` numbers each."""
         panels = -(-self.n // PANEL_ROWS)
         found = row_chunks(panels, PANEL_ROWS * self.k, at_once)
         return [slice(p.start * PANEL_ROWS, min(p.stop * PANEL_ROWS, self.n)) for p in found]
 
     def rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Some rows, beginning with a panel, of one matrix, in floating point."""
+        """Dequantise rows of one matrix, beginning with a panel."""
         codes, scale, global_scale = self.row_slice(rows.start, rows.stop).unpack()
         return dequantized_rows(codes, scale, global_scale, self.k, dtype, slice(None))
 
@@ -144,30 +144,30 @@ def pack_fp4_weight(
 
 
 def shapes_of_parts(format: str, n: int, k: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of `q` and `scale`."""
+    """Shapes of `q` and `scale`."""
     return {name: shapes_of(4, n, k, FORMATS[format].block_size)[name] for name in ("q", "scale")}
 
 
 def pack_codes(codes: Tensor, k: int) -> Tensor:
-    """`q` of codes ``[N, ceil(k / 2)]``, as they are."""
+    """Convert codes ``[N, ceil(k / 2)]`` to `q`."""
     return packed_codes(torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :k], 4)
 
 
 def unpacked_codes(q: Tensor, n: int, k: int) -> Tensor:
-    """Codes ``[n, ceil(k / 2)]`` of `q`."""
+    """Convert `q` to codes ``[n, ceil(k / 2)]``."""
     each = codes_of(q, 4)[:n, : k + k % 2]
     return packed(each)
 
 
 def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
-    """`scale` of block scales ``[N, ceil(k / block)]``. Raises ValueError for negative ones."""
+    """Convert block scales ``[N, ceil(k / block)]`` to `scale`. Raises ValueError for negative ones."""
     if chosen.name == "mxfp4":
         bytes_of = scale.view(torch.uint8)
     else:
         values = scale.float()
         if not values.is_meta and bool((values < 0).any()):
             _refuse("scale", "no negative numbers", f"{values.min().item():g}")
-        # NaN of either sign is one.
+        # NaN of either sign becomes the positive one.
         half = torch.where(values.isnan(), torch.nan, values.abs() * _STEP).to(torch.float16)
         bytes_of = (half.view(torch.int16) >> _SHIFT).to(torch.uint8)
     n, given = bytes_of.shape
@@ -177,7 +177,7 @@ def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
 
 
 def unpacked_scales(scale: Tensor, format: str, n: int, k: int) -> Tensor:
-    """Block scales ``[n, ceil(k / block)]`` in the format's own type."""
+    """Convert `scale` to block scales ``[n, ceil(k / block)]`` in the format's dtype."""
     chosen = FORMATS[format]
     bytes_of = parameters_of(scale)[:n, : groups_of(k, chosen.block_size)]
     if format == "mxfp4":
@@ -187,7 +187,7 @@ def unpacked_scales(scale: Tensor, format: str, n: int, k: int) -> Tensor:
 
 
 def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tensor:
-    """`q` with codes of 0 in blocks of scale 0, which kernels read as a small number; itself without such blocks."""
+    """Set codes in blocks of scale 0 to 0, because kernels read that scale as a small number."""
     if chosen.name == "mxfp4" or q.is_meta:
         return q
     # A graph cannot depend on values.

@@ -1,6 +1,6 @@
-"""The order of a packed weight's values in memory: that of src/problems/packed_layout.h, which says why it is so.
+"""Memory order of a packed weight; src/problems/packed_layout.h describes it and gives the reasons.
 
-A row is ``8 r + g`` of its panel; a column of a tile is ``16 i + 8 p + 2 t + e``, of 2 and 3 bits ``32 b + 8 t + c``.
+Row ``8 r + g`` of a panel; column ``16 i + 8 p + 2 t + e`` of a tile, or ``32 b + 8 t + c`` with 2 and 3 bits.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Rows of a panel; K is padded to a multiple of PADDING.
+# Rows per panel; K is padded to a multiple of PADDING.
 PANEL_ROWS, PADDING = 16, 128
 _PANELS_AT_ONCE = 64
 
 
 def groups_of(k: int, group_size: int) -> int:
-    """How many groups ``k`` columns are."""
+    """Number of groups in ``k`` columns."""
     return int(k > 0) if group_size == -1 else -(-k // group_size)
 
 
 def shapes_of(bits: int, n: int, k: int, group_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the packed tensors."""
+    """Shapes of the packed tensors."""
     panels, padded = -(-n // PANEL_ROWS), -(-k // PADDING) * PADDING
     depth, lane_bytes = (32, 16) if bits == 8 else (64, 4 * bits)
     parameters = (panels, groups_of(padded, min(group_size, max(padded, 1))), PANEL_ROWS)
@@ -28,7 +28,7 @@ def shapes_of(bits: int, n: int, k: int, group_size: int) -> dict[str, tuple[int
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """``[N, K]`` uint8 in the kernels' order, padded."""
+    """Convert uint8 ``[N, K]`` to the kernels' order, padded."""
     n, k = codes.shape
     padded_n, padded_k = -(-n // PANEL_ROWS) * PANEL_ROWS, -(-k // PADDING) * PADDING
     if (n, k) != (padded_n, padded_k):
@@ -49,7 +49,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `packed_codes`, with its padding."""
+    """Inverse of `packed_codes`, including padding."""
     panels, tiles = packed.shape[:2]
     rows, columns = panels * PANEL_ROWS, tiles * (32 if bits == 8 else 64)
     if bits == 8:
@@ -65,9 +65,9 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
 
 
 def recoded(packed: Tensor, bits: int, to_bits: int, shape: tuple[int, int], symmetric: bool) -> Tensor:
-    """The packed codes of a weight ``[N, K]`` with another number of bits, and the same integers.
+    """Convert packed codes of a weight ``[N, K]`` to another number of bits with the same integers.
 
-    Those of a symmetric weight are counted from the middle. Raises ValueError for what fewer bits do not hold.
+    Codes of a symmetric weight are relative to the middle. Raises ValueError if an integer does not fit.
     """
     shift = (1 << (to_bits - 1)) - (1 << (bits - 1)) if symmetric else 0
     (n, k), found = shape, []
@@ -75,13 +75,13 @@ def recoded(packed: Tensor, bits: int, to_bits: int, shape: tuple[int, int], sym
         rows = n - number * _PANELS_AT_ONCE * PANEL_ROWS
         codes = codes_of(part, bits)[:rows, :k].to(torch.int16) + shift
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << to_bits:
-            raise ValueError(f"expected integers of {to_bits} bits, got others")
+            raise ValueError(f"expected integers that fit {to_bits} bits, got larger ones")
         found.append(packed_codes(codes.to(torch.uint8), to_bits))
     return torch.cat(found) if found else packed.new_empty(shapes_of(to_bits, n, k, -1)["q"])
 
 
 def packed_parameters(values: Tensor, groups: int) -> Tensor:
-    """``[N, given]`` as ``[panels, groups, 16]``, zeros where there is none."""
+    """Convert ``[N, given]`` to ``[panels, groups, 16]``, padded with zeros."""
     n, given = values.shape
     panels = -(-n // PANEL_ROWS)
     padded = torch.nn.functional.pad(values, (0, groups - given, 0, panels * PANEL_ROWS - n))
@@ -89,6 +89,6 @@ def packed_parameters(values: Tensor, groups: int) -> Tensor:
 
 
 def parameters_of(packed: Tensor) -> Tensor:
-    """The inverse of `packed_parameters`, with its padding."""
+    """Inverse of `packed_parameters`, including padding."""
     panels, groups, _ = packed.shape
     return packed.view(panels, groups, 8, 2).permute(0, 3, 2, 1).reshape(panels * PANEL_ROWS, groups)

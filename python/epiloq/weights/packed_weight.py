@@ -26,7 +26,7 @@ from epiloq.weights.packed_layout import (
 )
 
 ZEROS = ("none", "zero", "offset")
-# Of the order of bytes in ``q``; files carry it.
+# Version of the byte order of ``q``, stored in files.
 LAYOUT = "epiloq-2"
 _NUMBERS = ("bits", "n", "k", "group_size")
 _TENSORS = ("q", "scale", "zero", "offset", "perm")
@@ -102,7 +102,7 @@ class PackedWeight:
         packed.check()
         if packed.perm is not None:
             checked_perm(packed.perm, packed.k, packed.device, "PackedWeight")
-        # Tensors of a safetensors file lie at addresses that need not be multiples of 16.
+        # Tensors of a safetensors file need not be 16-byte aligned.
         return packed.map(lambda t: t if t.is_meta or t.data_ptr() % 16 == 0 else t.clone())
 
     @classmethod
@@ -276,7 +276,7 @@ def pack_weight(
     order = None if perm is None else checked_perm(perm, k, q.device)
     codes = q.to(torch.uint8) if q.dtype != torch.int8 else q.view(torch.uint8)
     if zero is None and offset is None:
-        codes = codes + (1 << (bits - 1))  # modulo 256: negative numbers come out right
+        codes = codes + (1 << (bits - 1))  # uint8 arithmetic is modulo 256, so negative numbers are correct
     groups = shapes_of(bits, n, k, group_size)["scale"][1]
     return PackedWeight(
         packed_codes(codes, bits),

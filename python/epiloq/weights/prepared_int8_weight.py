@@ -42,7 +42,7 @@ class _Arguments(NamedTuple):
         if q.ndim not in (2, 4):
             self._refuse(ValueError, self.weight, "[Co, Kh, Kw, Ci / groups] or [N, K]", f"{list(q.shape)}")
         if weight_scale.numel() != 1 and weight_scale.shape != (q.shape[0],):
-            expected = f"1 element or [{q.shape[0]}], one an output channel"
+            expected = f"1 element or [{q.shape[0]}], one per output channel"
             self._refuse(ValueError, "weight_scale", expected, f"{list(weight_scale.shape)}")
         if bias is not None and (not isinstance(bias, Tensor) or bias.dtype != torch.float32):
             self._refuse(ValueError, "bias", "a float32 tensor", getattr(bias, "dtype", type(bias).__name__))
@@ -179,7 +179,7 @@ class PreparedInt8Weight:
         unit, zero = self.output or (1.0, 0)
         lo, hi = limits(operation, clamp)
         if to_int8:
-            # Rounding keeps order, so that rounded ends give what clamping before rounding would, exactly.
+            # Rounding is monotonic, so clamping to rounded limits gives the same as clamping before rounding.
             lo, hi = _rounded(lo / unit), _rounded(hi / unit)
         return Int8Parameters(self.scale, self.shift, self.correction, self.input[1], zero, lo, hi)
 
@@ -212,5 +212,5 @@ def _derived(
 
 
 def _rounded(value: float) -> float:
-    # Past int8's reach one end is as good as another; infinities and NaN cannot be rounded.
+    # Limits beyond int8's range are all equivalent; infinities and NaN cannot be rounded.
     return float(round(value)) if -1024 < value < 1024 else value

@@ -163,7 +163,7 @@ def _fit_rows(weight: Tensor, grid: Codebook[object], measure: _Error | None) ->
     count, columns = weight.shape
     length = grid.length(columns)
     groups = -(-columns // length)
-    # The last value, repeated to fill the last group, changes no range, and moments of 0 give it no error.
+    # The last group is padded with the last value, which changes no range; its moments are 0, so it adds no error.
     filled = torch.arange(groups * length, device=weight.device).clamp_(max=columns - 1)
     grouped = (weight if len(filled) == columns else weight[:, filled]).view(-1, groups, length)
     low, high = (

@@ -7,15 +7,15 @@ from torch import Tensor
 
 _HALF = torch.finfo(torch.float16)
 SMALLEST_HALF = _HALF.tiny * _HALF.eps
-"""2^-24, the smallest float16 number above zero."""
+"""The smallest positive float16 number, 2^-24."""
 FINE_HALF = 64 * SMALLEST_HALF
-"""From here on float16 holds a scale to one part in 64 or better, though below 2^-14 to fewer bits than elsewhere."""
+"""From here on float16 represents a scale to one part in 64 or better, although subnormals have fewer bits."""
 
 
 def scales_in(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive float32 scales in a type, never 0.
+    """Convert positive float32 scales to a dtype, never to 0.
 
-    float16 numbers below the normal ones have few bits: those are rounded up, so that no value lies beyond a range.
+    Subnormal float16 scales, which have few bits, are rounded up, so that no value lies outside the range.
     """
     found = scale.to(dtype)
     if dtype != torch.float16:
@@ -25,5 +25,5 @@ def scales_in(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def wide_enough(largest: float, dtype: torch.dtype) -> torch.dtype:
-    """The type for scales of a layer with this largest one: the weight's own, unless that is too coarse."""
+    """Choose the dtype for scales with this largest one: `dtype`, unless it is too coarse."""
     return torch.float32 if dtype == torch.float16 and 0 < largest < FINE_HALF else dtype

@@ -20,7 +20,7 @@ def refuse(operation: str, argument: str, expected: object, got: object) -> NoRe
 
 
 def described(tensor: Tensor) -> str:
-    """Type, shape and strides, for messages."""
+    """Describe dtype, shape and strides, for messages."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = f" of strides {tensor.stride()}" if tensor.layout == torch.strided else ""
     return f"{dtype} {list(tensor.shape)}{strides}"
@@ -33,7 +33,7 @@ def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str
     if tensor.device != device or tensor.is_meta:
         refuse(operation, name, f"a tensor with values on {device}", f"one on {tensor.device}")
     if tensor.numel() and (tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0):
-        refuse(operation, name, "memory", f"{described(tensor)} without any")
+        refuse(operation, name, "a tensor with memory", f"{described(tensor)} without")
 
 
 def check_rows(name: str, tensor: Tensor, operation: str) -> None:
@@ -47,7 +47,7 @@ def check_rows(name: str, tensor: Tensor, operation: str) -> None:
 
 
 def check_written(name: str, tensor: Tensor, shape: tuple[int, ...], operation: str) -> None:
-    """Raise ValueError unless an output has this shape, and rows of its own that do not overlap."""
+    """Raise ValueError unless an output has this shape and rows that do not overlap."""
     if tensor.shape != shape:
         refuse(operation, name, f"{list(shape)}", described(tensor))
     check_rows(name, tensor, operation)
@@ -58,7 +58,7 @@ def check_written(name: str, tensor: Tensor, shape: tuple[int, ...], operation: 
 
 
 def check_apart(name: str, tensor: Tensor, others: Mapping[str, Tensor | None], operation: str) -> None:
-    """Raise ValueError where what is written shares memory with what is read."""
+    """Raise ValueError if an output shares memory with an input."""
     for other, read in others.items():
         if read is not None and overlap(tensor, read):
             refuse(operation, name, f"memory apart from {other}'s", "an overlap")
@@ -72,7 +72,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte and the one past its last."""
+    """Addresses of a tensor's first byte and of the byte after its last."""
     if tensor.numel() == 0:
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -80,9 +80,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def identity(tensor: Tensor) -> Identity:
-    """Equal for living tensors that have the same elements: one parameter, or two of the same memory (tied through
-    ``.data``, say), shape and strides. Without memory of its own (none yet or no more, sparse, distributed) a tensor is
-    identical to itself alone."""
+    """Identity of a tensor's elements: equal for tensors with the same memory, shape and strides (one parameter, or two
+    tied through ``.data``). A tensor without dense local memory (unallocated, freed, sparse, distributed) is identical
+    only to itself."""
     if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
         return "object", id(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq._torch.library import direct
 
-# Of what crosses into C++.
+# Limit for tensors passed to C++.
 _MOST_DIMENSIONS = 6
 
 
@@ -25,6 +25,6 @@ def takes_directly(x: Tensor, in_features: int, parts: Sequence[Any]) -> bool:
     bias = parts[1]
     if parts[0].is_meta or (bias is not None and bias.dtype != x.dtype):
         return False
-    # Empty tensors are contiguous whatever their strides.
+    # Empty tensors count as contiguous with any strides.
     is_matrix = 1 < x.ndim <= _MOST_DIMENSIONS and x.shape[-1] == in_features
     return is_matrix and x.is_contiguous() and x.stride(-1) == 1

@@ -21,7 +21,7 @@ from epiloq.nn.base.quantized_layer import QuantizedLayer
 
 # Elements of a weight that are dequantised at a time.
 _CHUNK = 1 << 24
-# Rows of a weight that share what can be shared: 128 of FP8 blocks, 16 of packed weights.
+# Chunks begin at multiples of this, the largest number of rows that share scales (FP8 blocks) or bytes (16, packed).
 _ROWS = 128
 
 
@@ -63,7 +63,7 @@ class Frozen(QuantizedLayer):
             if torch._C._are_functorch_transforms_active():
                 return _added(self, x, bias, *tensors)
             function: Any = _Gradient
-            # torch.compile takes no tensor twice: what wants no gradient is among the tensors alone.
+            # torch.compile rejects a tensor passed twice, so a bias without a gradient is passed only in `tensors`.
             bias = bias if bias is not None and bias.requires_grad else None
         else:
             function = _GradientOfAnyOrder
@@ -87,7 +87,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
-    if is_dynamo_compiling():  # where transforms do not show in requires_grad
+    if is_dynamo_compiling():  # transforms are then not visible in requires_grad
         return torch._C._are_functorch_transforms_active()
     return is_transformed() or forward_ad._current_level >= 0
 
@@ -98,8 +98,8 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(layer: Frozen, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
         y = layer._run(x, *tensors)
-        # No view to autograd, which lets none that comes of a function be written into (by ReLU, in place); and never
-        # what `contiguous` gave, for which the torch.compile of torch 2.11 forgets the gradient.
+        # Not a view for autograd, which forbids in-place writes (by ReLU) to views returned by a function, and not
+        # the result of `contiguous`, whose gradient torch.compile of torch 2.11 drops.
         return cast(Tensor, torch.ops.aten._unsafe_view(y, y.shape))
 
     @staticmethod
@@ -124,14 +124,14 @@ class _Gradient(torch.autograd.Function):
 
 
 class _GradientOfAnyOrder(_Gradient):
-    """The same with what torch.compile does not support: a rule for vmap and a forward derivative."""
+    """`_Gradient` with a vmap rule and a forward derivative, which torch.compile does not support."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _Gradient.setup_context(ctx, inputs, output)
-        ctx.set_materialize_grads(False)  # so that tangents that there are not are None
+        ctx.set_materialize_grads(False)  # missing tangents are None
 
     @staticmethod
     def jvp(ctx: Any, _: None, dx: Tensor | None, dbias: Tensor | None, *tangents: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
-# In the order in which layers take them.
+# Stored tensors, in the order in which layers pass them.
 STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
 WIDENING = ("cuda",)
@@ -41,7 +41,7 @@ class PackedLinear(FrozenLinear):
     """
 
     widens = True
-    """Whether that may be: not of tensors that an embedding holds, too."""
+    """Whether this conversion is allowed; it is not for tensors shared with an embedding."""
 
     weight_q: Tensor
     weight_scale: Tensor
@@ -149,7 +149,7 @@ class PackedLinear(FrozenLinear):
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the quantised weight in memory, in bytes: integers with padding, scales, zero points, the order."""
+        """Size of the quantised weight in bytes: integers with padding, scales, zero points and permutation."""
         return self.packed.nbytes
 
     @property
@@ -193,8 +193,8 @@ def few_bits_note(bits: int, in_features: int, group_size: int) -> str | None:
     if bits >= 4:
         return None
     if _has_kernel(4, in_features, group_size):
-        return "on CUDA held in 4 bits, exactly, which kernels read"
-    return f"on CUDA each call dequantises the weight: no kernel for {bits} bits, or for its groups in 4 bits"
+        return "on CUDA the same integers are stored in 4 bits, which kernels support"
+    return f"on CUDA each call dequantises the weight: no kernel supports {bits} bits, or its groups in 4 bits"
 
 
 def kind_of_zeros(layer: nn.Module) -> str:
@@ -223,11 +223,11 @@ def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tupl
     length = k if group_size == -1 else group_size
     groups = -(-k // length)
     padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
-    # Padding is zeros, as ranges have zero. Of a symmetric grid one point more lies below zero than above: half a step
-    # on either side splits the difference.
+    # Padding with zeros is allowed, since ranges include zero. A symmetric grid has one more point below zero than
+    # above, so half a step is added on either side.
     low, high = padded.amin(-1), padded.amax(-1)
     span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
-    # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number that they are to divide by.
+    # The divisor is a tensor, because torch's CUDA kernels replace division by a number with a product.
     dtype = weight.dtype
     if not weight.is_meta:
         largest = float(weight.abs().max()) * (2 if symmetric else 1) / ((1 << bits) - 1)

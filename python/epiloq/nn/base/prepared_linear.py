@@ -21,14 +21,14 @@ from epiloq.weights.computed import check_finite, check_readable, refresh
 HALF_DTYPES = FLOAT_DTYPES[1:]
 FLOAT32 = torch.finfo(torch.float32)
 
-# The fast kernels move 16 bytes at a time: 16 values of a byte along K, 8 two-byte outputs along N.
+# Vectorised kernels access 16 bytes: 16 one-byte values along K, 8 two-byte outputs along N.
 K_MULTIPLE = 16
 N_MULTIPLE = 8
 
-# What quantises static activations.
+# Parameters of static activation quantisation, and their ranges.
 _STATIC_RANGES = {"input_scale": (FLOAT32.tiny, FLOAT32.max), "input_zero_point": (-128, 127)}
 
-# Rows and columns of a weight that share a scale in DeepSeek-V3's manner.
+# Rows and columns of a weight that share a scale in DeepSeek-V3's format.
 FP8_BLOCK = 128
 
 
@@ -67,7 +67,7 @@ def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
     if tensor.shape == shape and aligned:
         return tensor
-    # As bytes, for not every backend copies float8.
+    # float8 is copied as bytes, because some backends cannot copy it.
     values = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     filled = values.new_zeros(shape)
     filled[tuple(map(slice, tensor.shape))].copy_(values)
@@ -89,9 +89,9 @@ class PreparedLinear(FrozenLinear):
 
     RENAMED = FILES_SAY_WEIGHT
     WEIGHT_DTYPE: ClassVar[torch.dtype]
-    """Of the quantised values; float8 ones are stored as bytes, which torch can broadcast, gather and pickle."""
+    """The dtype of the quantised values; float8 is stored as bytes, which torch can broadcast, gather and pickle."""
     PARTS: ClassVar[tuple[str, ...]]
-    """What kernels take, in their order, the weight first, then the bias."""
+    """Names of the kernels' tensors in order, the weight first, then the bias."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(dtype)

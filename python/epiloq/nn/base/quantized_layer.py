@@ -16,17 +16,17 @@ from epiloq.nn.base.weight_view import WeightView
 
 _Layer = TypeVar("_Layer", bound="StoredTensors")
 
-# Looked up once, as it is asked at every call.
+# Looked up once, because every call needs it.
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
 class _Made(NamedTuple):
-    """Tensors derived from the stored ones, with name and version of each source."""
+    """Tensors derived from the stored ones, with the name, tensor and version of each source."""
 
     sources: tuple[tuple[str, Tensor | None, int | None], ...]
     value: Any
     own: frozenset[int]
-    """Tensors of `value`, by id, that share no memory with stored ones."""
+    """The ids of tensors in `value` that share no memory with stored ones."""
 
 
 class StoredTensors(nn.Module):
@@ -38,10 +38,10 @@ class StoredTensors(nn.Module):
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
-    """Names by those in files, which state dicts of earlier versions had too."""
+    """Maps names in files, and in state dicts of earlier versions, to names of parameters."""
 
     FOLLOWS: ClassVar[frozenset[str]] = frozenset({"bias"})
-    """Whose types casts and loading change."""
+    """Parameters whose dtype is changed by casts and loading."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class StoredTensors(nn.Module):
 
     def _stored(self, name: str) -> Tensor | None:
         parameters = self._parameters
-        # What is no parameter any more, of a module taken apart by torch.nn.utils or the like, is an attribute.
+        # A parameter that torch.nn.utils or other code has removed may be a plain attribute.
         return parameters[name] if name in parameters else cast("Tensor | None", getattr(self, name))
 
     def _all_stored(self, names: tuple[str, ...]) -> list[Any]:
@@ -77,7 +77,7 @@ class StoredTensors(nn.Module):
         """The kernels' tensors, recomputed if a stored tensor has changed."""
         held = self._held
         if is_compiling():
-            # A graph reads what was made before, if it was made of these tensors, and otherwise makes it itself.
+            # A graph uses the derived tensors if they were derived from these sources, and otherwise derives them.
             same = held is not None and all(self._stored(name) is tensor for name, tensor, _ in held.sources)
             return cast(_Made, held).value if same else self._make()
         if held is not None:
@@ -95,7 +95,7 @@ class StoredTensors(nn.Module):
         if len({tensor.device for tensor in present.values()}) > 1:
             where = ", ".join(f"{name} on {tensor.device}" for name, tensor in present.items())
             raise ValueError(f"{type(self).__name__}: expected all tensors on one device, got {where}")
-        # Not inference tensors, which could not be used again in training.
+        # Inference tensors are avoided, because they could not be used in training later.
         with torch.no_grad(), torch.inference_mode(False):
             value = self._make()
             if not all(type(tensor) in PLAIN for tensor in present.values()):
@@ -105,7 +105,7 @@ class StoredTensors(nn.Module):
             if self._held is not None and own:
                 value = _in_place(self._held, value, own)
                 own = _apart_from(stored, value)
-        # What shares memory with a stored tensor follows what is written to it.
+        # Tensors that share memory with stored ones follow writes, so that versions need not be compared.
         follows = isinstance(value, tuple) and not own and all(part is None or _is_tensor(part) for part in value)
         versions = tuple(
             (name, tensor, None if tensor is None or follows or tensor.is_inference() else tensor._version)
@@ -130,7 +130,7 @@ class StoredTensors(nn.Module):
             return None
         try:
             self._made_anew()
-        except ValueError as error:  # Memory that nothing was written to yet may hold anything.
+        except ValueError as error:  # uninitialised memory may contain any value
             self._held = None
             return str(error)
         return None
@@ -143,7 +143,7 @@ class StoredTensors(nn.Module):
             new = fn(tensor)
             if id(tensor) in kept and (new.dtype != tensor.dtype or new.stride() != tensor.stride()):
                 new = tensor.to(new.device)
-            # Where torch swaps tensors it makes a parameter of the result, which it cannot of one of ours.
+            # If torch swaps tensors, it makes a parameter of the result, which must not be one already.
             return new.detach() if isinstance(new, FrozenParameter) else new
 
         super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class StoredTensors(nn.Module):
     ) -> None:
         for old, new in self.RENAMED.items():
             if prefix + old in state_dict and prefix + new not in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)  # load_state_dict's own copy of the dict.
+                state_dict[prefix + new] = state_dict.pop(prefix + old)  # load_state_dict passes a copy
         fitting: dict[str, Tensor] = {}
         for name, held in self._parameters.items():
             given = state_dict.get(prefix + name)
@@ -195,7 +195,7 @@ class StoredTensors(nn.Module):
         return self.__dict__ | {"_held": None}
 
 
-# Files call the integers, or float8 values, of a layer its weight.
+# Name of the quantised values in files.
 FILES_SAY_WEIGHT: Mapping[str, str] = {"weight": "weight_q"}
 
 
@@ -218,7 +218,7 @@ class QuantizedLayer(StoredTensors):
 
     @abstractmethod
     def dequantized_weight(self) -> Tensor:
-        """The dequantised weight, float32 of `weight_shape`, computed by each call."""
+        """The dequantised weight, float32 in `weight_shape`, computed anew by each call."""
 
     @property
     def weight(self) -> Tensor:
@@ -231,11 +231,11 @@ class QuantizedLayer(StoredTensors):
         return WeightView(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As for any module; raises NotImplementedError for a float "weight", which the layer does not have."""
+        """Register a parameter; raises NotImplementedError for a float "weight", which the layer does not have."""
         if name == "weight":
             raise NotImplementedError(
                 f"{type(self).__name__}.weight: cannot be replaced, as the layer stores integers and scales: load "
-                f"those, or put a layer made by {type(self).__name__}'s own functions in its place"
+                f"those, or replace the layer by one from {type(self).__name__}.from_linear or a similar function"
             )
         super().register_parameter(name, param)
 
@@ -255,11 +255,11 @@ def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def expect_dense(layer: nn.Module, x: Tensor) -> None:
-    """Raise ValueError for a nested or sparse input, or one that torch quantised, which torch would read otherwise."""
+    """Raise ValueError for a nested, sparse or torch-quantised input, whose values torch would misread."""
     if x.is_nested:
         raise ValueError(
-            f"{type(layer).__name__}: x: expected a tensor of one shape, got a nested one: call the layer with its "
-            "values() or a padded tensor"
+            f"{type(layer).__name__}: x: expected a dense tensor, got a nested one: call the layer with its values() "
+            "or a padded tensor"
         )
     if x.layout is not torch.strided or x.is_quantized:
         kind, call = ("torch's quantised", "dequantize") if x.is_quantized else (x.layout, "to_dense")
@@ -277,7 +277,7 @@ def _same_kind(given: torch.dtype, held: torch.dtype) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned, which tensors of a safetensors file need not be."""
+    """Make a tensor contiguous and 16-byte aligned, which tensors of a safetensors file need not be."""
     if type(tensor) not in PLAIN or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

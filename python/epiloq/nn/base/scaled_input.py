@@ -1,4 +1,4 @@
-"""Layers that multiply their input by a vector first, as ModelOpt's AWQ leaves them where no layer before could."""
+"""Multiplication of a layer's input by a vector: AWQ scales of ModelOpt that cannot be folded into another layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCALE = "pre_quant_scale"
 
 
 def scaled_input(layer: Any, x: Tensor) -> Tensor:
-    """``x * pre_quant_scale``, in float32 and rounded once to the dtype of `x`, cast before under autocast.
+    """``x * pre_quant_scale``, in float32 and rounded once to the dtype of `x`, which autocast may have cast.
 
-    What the layer will refuse is returned as it is.
+    An input that the layer will refuse is returned unchanged.
     """
     scale, x = layer._stored(SCALE), convert_input(layer, x)
     if x.dim() == 0 or x.shape[-1] != layer.in_features or x.dtype not in FLOAT_DTYPES:
@@ -32,5 +32,5 @@ def scaled_input(layer: Any, x: Tensor) -> Tensor:
 
 
 def begin(layer: Any, in_features: int, device: torch.device | str | None) -> None:
-    """Store a vector of ones."""
+    """Store a vector of ones as the scale."""
     layer._store(SCALE, torch.ones(in_features, dtype=torch.float32, device=device))

@@ -23,7 +23,7 @@ class WeightView(Tensor):
     weight from the layer's current tensors. Writing to it raises NotImplementedError.
     """
 
-    # transformers never initialises it.
+    # Tells transformers not to initialise it.
     _is_hf_initialized = True
 
     _layer: QuantizedLayer

@@ -97,7 +97,7 @@ class QuantizedConv2d(Frozen):
         top, bottom, left, right = place.padding
         height, width = shape[2:]
         reach = [d * (k - 1) + 1 for d, k in zip(place.dilation, self.kernel_size, strict=True)]
-        # Pixels at the ends that no step of the kernel reaches.
+        # Pixels at the borders that no kernel position covers.
         rest = [
             (size - reach[i]) % place.stride[i] for i, size in enumerate((height + top + bottom, width + left + right))
         ]

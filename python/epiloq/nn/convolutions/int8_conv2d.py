@@ -23,7 +23,7 @@ from epiloq.weights.prepared_int8_weight import (
     quantizer_of,
 )
 
-# Products of a sum that int32 surely holds, as include/epiloq/conv2d_int8.h says.
+# Largest number of products in a sum that cannot overflow int32; see include/epiloq/conv2d_int8.h.
 _MAX_TERMS = (2**31 - 1) // (255 * 128)
 
 
@@ -52,7 +52,7 @@ class Int8Conv2d(QuantizedConv2d):
 
     weight_scale: Tensor
     RENAMED = FILES_SAY_WEIGHT
-    # None of the float tensors follows casts: they are what the layer's integers stand for.
+    # Float tensors do not follow casts, since they define the values of the layer's integers.
     FOLLOWS = frozenset()
 
     input_scale: Tensor
@@ -177,7 +177,7 @@ class Int8Conv2d(QuantizedConv2d):
         weight_q, _, input_scale, input_zero_point, *made = tensors
         out_dtype = self.dtype if x.dtype == torch.int8 else x.dtype
         if x.dtype != torch.int8:
-            # In the order of x's memory: a quarter as many bytes are left to be put in another.
+            # Quantise in x's memory order, so that only a quarter of the bytes are transposed.
             by_pixels = not is_transformed() and x.is_contiguous(memory_format=torch.channels_last)
             rows = x.permute(0, 2, 3, 1) if by_pixels else x.contiguous()
             x, *_ = epiloq.quantize_int8(rows, scale=input_scale, azp=input_zero_point)
@@ -221,7 +221,7 @@ class Int8Conv2d(QuantizedConv2d):
         return p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi
 
     def _made_in_graph(self, input_zero: int, output_zero: int, lo: float, hi: float) -> Any:
-        """The same with the numbers as they were when the tensors were read: constants of the graph."""
+        """Derive the kernels' arguments in a graph, with the numbers as constants."""
         unit = 1.0 if self.output_scale is None else self.output_scale.double()
         scale = (self.weight_scale.double() * (self.input_scale.double() / unit)).float()
         shift = None if self.bias is None else (self.bias.double() / unit).float()
@@ -247,7 +247,7 @@ class Int8Conv2d(QuantizedConv2d):
 def _check_terms(terms: int) -> None:
     if terms > _MAX_TERMS:
         raise ValueError(
-            f"Int8Conv2d: conv: expected at most {_MAX_TERMS} products a sum (the exact range of int32), got {terms}"
+            f"Int8Conv2d: conv: expected at most {_MAX_TERMS} products per sum (the exact range of int32), got {terms}"
         )
 
 

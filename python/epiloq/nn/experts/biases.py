@@ -1,4 +1,4 @@
-"""Biases of stacked experts, a row for each, and their addition to products whose rows are sorted by expert."""
+"""Biases of stacked experts, one row each, and their addition to products with rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def register(
     shapes: tuple[tuple[int, int], ...],
     device: torch.device | str | None,
 ) -> None:
-    """Register the biases of both products, zeros of `dtype`; None for each without one."""
+    """Register zero biases of `dtype` for both products, or None if `dtype` is None."""
     for name, shape in zip(NAMES, shapes, strict=True):
         tensor = None if dtype is None else torch.zeros(shape, dtype=dtype, device=device)
         module.register_parameter(name, None if tensor is None else FrozenParameter(tensor))
@@ -31,9 +31,9 @@ def fitting_bias(part: str, given: Tensor, held: Tensor, rows: int) -> Tensor | 
 
 
 def added(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Products ``[R, N]`` plus each row's bias, rounded once more; `ends` are the ends of the experts' rows.
+    """Add to products ``[R, N]`` the bias of each row's expert; `ends` are the ends of the experts' rows.
 
-    Rows after the last end get the last expert's, and are not used.
+    Rows after the last end get the last expert's bias, and are not used.
     """
     if bias is None:
         return y

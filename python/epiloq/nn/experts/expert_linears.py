@@ -22,7 +22,7 @@ class Projections(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Projections:
-        """From the names of an expert's two or three matrices, in this order."""
+        """Create from the names of an expert's two or three matrices, in this order."""
         return cls(*names) if len(names) == len(cls._fields) else cls("", *names)
 
     @property
@@ -52,7 +52,7 @@ def check_routing(
     if top_k_index.device.type == "cpu" and top_k_index.numel() > 0 and not torch.compiler.is_compiling():
         low, high = (int(end) for end in top_k_index.aminmax())
         if low < 0 or high >= experts:
-            raise ValueError(f"{name}: top_k_index: expected numbers of 0 to {experts - 1}, got {low} to {high}")
+            raise ValueError(f"{name}: top_k_index: expected indices from 0 to {experts - 1}, got {low} to {high}")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tup
     """Gather rows and their scales, keeping the layout of the scales."""
     if scale is None:
         return q[rows], None
-    # As bytes, for not every backend gathers float8.
+    # float8 is gathered as bytes, because some backends cannot gather it.
     gathered = q.view(torch.uint8)[rows].view(q.dtype)
     if not column:
         return gathered, scale[rows]
@@ -133,7 +133,7 @@ class ExpertLinears(nn.Module):
     identities
         Number of experts after those with layers that return their tokens (LongCat's zero experts).
     post_expert_norm
-        Applied to what each expert returns, before the weighted sum; None for nothing.
+        A module applied to each expert's output before the weighted sum, or None.
     part, whole
         The range of experts in this process and their total number, under expert parallelism: see
         ``epiloq.parallel``.
@@ -157,12 +157,12 @@ class ExpertLinears(nn.Module):
         self.act_fn, self.identities, self.post_expert_norm = act_fn, identities, post_expert_norm
 
     def others(self, experts: Sequence[Mapping[str, nn.Module]]) -> ExpertLinears:
-        """Other experts that are run as these are."""
+        """Create a layer with other experts and the same settings."""
         own = {"identities": self.identities, "post_expert_norm": self.post_expert_norm}
         return ExpertLinears(experts, self.act_fn, **own).train(self.training)  # type: ignore[arg-type]
 
     def layers(self, expert: int) -> tuple[nn.Module, ...]:
-        """An expert's gate, up and down layers, or its up and down layers."""
+        """Return an expert's layers: gate, up and down, or up and down."""
         found = cast(nn.ModuleDict, self.get_submodule(str(expert)))
         return tuple(found[name] for name in self.projections.names)
 
@@ -186,7 +186,7 @@ class ExpertLinears(nn.Module):
 
 
 def own_part(module: Any) -> range | None:
-    """The experts with layers that are in this process; None for all that there are."""
+    """The range of experts in this process; None for all."""
     if module.part is None and module.identities:
         return range(module.experts)
     part: range | None = module.part
@@ -196,7 +196,7 @@ def own_part(module: Any) -> range | None:
 def with_identities(
     module: Any, y: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The weighted sums `y` and those of the experts that return their tokens, which one process adds."""
+    """Add to the weighted sums `y` those of the experts that return their tokens, in one process only."""
     if not module.identities or (module.part is not None and module.part.start > 0):
         return y
     weights = top_k_weights.float().masked_fill(top_k_index < (module.whole or module.experts), 0).sum(1, keepdim=True)

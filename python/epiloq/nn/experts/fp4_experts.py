@@ -29,10 +29,10 @@ class Fp4Experts(StoredTensors):
     a fixed order.
 
     Parameters without gradients, which form the state dict (E = experts, H = hidden, I = intermediate):
-        gate_up_proj_q, gate_up_proj_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, of ``[2 E I, H]``: the
-                                            experts' matrices stacked, rows of gate and up alternating
-        gate_up_proj_bias                   [E, 2 I], of the model's float dtype, as down_proj_bias [E, H]
-        down_proj_q, down_proj_scale        likewise of ``[E H, I]``
+        gate_up_proj_q, gate_up_proj_scale  uint8, the tensors of an ``epiloq.PackedFp4Weight`` ``[2 E I, H]``: the
+                                            stacked matrices of the experts, with alternating rows of gate and up
+        gate_up_proj_bias                   [E, 2 I], in the model's float dtype, like down_proj_bias [E, H]
+        down_proj_q, down_proj_scale        likewise for ``[E H, I]``
     `file_state` returns, and `from_blocks` takes, the tensors of checkpoints (`shapes`).
 
     part, whole

@@ -1,4 +1,4 @@
-"""Fp8BlockExperts: the linear layers of a mixture of experts, FP8 weights in blocks and activations in groups."""
+"""Fp8BlockExperts: linear layers of a mixture of experts, with FP8 weights in blocks and activations in groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from epiloq.nn.fp8_block_linear import rows_of_blocks
 
 class Fp8BlockExperts(Experts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are float8_e4m3fn with a scale for 128 x 128 of them, activations float8_e4m3fn with a scale for 128 of a
-    token, measured at run time, as `Fp8BlockLinear` has them.
+    Weights are float8_e4m3fn with a scale per block of 128 x 128, activations float8_e4m3fn with a dynamic scale per
+    128 values of a token, as in `Fp8BlockLinear`.
 
     Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q          uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale_inv  float32 [E, ceil(N / 128), ceil(K / 128)], max|W| / 448 of the block, at least 2^-126
-    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
+    Kernels need N padded to a multiple of 8 and K to one of 16; for other sizes they read padded copies.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn

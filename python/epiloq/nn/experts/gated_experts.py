@@ -76,7 +76,7 @@ class GatedExperts(nn.Module):
         super().__init__()
         self.kind, self.experts, self.hidden, self.intermediate = kind, experts, hidden, intermediate
         self.projections, self.identities = projections, identities
-        # Up begins on a scale of its own, and on 16 bytes when rows of the product are gated.
+        # Up begins at its own scale, and at a multiple of 16 bytes in rows of the product.
         multiple = max(kind.experts.ROWS_PER_SCALE, K_MULTIPLE)
         self.up_begins = -(-intermediate // multiple) * multiple
         matrices = len(projections.names) - 1
@@ -90,10 +90,10 @@ class GatedExperts(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, linears: ExpertLinears) -> GatedExperts | None:
-        """The same experts, computed together; None unless all of their layers are of the same supported kind."""
+        """Convert experts to be computed together; None unless all layers are of the same supported kind."""
         first: Any = linears.layers(0)[0]
         kind = Kind.of(first) if linears.post_expert_norm is None else None
-        # The last one first: it is float still whenever this is asked while layer after layer is quantised.
+        # The last layer is checked first: it is still float if this is called while layers are being quantised.
         if kind is None or Kind.of(linears.layers(linears.experts - 1)[-1]) != kind:
             return None
         found = [linears.layers(expert) for expert in range(linears.experts)]
@@ -133,13 +133,13 @@ class GatedExperts(nn.Module):
                 if where.type != "meta":
                     tensors = self._tensors(expert, projection)
                     layer.load_state_dict(tensors)
-                    # In its own type, which may be another than that of scales.
+                    # The bias keeps its dtype, which may differ from that of scales.
                     layer._store(BIAS, tensors[BIAS].clone() if BIAS in tensors else None)
                     layer._settle()
                 yield f"{expert}.{projection}", layer
 
     def file_state(self) -> dict[str, Tensor]:
-        """The tensors of each expert's layers by their names in files: views of the parameters, but copies for FP4."""
+        """The tensors of each expert's layers by their names in files: views of the parameters, for FP4 copies."""
         names = {name: given for given, name in self.kind.linear.RENAMED.items()}
         found = {}
         for expert in range(self.experts):
@@ -155,7 +155,7 @@ class GatedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden_states = convert_input(self, hidden_states)
-        # Kernels see padded widths only, so that they would take some others too.
+        # The width is checked here, since kernels see only padded widths and would accept some others.
         count = self.whole or self.experts
         check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, count + self.identities)
         routing = Routing.of(top_k_index, self.experts, own_part(self))
@@ -163,10 +163,10 @@ class GatedExperts(nn.Module):
         return with_identities(self, y, hidden_states, top_k_index, top_k_weights)
 
     def _combined(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
-        """Each token's weighted sum of what experts with layers compute."""
+        """Each token's weighted sum over the outputs of its experts that have layers."""
         if wants_gradient(hidden_states):
             if routing.partial:
-                raise NotImplementedError("GatedExperts: gradients: expected all experts here, and each with layers")
+                raise NotImplementedError("GatedExperts: gradients: expected all experts in one process, with layers")
             return self._one_by_one(hidden_states, routing, top_k_weights)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
@@ -176,13 +176,12 @@ class GatedExperts(nn.Module):
             q, scale = epiloq.silu_and_mul_quant(self._limited(gate_up), **self.down.gated)
         else:
             q, scale = self.down.quantise(self._gated(gate_up))
-        # What pads each half is zero, and so are its products.
+        # The padding of each half is zero, and so are its products.
         y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
         return routing.combined(added(y[:, : self.hidden], self.down_bias, routing.ends), top_k_weights)
 
     def _one_by_one(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
-        """The same result from layers with gradients, with gated rows rounded to their type before they are
-        quantised."""
+        """Compute the result from separate layers, which have gradients; gated rows are rounded before quantisation."""
         gate_up = added(self.gate_up(hidden_states[routing.tokens], offs=routing.ends), self.gate_up_bias, routing.ends)
         y = self.down(self._gated(gate_up), offs=routing.ends)
         return routing.combined(added(y, self.down_bias, routing.ends), top_k_weights)
@@ -239,7 +238,7 @@ class GatedExperts(nn.Module):
     def _tensors(self, expert: int, projection: str) -> dict[str, Tensor]:
         """The tensors of one linear layer."""
         found = self._places(expert, projection)
-        if self.kind.options.get("weight") == "tensor":  # One scale, repeated for every row.
+        if self.kind.options.get("weight") == "tensor":  # the scale is repeated for every row
             found[self.down.SCALE] = found[self.down.SCALE][:1]
         return found
 
@@ -267,7 +266,7 @@ def _take(
     if metadata.get("assign_to_params_buffers", False):
         module._begin(first.device)
     if not any(tensor.is_meta for tensor in module.parameters()):
-        # Values that were never set may be anything, after `to_empty`.
+        # After `to_empty` the padding may contain any value.
         module._clear_padding()
     for expert in range(module.experts):
         for projection in module.projections.names:
@@ -275,7 +274,7 @@ def _take(
             experts, _, rows = module._place(projection)
             for part, place in places.items():
                 key = f"{prefix}{expert}.{projection}.{part}"
-                given = state.pop(key if key in state else key.removesuffix("_q"), None)  # As files have it.
+                given = state.pop(key if key in state else key.removesuffix("_q"), None)  # the name in files
                 if given is None:
                     missing.append(key)
                     continue
@@ -286,7 +285,7 @@ def _take(
                 else:
                     place.copy_(found)
     if module.down.IN_PANELS and not errors:
-        module._clear_padding()  # which came within panels
+        module._clear_padding()  # loaded panels include padding
     for name, experts in (("gate_up", module.gate_up), ("down", module.down)):
         for part in experts.held_parts:
             state.setdefault(f"{prefix}{name}.{part}", experts.get_parameter(part).detach())

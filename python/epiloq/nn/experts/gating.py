@@ -1,4 +1,4 @@
-"""Gates of experts: what their last matrix is multiplied with."""
+"""Gates of experts, which combine the outputs of gate and up to the input of down."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.nn import functional
 
 
 class OwnGate(nn.Module):
-    """The gate of stacked experts in transformers that define it themselves, by ``_apply_gate`` of their module.
+    """The gate of a transformers module of stacked experts that defines its own ``_apply_gate``.
 
-    Called with gates and ups ``[…, I]``. Raises ValueError for a module whose gate has parameters, or whose results
-    depend on more than one gate and one up each.
+    It is called with gates and ups ``[…, I]``. Raises ValueError for a gate with parameters, or one that is not
+    elementwise in gates and ups.
     """
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        # The module without its weights. Not a child, because models initialise every module of its class.
+        # A copy without weights, and not a child module, because models initialise every module of its class.
         bare = copy.copy(experts)
         bare._parameters, bare._modules = {}, dict(experts._modules)
         if any(True for _ in bare.parameters()) or any(True for _ in bare.buffers()):
-            raise ValueError("gated by parameters")
+            raise ValueError("their gate has parameters")
         self.__dict__["experts"] = bare
         self.interleaved = not getattr(experts, "is_concatenated", True)
         if not self._is_elementwise():
-            raise ValueError("gated in a way of their own")
+            raise ValueError("their gate is not elementwise")
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         both = torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
@@ -41,11 +41,11 @@ class OwnGate(nn.Module):
             each = torch.cat([self(gate[:, i : i + 1], up[:, i : i + 1]) for i in range(gate.shape[1])], -1)
             found = self(gate, up)
             return found.shape == gate.shape and torch.allclose(found, each, rtol=1e-5, atol=1e-6)
-        except Exception:  # Whatever the module raises, its gate is not one that can be used.
+        except Exception:  # whatever the module raises, its gate is not supported
             return False
 
 
-# Of both signs, and beyond what gates are limited to.
+# Sample inputs of both signs that exceed the usual limits of gates.
 _SAMPLE = torch.linspace(-17, 15, 34, device="cpu", dtype=torch.float32).view(2, 17)
 
 

@@ -32,7 +32,7 @@ class Kind:
     experts: type[Experts]
     options: Mapping[str, Any] = field(default_factory=dict)
     bias: torch.dtype | None = None
-    """The dtype of the layers' biases; None without."""
+    """The dtype of the layers' biases; None without biases."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> Kind | None:
@@ -63,7 +63,7 @@ class Kind:
     def stacked(
         self, experts: int, in_features: int, out_features: int, matrices: int, device: torch.device | str | None
     ) -> Experts:
-        """Stacked layers for `experts` experts with `matrices` matrices each, without values."""
+        """Create stacked layers for `experts` experts with `matrices` matrices each, without values."""
         options = self.options if self.experts.IN_PANELS else {}
         if issubclass(self.experts, PackedFp4Experts):
             options = {**options, "matrices": matrices}

@@ -1,4 +1,4 @@
-"""PackedExperts: the linear layers of a mixture of experts with low-bit weights; 16- or 8-bit activations."""
+"""PackedExperts: linear layers of a mixture of experts with low-bit weights and 16- or 8-bit activations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from epiloq.weights.packed_weight import PackedWeight
 
 class PackedExperts(Experts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are of 2, 3, 4 or 8 bits, activations floating-point, as `WeightOnlyLinear` has them. Products are those of
-    `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
+    Weights have 2, 3, 4 or 8 bits and activations are floating-point, as in `WeightOnlyLinear`. The product is
+    `epiloq.grouped_packed_mm`, which documents when one kernel multiplies all experts.
 
-    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale`, and where there are such
-    `weight_zero` or `weight_offset`, as ``epiloq.PackedWeight`` describes them, the experts' panels stacked.
+    Parameters without gradients, which form the state dict: `weight_q`, `weight_scale` and, if present, `weight_zero`
+    or `weight_offset`, as described for ``epiloq.PackedWeight``, with the experts' panels stacked.
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -130,8 +130,8 @@ class PackedExperts(Experts):
 
 class W4A8Experts(PackedExperts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are of 4 bits, activations FP8 or int8 with a scale a token, measured at run time, as `W4A8Linear` has
-    them. Products are those of `epiloq.grouped_packed_mm`, which says where one kernel multiplies all experts.
+    Weights have 4 bits, and activations are FP8 or int8 with a dynamic scale per token, as in `W4A8Linear`. The
+    product is `epiloq.grouped_packed_mm`, which documents when one kernel multiplies all experts.
 
     Parameters without gradients, which form the state dict: those of `PackedExperts`.
     """

@@ -1,4 +1,4 @@
-"""PackedFp4Experts: the linear layers of a mixture of experts with FP4 weights, MXFP4 or NVFP4."""
+"""PackedFp4Experts: linear layers of a mixture of experts with FP4 weights, MXFP4 or NVFP4."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _GLOBAL = "weight_global_scale"
 
 class PackedFp4Experts(Experts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are of E2M1 numbers in blocks that share a scale, activations floating-point, as `Fp4Linear` has them.
-    Products are those of `epiloq.packed_fp4_mm`, which says where one kernel multiplies all experts.
+    Weights are E2M1 numbers in blocks that share a scale, and activations are floating-point, as in `Fp4Linear`. The
+    product is `epiloq.packed_fp4_mm`, which documents when one kernel multiplies all experts.
 
     format, reciprocal
-        As `Fp4Linear` has them.
+        As for `Fp4Linear`.
     matrices
-        How many matrices of as many rows are behind each other in an expert's: of "nvfp4" each has a global scale of
-        its own. Where those differ, each row is multiplied by each of the matrices as if it were an expert's own.
+        Number of equally high matrices that are stacked in each expert's. For "nvfp4" each one has its own global
+        scale; if those differ, each row is multiplied by each matrix as if by a separate expert.
 
     Parameters without gradients, which form the state dict (E = experts):
-        weight_q, weight_scale  uint8, as ``epiloq.PackedFp4Weight`` has them, the experts' panels stacked
-        weight_global_scale     float32 [E matrices], of "nvfp4": the global scales or, by default, their reciprocals
+        weight_q, weight_scale  uint8, as in ``epiloq.PackedFp4Weight``, with the experts' panels stacked
+        weight_global_scale     float32 [E matrices], for "nvfp4": the global scales or, by default, their reciprocals
     """
 
     WEIGHT_DTYPE = torch.uint8
@@ -136,7 +136,7 @@ class PackedFp4Experts(Experts):
         """Zero the codes of every expert's padding rows, and set their scales to 1."""
         for row in range(begin, end):
             panel, place = row // PANEL_ROWS, row % PANEL_ROWS
-            # Of a pair of rows that share their bytes, which four lanes hold.
+            # Two rows share the bytes of four lanes, each one its half.
             lanes, other = slice(place % 8 * 4, place % 8 * 4 + 4), 0xF0 if place < 8 else 0x0F
             self.weight_q[panel :: self._panels, :, lanes] &= other
             self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]

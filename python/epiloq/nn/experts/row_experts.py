@@ -27,13 +27,13 @@ class Experts(PreparedLinear):
     """
 
     SCALE: ClassVar[str]
-    """The parameter of the weights' scales."""
+    """Name of the parameter with the weights' scales."""
     ROWS_PER_SCALE: ClassVar[int]
-    """Neighbouring output features that share them."""
+    """Number of consecutive output features that share a scale."""
     GATED: ClassVar[Mapping[str, Any]]
-    """How ``epiloq.silu_and_mul_quant`` makes inputs for it."""
+    """Options with which ``epiloq.silu_and_mul_quant`` produces its inputs; empty if it cannot."""
     IN_PANELS: ClassVar[bool] = False
-    """Whether neighbouring output features share bytes, so that what is loaded of them may come with padding."""
+    """Whether neighbouring output features share bytes, so that loaded tensors may include padding."""
 
     def __init__(
         self, experts: int, in_features: int, out_features: int, *, device: torch.device | str | None = None
@@ -133,7 +133,7 @@ class Experts(PreparedLinear):
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
-        """``[…, R, N']`` of quantised rows, padded as the weight is."""
+        """Multiply quantised rows: ``[…, R, N']``, padded like the weight."""
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -247,13 +247,13 @@ class RowExperts(Experts):
 
 class Int8Experts(RowExperts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are int8 with a scale a channel, activations int8 with a scale a token, symmetric, measured at run time, as
-    `Int8Linear` has them. At most 131056 in_features, where int32 sums stay exact.
+    Weights are int8 with a scale per channel, activations int8 with a dynamic symmetric scale per token, as in
+    `Int8Linear`. At most 131056 in_features are supported, for which int32 sums are exact.
 
     Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q      int8 [E, N, K], W / scale rounded to nearest, ties to even
         weight_scale  float32 [E, N], max|W| / 127 of the channel, at least 2^-126
-    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
+    Kernels need N padded to a multiple of 8 and K to one of 16; for other sizes they read padded copies.
     """
 
     WEIGHT_DTYPE = torch.int8
@@ -266,13 +266,13 @@ class Int8Experts(RowExperts):
 
 class Fp8Experts(RowExperts):
     __doc__ = f"""{Experts.__doc__}
-    Weights are float8_e4m3fn with a scale a channel, activations float8_e4m3fn with a scale a token, measured at run
-    time, as `Fp8Linear` has them.
+    Weights are float8_e4m3fn with a scale per channel, activations float8_e4m3fn with a dynamic scale per token, as in
+    `Fp8Linear`.
 
     Parameters without gradients, which form the state dict (E = experts, N = out_features, K = in_features):
         weight_q      uint8 [E, N, K], the bytes of float8_e4m3fn values, W / scale rounded to nearest
         weight_scale  float32 [E, N], max|W| / 448 of the channel, at least 2^-126
-    Kernels read N rounded up to 8 and K to 16, with zeros: of other sizes they get padded copies.
+    Kernels need N padded to a multiple of 8 and K to one of 16; for other sizes they read padded copies.
     """
 
     WEIGHT_DTYPE = torch.float8_e4m3fn

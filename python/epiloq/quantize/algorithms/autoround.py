@@ -24,7 +24,7 @@ CHECKS = 10
 HELD_OUT = 4
 """One window in four is held out of training and used to measure the error."""
 INSIDE = 0.1
-"""Parts of a step that a weight is moved into the cell of its code, where that is not the nearest one."""
+"""Distance in steps by which a weight is moved into the cell of its code, if that is not the nearest code."""
 
 Run = Callable[[Mapping[str, Tensor], int], Tensor]
 """``run(weights, window)``: the block's output in a window with other weights, by layer."""

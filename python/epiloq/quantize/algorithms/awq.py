@@ -44,7 +44,7 @@ def awq_scale(
     for step in range(ratios):
         scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
         scale /= (scale.max() * scale.min()).sqrt()
-        # One by one, for rows of two layers share nothing.
+        # Layers are rounded one by one, since their rows do not share scales.
         error = sum(
             output_error(rtn(weight.float() * scale, grid).dequantize().div_(scale).sub_(weight), hessian)
             for weight in weights

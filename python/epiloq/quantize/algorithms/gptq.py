@@ -114,15 +114,17 @@ def _better(one: _Walked, other: _Walked, rows: int) -> _Walked:
     if one.parameters.shift is not None and other.parameters.shift is not None:
         shift = torch.where(first[:, None], one.parameters.shift, other.parameters.shift)
     each = over_rows(first, rows, len(one.errors))
-    # As bytes, for torch lacks much for float8.
+    # Bytes are selected, because torch lacks many operations for float8.
     q = torch.where(each, one.q.view(torch.uint8), other.q.view(torch.uint8)).view(one.q.dtype)
     return _Walked(q, Parameters(scale, shift), torch.where(each, one.errors, other.errors))
 
 
 @torch.no_grad()
 def uncompensated(hessian: Tensor, dampening: float = DAMPENING) -> Tensor:
-    """What a unit of each column's squared rounding error adds to the output error after GPTQ's compensation by later
-    columns in activation order: float32 ``[K]``, in the layer's order, for a Hessian ``[K, K]``; 0 without inputs."""
+    """Output error per unit of each column's squared rounding error after GPTQ's compensation in activation order.
+
+    Returns float32 ``[K]``, in the layer's order, for a Hessian ``[K, K]``; 0 for columns without inputs.
+    """
     matrix = without_dead(hessian.double())
     order = matrix.diagonal().argsort(descending=True, stable=True)
     return _costs(inverse_factor(matrix[order][:, order], dampening), order, hessian)
@@ -178,7 +180,7 @@ class _Groups:
         self.group_of = ((order if static else torch.arange(columns)) // self.length).tolist()
         self.fitted: list[Parameters] = [fit(weight, grid, moments)] if static else []
         self.parameters: list[Parameters] = []
-        """Of each group, for every output channel."""
+        """The parameters of each group, for every output channel."""
         for whole in self.fitted:
             by_group = whole.map(lambda values: over_rows(values, grid.rows, count).t().contiguous())
             self.parameters += [by_group.map(itemgetter(group)) for group in range(len(by_group.scale))]

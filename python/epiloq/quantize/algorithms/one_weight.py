@@ -1,4 +1,4 @@
-"""Rounding of one weight as an algorithm does it, after any folding: for a model's layers and for a budget's costs."""
+"""Rounding of one weight by an algorithm, after any folding; used for a model's layers and for a budget's costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epiloq.weights.rounding import Codebook, rtn
 def round_weight(
     weight: Tensor, grid: Codebook[Calibrated], algorithm: Algorithm, hessian: Tensor | None = None
 ) -> Calibrated:
-    """Round the rows ``[N, K]`` of layers that share an input, of which the Hessian ``[K, K]`` is known or not."""
+    """Round the rows ``[N, K]`` of layers that share an input; `hessian` is the input's ``[K, K]``, if known."""
     if not algorithm.compensate:
         return rtn(weight, grid, clip_moments(weight, algorithm, hessian))
     assert hessian is not None  # `Algorithm.needs_inputs`

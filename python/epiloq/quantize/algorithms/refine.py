@@ -118,7 +118,7 @@ class _State:
                 parameters = spread_out.map(lambda part, row=row: part[row])  # type: ignore[misc]
                 codes = self.grid.round(values[row] - here[i] / second, parameters)
                 step = self.grid.restore(codes.clone(), parameters) - values[row]
-                # The nearest point by rounding may be as far as the one at hand: it stays unless the objective falls.
+                # Rounding may choose another code at the same distance: codes change only if the objective decreases.
                 step *= step * (2 * here[i] + second * step) < 0
                 self.codes[row] = torch.where(step != 0, codes, self.codes[row])
                 changes[i] = step

@@ -22,7 +22,7 @@ from epiloq.quantize.algorithms.hadamard import rotation
 FAMILIES = ("llama", "mistral", "qwen2")
 """Kinds of models (``config.model_type``) whose hidden states only the layers named here read and write."""
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""How far logits may be off afterwards, Frobenius norms by that of the logits: weights are rounded to their type."""
+"""Maximum relative change of logits (Frobenius norm), caused by rounding weights to their dtype."""
 PROBE_TOKENS = 16
 
 
@@ -46,7 +46,7 @@ def check_rotatable(model: nn.Module) -> None:
     if kind not in FAMILIES or model.get_output_embeddings() is None:  # type: ignore[operator]
         raise ValueError(
             f"rotate_: model: expected a language model of {', '.join(FAMILIES)}, got {type(model).__name__} ({kind}): "
-            "what reads its hidden states is not known"
+            "the layers that read its hidden states are not known"
         )
 
 

@@ -24,7 +24,7 @@ from epiloq.weights.rounding import Parameters, expand_parameters
 from epiloq.weights.scales import scales_in
 
 RATE = 1e-3
-"""Of Adam, relative to each scale and norm weight; it rises over `WARMING` steps and falls linearly to 0."""
+"""Peak learning rate of Adam, relative to each scale and norm weight, after `WARMING` steps of linear warm-up."""
 WARMING, BETAS = 8, (0.9, 0.95)
 CHECKED = 8
 """Windows on which the divergence before and after is measured."""
@@ -157,7 +157,7 @@ class _Layer:
 
     def tuned_weight(self) -> QuantizedWeight:
         scale = self.scales().detach().to(self.value.scale.device)
-        # A sum with the difference need not give the rounded scale itself.
+        # The difference was rounded, so the scale is computed again.
         return replace(self.value, scale=scales_in(scale, self.grid.scale_dtype).float())
 
 

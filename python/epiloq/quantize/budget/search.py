@@ -120,8 +120,8 @@ def budget_sizes(settings: Settings, model: nn.Module, plan: Plan) -> BudgetSize
     if most > largest and most >= (whole if in_bytes else weights * dtype.itemsize):
         reach = (_as_option(budget, amount, fixed_bytes, weights) for amount in (least, largest))
         raise ValueError(
-            f"{budget.text}: that is not less than the size of the floating-point model: expected "
-            f"{' to '.join(reach)}, which is what {', '.join(budget.candidates)} can reach"
+            f"{budget.text}: expected less than the size of the floating-point model: "
+            f"{' to '.join(reach)} for {', '.join(budget.candidates)}"
         )
     if most < least:
         possible = _as_option(budget, least, fixed_bytes, weights)
@@ -174,8 +174,8 @@ def warnings(settings: Settings, found: BudgetSizes, plan: Plan) -> list[str]:
     if plan.layout == "compressed-tensors" and not settings.symmetric:
         # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape; see its `config`.
         messages.append(
-            "transformers itself does not open several schemes with zero points (epiloq's integration does): take "
-            "--symmetric for it"
+            "transformers without epiloq's integration cannot open several schemes with zero points: use --symmetric "
+            "for it"
         )
     return messages
 
@@ -235,7 +235,7 @@ def _resumed(file: Path) -> Choice | None:
 
 
 def steps(job: Job) -> int:
-    """How often `choose_schemes` calls `advance`."""
+    """Number of calls of `advance` in `choose_schemes`."""
     return job.plan.blocks + (0 if job.budget_sizes is None else len(job.budget_sizes.vocabulary))
 
 

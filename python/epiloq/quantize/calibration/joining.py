@@ -40,7 +40,7 @@ def device_of(device: str, environment: Mapping[str, str] = os.environ) -> str:
         raise ValueError(f"expected auto, cpu, or cuda where torch sees a GPU, got {device!r}")
     local = int(environment.get("LOCAL_RANK", 0))
     if index and int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"expected cuda without a number, for each of several ranks has its own, got {device!r}")
+        raise ValueError(f"expected cuda without a number, as each of several ranks has its own, got {device!r}")
     number = int(index) if index else local
     if number >= gpus:
         raise ValueError(f"expected a GPU for each rank, but number {number} is not among the {gpus} that torch sees")

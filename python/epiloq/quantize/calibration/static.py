@@ -152,8 +152,8 @@ class InputWatch:
             if first not in self.ends:
                 if not settings.keeps(names, float("inf")):
                     raise ValueError(
-                        f"calibrate: {', '.join(names)}: expected inputs to fix scales by, saw none: "
-                        f"give more text, or let such layers stay dynamic (--keep-dynamic {AUTO})"
+                        f"calibrate: {', '.join(names)}: expected inputs to calibrate static scales, got none: "
+                        f"give more text, or keep such layers dynamic (--keep-dynamic {AUTO})"
                     )
                 errors |= dict.fromkeys(names, InputErrors(0.0, 0.0, kept_dynamic=True))
                 continue

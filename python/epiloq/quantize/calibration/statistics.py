@@ -52,7 +52,7 @@ class InputStatistics:
             for products, weight in zip(self._weighted, weights.to(wide).unbind(1), strict=True):
                 products.addmm_((wide * weight[:, None]).t(), wide)
         magnitudes = x.float().abs()
-        self._magnitudes += magnitudes.sum(0)  # Float32 within a batch: in float64 it takes nine times as long.
+        self._magnitudes += magnitudes.sum(0)  # in float32 within a batch, since float64 would take nine times as long
         self._amax = torch.maximum(self._amax, magnitudes.amax(0))
         self.tokens += x.shape[0]
 
@@ -96,7 +96,7 @@ class InputStatistics:
         hessian, mean_abs = self.hessian, self.mean_abs
         share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)
         square, size = (hessian.diagonal().mean(), mean_abs.mean()) if self.tokens else (2.0, 1.0)
-        hessian.mul_(1 - share).diagonal().add_(share * square)  # (A copy already.)
+        hessian.mul_(1 - share).diagonal().add_(share * square)  # `hessian` is a copy
         return hessian, mean_abs * (1 - share) + share * size
 
     @property

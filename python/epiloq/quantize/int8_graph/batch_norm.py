@@ -13,19 +13,19 @@ from epiloq.weights.computed import computed_parts
 
 @torch.no_grad()
 def fold_batch_norm_(model: nn.Module) -> list[str]:
-    """Fold every ``nn.BatchNorm2d`` that is the only reader of an ``nn.Conv2d`` into it; the norm becomes
-    ``nn.Identity``. An ``nn.PixelShuffle`` may lie between them. In place, computed in float64. Which norm reads which
-    convolution is what ``torch.fx.symbolic_trace`` finds. Left as they are: norms without running statistics, layers
-    that are called twice, and convolutions whose weight is computed (`torch.nn.utils.parametrize`), or whose weight or
-    output something else uses as well.
+    """Fold every ``nn.BatchNorm2d`` that is the only reader of an ``nn.Conv2d`` into it, in place and in float64.
 
-    Returns the names of the norms that were folded.
+    The norm becomes ``nn.Identity``; an ``nn.PixelShuffle`` may be between them. The model is traced with
+    ``torch.fx.symbolic_trace``. Unchanged are norms without running statistics, layers that are called twice, and
+    convolutions whose weight is computed (`torch.nn.utils.parametrize`), or whose weight or output has other readers.
 
-    Raises ValueError: the model is in training mode, or cannot be traced (the message says why).
+    Returns the names of the folded norms.
+
+    Raises ValueError if the model is in training mode, or cannot be traced (the message gives the reason).
     """
     if model.training:
         raise ValueError(
-            "fold_batch_norm_: model: expected one in evaluation mode, whose norms use their running statistics"
+            "fold_batch_norm_: model: expected evaluation mode, in which norms use their running statistics"
         )
     try:
         graph = symbolic_trace(model).graph
@@ -64,7 +64,7 @@ def _only_module(node: Node) -> Node | None:
 
 
 def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d, places: int) -> None:
-    """`places`: channels of the convolution for each of the norm."""
+    """Fold a norm; `places` is the number of convolution channels per channel of the norm."""
     assert norm.running_mean is not None and norm.running_var is not None
     gain = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.affine:

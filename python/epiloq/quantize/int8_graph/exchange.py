@@ -25,14 +25,14 @@ _CLAMP_ENDS = {"min": 0, "max": 1, "min_val": 0, "max_val": 1}
 
 class _LayersAsLeaves(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # The package's other layers branch on their inputs' sizes and formats, which a tracer does not know.
+        # epiloq's layers branch on sizes and memory formats of inputs, which are unknown while tracing.
         return m.__module__.startswith("epiloq.nn.") or super().is_leaf_module(m, module_qualified_name)
 
 
 def exchange_int8(
     model: nn.Module, *, calibrate: Callable[[nn.Module], object] | None = None, observer: str = "percentile"
 ) -> GraphModule:
-    """The model with its `Int8Conv2d` layers linked: activations folded into them, int8 from one to the next.
+    """Link the `Int8Conv2d` layers of a model: fold activations into them, and pass int8 from one to the next.
 
     - A ReLU, ReLU6, clamp or hardtanh that is the only reader of an `Int8Conv2d` becomes its clamp.
     - If every reader of a layer's result is an `Int8Conv2d` and all expect the same scale and zero point (as layers
@@ -40,19 +40,18 @@ def exchange_int8(
     - Between them, int8 values pass through operations that only move values: reshape, permute, concatenate,
       nearest-neighbour upsampling, pixel shuffle, max pooling (`kinds.MOVES`). The results are exactly those of
       quantising afterwards. Operations that enlarge their input run on the quantised values.
-    - With `calibrate`, functions of single values between layers (hard swish, sigmoid, factors and terms;
-      `int8_kinds.POINTWISE`) become tables, int8 to int8: what quantising the function of each dequantised value
-      gives, exactly. The layer before needs a scale of its own for that, of the range that `observer` ("min-max",
-      "percentile", "mse") sees of its results while ``calibrate(model)`` runs, less the ends where the function has
-      one value. This rounds once more than floats between the layers do.
+    - With `calibrate`, elementwise functions between layers (hard swish, sigmoid, constant factors and terms;
+      `kinds.POINTWISE`) become int8 tables of the quantised function of each dequantised value. The preceding layer
+      then requantises its output with a scale for the range that `observer` ("min-max", "percentile", "mse") finds
+      while ``calibrate(model)`` runs, without the ends in which the function is constant. This adds one rounding.
 
-    Identities and dropout in eval mode go. The layers are changed in place and shared with the result, a
-    ``torch.fx.GraphModule``; use it in the model's place. Layers that are called more than once are left alone.
+    Identities and dropout are removed. The layers are changed in place and shared with the result, a
+    ``torch.fx.GraphModule`` that replaces the model. Layers that are called more than once are not linked.
 
-    Raises ValueError: the model is in training mode, or cannot be traced; no such observer.
+    Raises ValueError if the model is in training mode or cannot be traced, or for an unknown observer.
     """
     if model.training:
-        raise ValueError("exchange_int8: model: expected one in eval mode")
+        raise ValueError("exchange_int8: model: expected evaluation mode")
     if observer not in OBSERVERS:
         raise ValueError(f"exchange_int8: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
     tracer = _LayersAsLeaves()
@@ -81,7 +80,7 @@ def exchange_int8(
 def _ranges(
     model: GraphModule, layers: Mapping[Node, Int8Conv2d], calibrate: Callable[[nn.Module], object], observer: str
 ) -> dict[Node, Tensor]:
-    """Ranges, float32 ``[2]``, of the results of layers that ran with finite results."""
+    """Observe the output range, float32 ``[2]``, of each layer that ran with finite results."""
     observers = {node: OBSERVERS[observer]() for node in layers}
 
     def watch(node: Node) -> Callable[..., None]:
@@ -117,7 +116,7 @@ def _fold_clamps(model: GraphModule, node: Node, layer: Int8Conv2d) -> None:
 
 
 def _clamp_of(model: GraphModule, node: Node) -> tuple[float, float] | None:
-    """The ends of a node that clamps its first argument to constants."""
+    """The limits of a node that clamps its first argument to constants; None for other nodes."""
     module, target = kinds.module_of(model, node), node.target
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return module.min_val, module.max_val

@@ -43,7 +43,7 @@ NOTHING = frozenset({nn.Identity, nn.Dropout, nn.Dropout2d})
 
 @dataclass(frozen=True)
 class Move:
-    """An operation whose results are values of its first argument (or of that list's tensors), on their grid."""
+    """An operation whose results are values of its first argument, a tensor or list of tensors, on the same grid."""
 
     grows: bool = False  # the output is larger than the input, so floats are quantised before
     carrier: torch.dtype | None = None  # dtype to compute in: uint8 reinterprets the bits, others convert
@@ -60,7 +60,7 @@ def _gives_values_alone(options: dict[str, Any]) -> bool:
 
 _ANY, _MORE = Move(), Move(grows=True)
 _NEAREST = Move(grows=True, carrier=torch.uint8, allowed=_is_nearest)
-# float16 holds every int8; torch has no other exact pooling on CUDA.
+# float16 represents every int8 value; torch has no other exact pooling on CUDA.
 _MAX_POOL = Move(carrier=torch.float16, allowed=_gives_values_alone)
 MOVES: dict[object, Move] = {
     **dict.fromkeys(

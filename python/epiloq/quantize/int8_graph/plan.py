@@ -21,7 +21,7 @@ _PLACES = 4096
 
 
 class Chain(NamedTuple):
-    """A chain of pointwise nodes, each the only reader of the previous one, and the source that the first one reads."""
+    """A chain of pointwise nodes, each of them the only reader of the previous one, and the first one's source."""
 
     source: Node
     nodes: tuple[Node, ...]
@@ -43,16 +43,16 @@ class Chain(NamedTuple):
 
 
 class Plan:
-    """Decided backwards from the end of the graph, from the grids that readers expect, then applied from its beginning.
+    """Plan that is decided backwards, from the grids that readers expect, and then applied forwards.
 
     `layers` may have int8 output; `ranges` are the measured ranges of their results.
     """
 
     def __init__(self, model: GraphModule, layers: Mapping[Node, Int8Conv2d], ranges: Mapping[Node, Tensor]) -> None:
         self._model, self._layers = model, layers
-        self._ranges = dict(ranges)  # moved results have the ranges of what is moved
-        self._able = set(layers)  # may have int8 output
-        self._grids: dict[Node, Quantizer] = {}  # do, on this grid
+        self._ranges = dict(ranges)  # results of moves have the ranges of their inputs
+        self._able = set(layers)  # nodes that may have int8 output
+        self._grids: dict[Node, Quantizer] = {}  # nodes that have int8 output, with its grid
         self._tables: dict[Node, Chain] = {}
         for node in model.graph.nodes:
             self._follow(node)
@@ -101,7 +101,7 @@ class Plan:
         return None
 
     def _input_grid(self, chain: Chain, output: Quantizer) -> Quantizer:
-        """Over the range of a chain's input, less its ends where the result is one."""
+        """Grid for the range of a chain's input, without the ends in which the result is constant."""
         ends = self._ranges[chain.source]
         places = torch.linspace(float(ends[0]), float(ends[1]), _PLACES)
         results = quantized(chain.of(self._model, places), output)

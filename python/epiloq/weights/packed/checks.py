@@ -1,4 +1,4 @@
-"""What tensors of a packed weight must satisfy: sizes, ranges, dtypes, and column permutations."""
+"""Checks of the tensors of a packed weight: sizes, ranges, dtypes, and column permutations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse(argument: str, expected: object, got: object, operation: str = "pack_
 
 
 def check_sizes(bits: int, group_size: int, operation: str, **sizes: int) -> None:
-    """Raise ValueError for sizes that no packed weight has."""
+    """Raise ValueError for sizes that a packed weight cannot have."""
     if type(bits) is not int or bits not in BITS:
         refuse("bits", f"one of {BITS}", repr(bits), operation)
     if type(group_size) is not int or (group_size != -1 and group_size < 1):
@@ -62,7 +62,7 @@ def check_range(name: str, tensor: Tensor, low: int, high: int, operation: str =
         refuse(name, "integers", tensor.dtype, operation)
     if tensor.numel() == 0 or tensor.is_meta:
         return
-    if tensor.dtype in _WIDE:  # of which torch knows no least and most; what int64 does not hold is negative there
+    if tensor.dtype in _WIDE:  # torch has no minimum for these dtypes; values beyond int64 become negative
         low, tensor = max(low, 0), tensor.to(torch.int64)
     least, most = (int(end) for end in tensor.aminmax())
     if least < low or most > high:
@@ -70,7 +70,7 @@ def check_range(name: str, tensor: Tensor, low: int, high: int, operation: str =
 
 
 def checked_perm(perm: Tensor, k: int, device: torch.device, operation: str = "pack_weight") -> Tensor:
-    """A copy of a permutation of ``k`` columns, as int64. Raises ValueError for what is none."""
+    """Return a copy of a permutation of ``k`` columns as int64. Raises ValueError if it is not a permutation."""
     check_range("perm", perm, 0, k - 1, operation)
     if perm.shape != (k,) or perm.device != device:
         refuse("perm", f"[{k}] on {device}", f"{list(perm.shape)} on {perm.device}", operation)

@@ -1,4 +1,4 @@
-"""Packed weights in floating point, as an operator, for compiled and transformed code."""
+"""Dequantisation of packed weights as an operator, for compiled and transformed code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dequantize_weight(
     group_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The weight ``[n, k]`` of a `PackedWeight`'s parts, its columns as they are packed.
+    """Dequantise the tensors of a `PackedWeight` to ``[n, k]``, with columns in packed order.
 
     Product and sum are each rounded to fp32, then to ``dtype``.
     """

@@ -1,4 +1,4 @@
-"""Rows of a packed weight in floating point, looked up one by one as an embedding does."""
+"""Lookup and dequantisation of single rows of a packed weight, for embeddings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
 
-# Columns of a tile of 8 bits, and of the others.
+# Columns of a packed tile with 8 bits, and with fewer.
 _NARROW, _WIDE = 32, 64
 
 
 def rows_of(packed: PackedWeight, rows: Tensor) -> Tensor:
-    """Rows of a weight without activation order: int64 ``[T]`` gives float32 ``[T, K]``.
+    """Dequantise the rows int64 ``[T]`` of a weight without activation order to float32 ``[T, K]``.
 
-    The bits of ``packed.dequantize()[rows]``. A row outside of 0 to N - 1 is an index out of bounds: IndexError on a
-    CPU, an assertion of the kernel on a GPU.
+    The result is bit-identical to ``packed.dequantize()[rows]``. A row outside 0 to N - 1 raises IndexError on a CPU,
+    and fails an assertion of the kernel on a GPU.
     """
-    # Of the padding, and from the end, no row is looked up.
+    # Padding rows and negative indices are invalid, too.
     rows = torch.where((rows >= 0) & (rows < packed.n), rows, packed.q.shape[0] * PANEL_ROWS)
     panel, place = rows // PANEL_ROWS, rows % PANEL_ROWS
     values = _codes(packed.q, packed.bits, panel, place)[:, : packed.k].to(torch.float32)
@@ -36,19 +36,19 @@ def rows_of(packed: PackedWeight, rows: Tensor) -> Tensor:
 
 
 def _codes(q: Tensor, bits: int, panel: Tensor, place: Tensor) -> Tensor:
-    """The unsigned integers of rows ``place`` of their panels; `packed_layout.packed_codes` has the order."""
+    """Unsigned integers of the rows ``place`` of their panels, in the order of `packed_layout.packed_codes`."""
     half, row = place // 8, place % 8
     panels, tiles = q.shape[:2]
     if bits == 8:
-        # Given: panel tile row t i p half e.
+        # Dimensions: panel tile row t i p half e.
         found = q.view(panels, tiles, 8, 4, 2, 2, 2, 2)[panel, :, row, :, :, :, half]
         return found.permute(0, 1, 3, 4, 2, 5).reshape(len(panel), tiles * _NARROW)
     if bits == 4:
-        # Given: panel tile row t i e p.
+        # Dimensions: panel tile row t i e p.
         pairs = q.view(panels, tiles, 8, 4, 4, 2, 2)[panel, :, row]
         shift = (half * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
         return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(panel), tiles * _WIDE)
-    # Given: panel tile row t plane half b, a byte for 8 columns.
+    # Dimensions: panel tile row t plane half b, with a byte for 8 columns.
     planes = q.view(panels, tiles, 8, 4, bits, 2, 2)[panel, :, row, :, :, half].unsqueeze(-1)
     places = torch.arange(8, dtype=torch.uint8, device=q.device)
     digits = planes >> places & 1
@@ -65,7 +65,7 @@ def _parameters(values: Tensor, panel: Tensor, place: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, packed: PackedWeight) -> Tensor:
-    """For each column that of its group, or one for all."""
+    """Expand the parameters of groups to columns; a single one is left to broadcast."""
     count, groups = values.shape
     if groups == 1:
         return values

@@ -49,7 +49,7 @@ def test_fewer_layers_than_the_files_hold(tmp_path: Path, command: str, seed: in
 
 
 @pytest.mark.parametrize("make", ["gpt_neox", "opt"])
-def test_of_other_families_alike(tmp_path: Path, make: str, seed: int) -> None:
+def test_other_model_families(tmp_path: Path, make: str, seed: int) -> None:
     foreign_checkpoints.MODELS[make]().save_pretrained(tmp_path / "model")
     described_as(tmp_path / "model", num_hidden_layers=1)
     for read in (from_directory, lambda folder: Layers(Checkpoint(folder))):
@@ -70,7 +70,7 @@ def test_other_tensors_are_left_out_with_a_warning(tmp_path: Path, seed: int) ->
     assert not any(name.startswith(("a.", "score")) for name in load_file(tmp_path / "out/model.safetensors"))
 
 
-def test_tables_that_older_versions_stored_are_no_news(tmp_path: Path, seed: int) -> None:
+def test_tables_in_old_state_dicts_are_accepted(tmp_path: Path, seed: int) -> None:
     model = save(tmp_path / "model")
     plain = from_directory(model).state_dict()
     add(model, **rotary_frequencies_of_old(2))

@@ -62,7 +62,7 @@ def interrupted(teacher: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *o
         ("schemes.json", ("--bits", 5.2), 0),
     ],
 )
-def test_what_is_kept_in_part_is_made_anew(
+def test_incomplete_blocks_are_recomputed(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, options: tuple[object, ...], kept: float
 ) -> None:
     """As a power failure leaves a file whose content was not on the disk yet."""
@@ -93,7 +93,7 @@ def test_settings_that_cannot_be_read_are_named(
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "more/notes.txt"])
 @pytest.mark.parametrize("command", ["quantize", "convert"])
-def test_a_file_of_the_source_that_vanishes_is_missed(
+def test_deleted_source_file_is_reported(
     teacher: Path, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, file: str
 ) -> None:
     """After the checks and before the copying: no directory appears that lacks it."""
@@ -119,7 +119,7 @@ MADE_UP = [transformers.Qwen3Config, transformers.GemmaConfig, transformers.T5Co
 
 
 @pytest.mark.parametrize("config", MADE_UP, ids=lambda config: config.__name__)
-def test_a_tokenizer_that_transformers_makes_up_is_none(config: Any, tmp_path: Path) -> None:
+def test_default_tokenizer_of_transformers_is_refused(config: Any, tmp_path: Path) -> None:
     """It has special tokens alone, so that every word is the unknown one."""
     config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"^{tmp_path}: no tokenizer: expected its files"):
@@ -147,7 +147,7 @@ def files_of_at_most(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("old", [None, "old"])
-def test_a_text_that_does_not_fit_leaves_what_was_there(tmp_path: Path, old: str | None) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, old: str | None) -> None:
     file = tmp_path / "figures.json"
     if old is not None:
         file.write_text(old)
@@ -156,7 +156,7 @@ def test_a_text_that_does_not_fit_leaves_what_was_there(tmp_path: Path, old: str
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == ({} if old is None else {file.name: old})
 
 
-def test_a_model_below_the_source_is_not_carried_over(teacher: Path, tmp_path: Path) -> None:
+def test_nested_model_directory_is_not_copied(teacher: Path, tmp_path: Path) -> None:
     """What an earlier run wrote into the model's own folder; other folders are."""
     model = shutil.copytree(teacher, tmp_path / "model")
     assert quantize(teacher, model / "int8" / "first", *W8).exit_code == 0
@@ -166,7 +166,7 @@ def test_a_model_below_the_source_is_not_carried_over(teacher: Path, tmp_path: P
     assert {name for name in below if "/" in name} == {"int8/notes.txt"}
 
 
-def test_of_two_conversions_at_once_the_later_leaves_the_first(
+def test_second_of_two_concurrent_conversions_keeps_the_first(
     quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = checkpoint.Writer.close

@@ -58,7 +58,7 @@ def kept(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_children() if isinstance(module, (nn.Linear, nn.Conv2d))]
 
 
-def test_linear_layers_that_compute_something_else_are_left_and_named(seed: int) -> None:
+def test_subclassed_linear_layers_are_kept_and_named(seed: int) -> None:
     model = nn.Sequential(
         nn.Linear(24, 24), Doubled(24, 24), SameByAnotherName(24, 24), SameByAnotherName(24, 9, bias=False)
     )
@@ -69,7 +69,7 @@ def test_linear_layers_that_compute_something_else_are_left_and_named(seed: int)
     torch.testing.assert_close(model(x), expected, rtol=0.02, atol=0.02)
 
 
-def test_convolutions_that_compute_something_else_are_left_and_named(seed: int) -> None:
+def test_subclassed_convolutions_are_kept_and_named(seed: int) -> None:
     pruned = nn.Conv2d(32, 32, 1)
     prune.l1_unstructured(pruned, "weight", 0.5)
     model = nn.Sequential(
@@ -91,7 +91,7 @@ def test_convolutions_that_compute_something_else_are_left_and_named(seed: int) 
     torch.testing.assert_close(model(x), expected, rtol=0.03, atol=0.03)
 
 
-def test_a_chosen_subclass_is_taken_without_a_word(seed: int) -> None:
+def test_explicitly_selected_subclass_is_converted_without_warning(seed: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Gained(8, 8, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -119,7 +119,7 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_changes(scheme: st
 
 
 @pytest.mark.parametrize("end", ["head", "embedding"])
-def test_of_embeddings_and_heads_alike(end: str, seed: int) -> None:
+def test_embeddings_and_heads_of_all_kinds(end: str, seed: int) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(50, 32), "body": nn.Linear(32, 32), "lm_head": nn.Linear(32, 50)})
     name = "lm_head" if end == "head" else "embed"
     with torch.no_grad():
@@ -167,7 +167,7 @@ class TripledConv2d(nn.Conv2d):
         return super().__call__(x) * 3  # type: ignore[no-any-return]
 
 
-def test_what_shows_only_for_some_inputs_or_modes(seed: int) -> None:
+def test_foldings_that_fail_for_some_inputs_are_rejected(seed: int) -> None:
     """Large values, training, and a call that does more than ``forward``."""
     kinds = (Limited, OfSmallInputs, DroppedOut, Tripled)
     model = nn.Sequential(*(kind(32, 32) for kind in kinds), nn.Linear(32, 32)).eval()

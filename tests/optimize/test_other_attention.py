@@ -31,7 +31,7 @@ def llava(**options: Any) -> Any:
 
 
 @torch.no_grad()
-def test_a_model_within_that_attends_in_another_way_keeps_it(seed: int) -> None:
+def test_submodel_with_other_attention_keeps_it(seed: int) -> None:
     model = llava(attn_implementation={"text_config": "eager", "vision_config": "sdpa"})
     before = implementations(epiloq.quantize_(model, "w8a16"))
     assert before["LlamaModel"] == "eager" and before["CLIPVisionModel"] == "sdpa"

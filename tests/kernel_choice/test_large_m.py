@@ -102,7 +102,7 @@ def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float8", "groups"])
 @pytest.mark.alone
-def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str) -> None:
+def test_shared_memory_is_not_reused_stale(seed: int, kind: str) -> None:
     """Boxes of last tiles leave rows as the product before left them, which was of NaN and on every SM."""
     k = 640
     nothing, one = torch.full((4096, k), float("nan"), device="cuda").to(torch.float8_e4m3fn), torch.ones(1).cuda()
@@ -121,7 +121,7 @@ def test_what_tiles_leave_in_shared_memory_reaches_no_other(seed: int, kind: str
 
 
 @pytest.mark.gpu
-def test_tiles_follow_one_another_in_a_block(seed: int) -> None:
+def test_persistent_cta_runs_several_tiles(seed: int) -> None:
     """Many tiles to a block, of groups with one step each, or with as many steps as a tile has slots: slots of shared
     memory that TMA still reads are not written again."""
     p = make_problem(8192, 4096, 8192, device="cuda", bias=True)

@@ -64,7 +64,7 @@ def test_files_have_every_weight_without_an_address(seed: int) -> None:
     assert distinct(model).keys() == model.state_dict().keys()
 
 
-def test_what_is_tied_is_tied_wherever_it_is(seed: int) -> None:
+def test_ties_are_kept_in_any_module(seed: int) -> None:
     for device in ("cpu", "meta"):
         model = Language().to(device)
         model.lm_head.weight = nn.Parameter(model.embed.weight.data, requires_grad=False)
@@ -90,7 +90,7 @@ def test_a_transposed_weight_is_another_one(seed: int) -> None:
     assert distinct(model).keys() == model.state_dict().keys()
 
 
-def test_a_computed_weight_is_its_layers_own(seed: int) -> None:
+def test_computed_weight_is_not_shared(seed: int) -> None:
     """Each is made when it is read, and the next may get its memory."""
     model = Language()
     for layer in (model.embed, model.up, model.down):
@@ -105,7 +105,7 @@ def test_empty_tensors_are_not_shared(seed: int) -> None:
     assert identity(torch.eye(2).to_sparse()) != identity(torch.eye(2).to_sparse())
 
 
-def test_a_replaced_forward_is_not_thrown_away(seed: int) -> None:
+def test_replaced_forward_is_kept(seed: int) -> None:
     """As hooks of accelerate and adapters replace it on the instance: what it does beside the product would be lost."""
     model = Language()
 
@@ -120,20 +120,20 @@ def test_a_replaced_forward_is_not_thrown_away(seed: int) -> None:
     assert type(model.up) is nn.Linear and type(model.down) is epiloq.nn.WeightOnlyLinear
 
 
-def test_a_layer_that_others_quantised_is_named(seed: int) -> None:
+def test_layer_quantised_by_another_library_is_named(seed: int) -> None:
     """As compressed-tensors leaves its class: nn.Linear without a weight."""
     model = Language()
     packed = torch.randint(-9, 9, (32, 4), dtype=torch.int32)
     del model.up.weight
     model.up.register_parameter("weight_packed", nn.Parameter(packed, requires_grad=False))
-    with pytest.raises(ValueError, match=r"layer 'up': .*expected a tensor, got none, but bias, weight_packed: what"):
+    with pytest.raises(ValueError, match=r"layer 'up': .*expected a tensor, got none, but bias, weight_packed: open a model"):
         epiloq.quantize_(model, "w8a16", lambda module, name: name == "up")
     with pytest.warns(UserWarning, match=r"left in floating point: up \(WeightOnlyLinear: linear\.weight: expected"):
         epiloq.quantize_(model, "w8a16", head="w8a16")
     assert type(model.up) is nn.Linear and type(model.down) is epiloq.nn.WeightOnlyLinear
 
 
-def test_a_weight_of_other_sizes_than_its_layer_says(seed: int) -> None:
+def test_weight_shape_that_contradicts_the_layer(seed: int) -> None:
     """As structured pruning leaves some: torch multiplies by the weight as it is."""
     model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(24, 16))
     model[0].weight = nn.Parameter(torch.randn(24, 32))

@@ -51,12 +51,12 @@ def test_figures_go_into_a_fifo_and_a_linked_file(tmp_path: Path) -> None:
     assert (tmp_path / "link.json").is_symlink() and "torch" in json.loads((tmp_path / "figures.json").read_text())
 
 
-def test_nothing_replaces_a_device() -> None:
+def test_device_files_are_not_replaced() -> None:
     assert run("env", "--json", os.devnull).exit_code == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
-def test_a_link_to_nothing_on_the_way(tmp_path: Path) -> None:
+def test_dangling_link_among_parent_directories(tmp_path: Path) -> None:
     model = teacher_and_text(tmp_path, ROUND)
     (tmp_path / "dead").symlink_to("nowhere")
     for place in ("dead/out", "dead/a/out"):
@@ -75,14 +75,14 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 10**23])
-def test_seeds_that_no_generator_takes(tmp_path: Path, seed: int) -> None:
+def test_invalid_seeds(tmp_path: Path, seed: int) -> None:
     model = teacher_and_text(tmp_path, ROUND)
     found = quantize(model, tmp_path / "out", "--scheme", "w8a16", "--seed", seed)
     assert found.exit_code == 2 and f"got {seed} (--seed)" in " ".join(found.output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
-def test_a_reader_that_leaves_is_no_failed_disk(tmp_path: Path) -> None:
+def test_closed_pipe_is_not_reported_as_a_disk_error(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb") as closed:

@@ -19,7 +19,7 @@ SHARED = [(40, 3216), (1032, 528), (1032, 2320), (2112, 7184), (3080, 4112), (34
 
 @pytest.mark.parametrize("kind", EPILOGUES)
 @pytest.mark.parametrize("m", [1, 7, 15, 18, 64])
-def test_rows_that_fill_no_warp(seed: int, kind: str, m: int) -> None:
+def test_partial_warps(seed: int, kind: str, m: int) -> None:
     for n, k in SIZES:
         only_its_own(EPILOGUES[kind], (m, n, k), 8, 8)
 
@@ -32,7 +32,7 @@ def test_outputs_off_16_bytes(seed: int, m: int) -> None:
 
 @pytest.mark.parametrize("kind", EPILOGUES)
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 33, 64, 65, 127])
-def test_two_blocks_share_k(seed: int, kind: str, m: int) -> None:
+def test_split_k_over_two_ctas(seed: int, kind: str, m: int) -> None:
     kernels = {only_its_own(EPILOGUES[kind], (m, n, k), 8, 8) for n, k in SHARED}
     tiles = {kernel.split(" weights")[0] for kernel in kernels if "K over clusters of 2" in kernel}
     few, many = (2, 1) if kind == "a scale a column" else (4, 2)
@@ -40,14 +40,14 @@ def test_two_blocks_share_k(seed: int, kind: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_two_blocks_share_k_of_other_outputs(seed: int, dtype: torch.dtype) -> None:
+def test_split_k_over_two_ctas_with_other_outputs(seed: int, dtype: torch.dtype) -> None:
     for m, (n, k) in ((m, size) for m in (1, 50, 100) for size in SHARED):
         kernel = only_its_own(groups, (m, n, k), 8, 8, dtype)
         assert "K over clusters of 2" in kernel or m > 64
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_products_that_share_k_follow_one_another(seed: int, kind: str) -> None:
+def test_consecutive_split_k_products(seed: int, kind: str) -> None:
     """Each begins while the one before still exchanges its sums."""
     sizes = [(3, 2112, 2320), (64, 1032, 2320), (100, 4096, 14464), (64, 2112, 2320)]
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_products_that_share_k_follow_one_another(seed: int, kind: str) -> None:
             only_its_own(PRODUCTS[kind], size, 0, 0)
 
 
-def test_experts_share_no_k(seed: int) -> None:
+def test_experts_use_no_split_k(seed: int) -> None:
     sizes = {"m": 4, "n": 512, "k": 4096, "arch": "sm90", "sm_count": 132}
     assert "K over clusters of 2" in epiloq.explain("groupwise_mm", **sizes)
     assert "K over" not in epiloq.explain("grouped_mm", **sizes, experts=1)
