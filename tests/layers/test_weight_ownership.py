@@ -126,7 +126,7 @@ def test_layer_quantised_by_another_library_is_named(seed: int) -> None:
     packed = torch.randint(-9, 9, (32, 4), dtype=torch.int32)
     del model.up.weight
     model.up.register_parameter("weight_packed", nn.Parameter(packed, requires_grad=False))
-    with pytest.raises(ValueError, match=r"layer 'up': .*expected a tensor, got none, but bias, weight_packed: open a model"):
+    with pytest.raises(ValueError, match=r"layer 'up': .*expected a tensor, got none, but bias, weight_packed: open a"):
         epiloq.quantize_(model, "w8a16", lambda module, name: name == "up")
     with pytest.warns(UserWarning, match=r"left in floating point: up \(WeightOnlyLinear: linear\.weight: expected"):
         epiloq.quantize_(model, "w8a16", head="w8a16")

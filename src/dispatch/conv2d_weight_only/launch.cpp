@@ -7,7 +7,7 @@
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
 #include "dispatch/conv2d_weight_only/tables.h"
-#include "dispatch/weight_only_mm/variants.h"
+#include "dispatch/w4a16_variants.h"
 #include "kernels/launch/conv2d_weight_only.h"
 #include "problems/packed_layout.h"
 #endif

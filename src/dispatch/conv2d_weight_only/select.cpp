@@ -7,7 +7,7 @@
 #include "core/ceil_div.h"
 #include "dispatch/conv2d_weight_only/costs.h"
 #include "dispatch/conv2d_weight_only/tables.h"
-#include "dispatch/weight_only_mm/select.h"
+#include "dispatch/w4a16_limits.h"
 #include "epiloq/error.h"
 #include "kernels/common/w4a16/sizes.h"
 #include "kernels/conv2d/image_boxes.h"

@@ -2,29 +2,15 @@
 
 #include <algorithm>
 
+#include "dispatch/w4a16_limits.h"
 #include "kernels/common/w4a16/sizes.h"
 #include "kernels/common/w4a16/split_k.h"
-#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-// A stage for each K group, and at least two.
-template <class Config>
-bool ring_fits(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
-         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
-}
-
 bool fits(GemvConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return p.m <= c.tokens() && gemv_bytes(c, p, 1) <= t.shared_bytes;
-}
-bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return shared_bytes(c, p) <= t.shared_bytes;
-}
-bool fits(DecodeConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
-  return p.m <= c.tokens && ring_fits(c, p, t);
 }
 
 // Of the family's table, for this target.
@@ -95,14 +81,6 @@ std::vector<Choice> kernels_of(WeightOnlyMmProblem const& p, Target const& t) {
     add(all, Family::kTiled, kTiledRows, p, t);
   }
   return all;
-}
-
-bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return ring_fits(c, p, t); }
-
-std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
-  return std::max<std::int64_t>(
-      c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
-      c.tokens * (c.rows() + 4) * 4);
 }
 
 // Slots for other CTAs' sums, then the warps' pipelines, in whose place their sums come.

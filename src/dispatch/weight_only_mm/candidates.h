@@ -28,11 +28,6 @@ bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& pro
 // All rows worth considering, with every split of K; without a dense product.
 std::vector<Choice> kernels_of(WeightOnlyMmProblem const& problem, Target const& target);
 
-// For another operation's table of the WGMMA kernel: whether a CTA's shared memory holds the tile.
-bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
-
-// Per CTA: its stages, in whose place its sums come.
-std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
 // Per GEMV CTA, `split` of which split K.
 std::int64_t gemv_bytes(GemvConfig const& config, WeightOnlyMmProblem const& problem, int split);
 

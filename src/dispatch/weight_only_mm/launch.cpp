@@ -4,8 +4,8 @@
 
 #if EPILOQ_HAS_CUDA
 #include "core/cuda_check.h"
+#include "dispatch/w4a16_variants.h"
 #include "dispatch/weight_only_mm/tables.h"
-#include "dispatch/weight_only_mm/variants.h"
 #include "kernels/launch/weight_only_mm.h"
 #endif
 

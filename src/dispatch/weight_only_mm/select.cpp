@@ -4,6 +4,7 @@
 #include <limits>
 #include <sstream>
 
+#include "dispatch/w4a16_limits.h"
 #include "dispatch/weight_only_mm/cost/measured.h"
 #include "dispatch/weight_only_mm/cost/model.h"
 #include "dispatch/weight_only_mm/tables.h"
@@ -77,17 +78,6 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
   return fastest_of(p, split, split);
 }
 
-bool has_kernel(std::int64_t group) {
-  std::int64_t const steps = group / kPadding;
-  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
-}
-
-// Kernels use 32-bit byte offsets into a weight.
-bool is_large(WeightOnlyMmProblem const& p) {
-  std::int64_t const rows = ceil_div(p.n, kPanelRows) * kPanelRows, groups = ceil_div(padded(p.k), group_of(p));
-  return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
-}
-
 }  // namespace
 
 // Where weights may be rounded a dense product is a candidate. mma.sync tiles are without a cost model.
@@ -99,29 +89,6 @@ std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& 
     all.push_back({choice, choice.family == Family::kTiled ? 0 : cost_of(choice, p, t, costs).us});
   }
   return all;
-}
-
-char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
-  if (p.dtype == DType::kFloat32) return "float32 activations";
-  if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
-  if (p.k == 0) return "no columns";
-  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
-  if (!p.aligned) return "rows of x off 16 bytes";
-  if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
-  if (is_large(p)) return "more than 4 GB of weights";
-  return nullptr;
-}
-
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
-  if (t.arch != Arch::kSm90) return 1;
-  auto const cost = [&](int split) {
-    return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
-  };
-  int best = 1;
-  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
-    if (cost(split) < cost(best)) best = split;
-  }
-  return best;
 }
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {

@@ -44,11 +44,4 @@ struct Selection {
   static std::string describe(Choice const& choice, Problem const&) { return weight_only_mm::describe(choice); }
 };
 
-// Why no kernel supports the problem with any number of tokens; null if one does.
-char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
-
-// The split of K that finishes first: as many CTAs at a time as the SMs hold, each with its K steps and `fixed` steps'
-// worth of overhead.
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& target);
-
 }  // namespace epiloq::ops::weight_only_mm

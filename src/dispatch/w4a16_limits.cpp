@@ -1,0 +1,70 @@
+#include "dispatch/w4a16_limits.h"
+
+#include <algorithm>
+
+#include "core/ceil_div.h"
+#include "kernels/common/w4a16/sizes.h"
+#include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+
+namespace epiloq::ops::weight_only_mm {
+namespace {
+
+bool has_kernel(std::int64_t group) {
+  std::int64_t const steps = group / kPadding;
+  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+}
+
+// Kernels use 32-bit byte offsets into a weight.
+bool is_large(WeightOnlyMmProblem const& p) {
+  std::int64_t const rows = ceil_div(p.n, kPanelRows) * kPanelRows, groups = ceil_div(padded(p.k), group_of(p));
+  return std::max(rows * padded(p.k) * p.bits / 8, rows * groups * 4) >= std::int64_t{1} << 32;
+}
+
+// A stage for each K group, and at least two.
+template <class Config>
+bool stages_fit(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
+  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
+         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
+}
+
+}  // namespace
+
+bool fits(TiledConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return shared_bytes(c, p) <= t.shared_bytes;
+}
+bool fits(DecodeConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
+  return p.m <= c.tokens && stages_fit(c, p, t);
+}
+bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) { return stages_fit(c, p, t); }
+
+std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return std::max<std::int64_t>(
+      c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
+      c.tokens * (c.rows() + 4) * 4);
+}
+
+char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
+  if (p.dtype == DType::kFloat32) return "float32 activations";
+  if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
+  if (p.k == 0) return "no columns";
+  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
+  if (!p.aligned) return "rows of x off 16 bytes";
+  if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
+  if (is_large(p)) return "more than 4 GB of weights";
+  return nullptr;
+}
+
+int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
+  if (t.arch != Arch::kSm90) return 1;
+  auto const cost = [&](int split) {
+    return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
+  };
+  int best = 1;
+  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+    if (cost(split) < cost(best)) best = split;
+  }
+  return best;
+}
+
+}  // namespace epiloq::ops::weight_only_mm
