@@ -64,7 +64,7 @@ def test_samples_are_full_windows_in_order_and_the_same_each_time(tokenizer: Any
 
 
 def test_errors(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="nothing there"):
+    with pytest.raises(ValueError, match="found neither"):
         read_texts(tmp_path / "absent")
     with pytest.raises(ValueError, match="found none"):
         read_texts(tmp_path)

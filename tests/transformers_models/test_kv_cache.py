@@ -23,8 +23,14 @@ KINDS = ("int8", "fp8")
 BOUND = {"int8": 0.5 / 127, "fp8": 2**-4}
 
 
-def model() -> Any:
-    return tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+def model(**more: Any) -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    return tiny_model(**sizes, num_attention_heads=4, num_key_value_heads=2, **more)
+
+
+def of_one_layer() -> Any:
+    """Whose states are the same bits however it attends; in a second layer some may go across a rounding."""
+    return epiloq.quantize_(model(num_hidden_layers=1), "w8a16")
 
 
 def argument(found: Any) -> str:
@@ -54,7 +60,8 @@ def test_a_scale_for_each_token_and_head(kind: str, dtype: torch.dtype, seed: in
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 40])
 def test_close_to_the_float_cache_and_independent_of_cuts(kind: str, length: int | None, seed: int) -> None:
-    found, ids = model(), torch.randint(256, (2, 20))
+    # In float64 another order of operations does not move a state across a rounding.
+    found, ids = model().double(), torch.randint(256, (2, 20))
     name = argument(found)
     with torch.no_grad():
         expected = found(ids).logits
@@ -213,7 +220,7 @@ def test_refused() -> None:
 @torch.no_grad()
 def test_a_cache_of_another_model_that_attends_otherwise(attention: str, length: int | None, seed: int) -> None:
     """The optimised one's gives what is stored, which other attention cannot read; the other way round is right."""
-    optimised, plain = epiloq.quantize_(model(), "w8a16"), model()
+    optimised, plain = of_one_layer(), model(num_hidden_layers=1)
     ids, name = torch.randint(0, 64, (2, 5)), argument(plain)
     expected = optimised(ids, **{name: epiloq.QuantizedCache(plain.config, max_cache_len=length)}).logits
     epiloq.optimize_(optimised)
@@ -228,7 +235,7 @@ def test_a_cache_of_another_model_that_attends_otherwise(attention: str, length:
 @pytest.mark.parametrize("length", [None, 40])
 def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `optimize_` a step of decode dequantises nothing, a padded one neither, and gives what it gave before."""
-    found, ids = epiloq.quantize_(model(), "w8a16"), torch.randint(1, 256, (2, 12))
+    found, ids = of_one_layer(), torch.randint(1, 256, (2, 12))
     name, mask = argument(found), torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
 
@@ -264,7 +271,7 @@ def test_decode_reads_what_is_stored(kind: str, length: int | None, seed: int, m
 @pytest.mark.slow
 def test_decode_of_what_is_stored_compiles(seed: int) -> None:
     found, ids = epiloq.optimize_, torch.randint(1, 256, (1, 6))
-    made = epiloq.quantize_(model(), "w8a16")
+    made = of_one_layer()
     found(made)
     name = argument(made)
     logits = []

@@ -18,8 +18,9 @@ def tiny_model(**sizes: int) -> Any:
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
         "head_dim": 12,
+        "num_hidden_layers": 2,
     }
-    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=2, tie_word_embeddings=True, **(odd | sizes))
+    config = transformers.LlamaConfig(vocab_size=256, tie_word_embeddings=True, **(odd | sizes))
     return transformers.LlamaForCausalLM(config).train(False)
 
 
