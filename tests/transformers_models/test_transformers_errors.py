@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+from epiloq import optimize_
 from epiloq.integrations.transformers import EpiloqConfig
 from epiloq.schemes import quantize_
 from opened_models import logits, opened
@@ -193,6 +194,38 @@ def test_layers_on_a_disk(whole: Path, tmp_path: Path) -> None:
     device_map = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
     with pytest.raises(ValueError, match=r"model.layers.1.*offloaded; use a device_map"):
         opened(whole / "awq", device_map=device_map, offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize("merge_first", [False, True])
+@pytest.mark.parametrize("tool", ["gptq in activation order", "awq", "pack-quantized", "float-quantized in blocks"])
+def test_offloaded_by_accelerate(tmp_path: Path, tool: str, merge_first: bool) -> None:
+    """Hooks bring the values of a layer when it runs, also where `optimize_` had merged it with others."""
+    accelerate = pytest.importorskip("accelerate")
+    foreign.write(tmp_path / "model", foreign.llama(), tool, shards=1)
+    names = ("lm_head", "model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.1")
+    device_map = {**dict.fromkeys(names, "cpu"), "model.layers.0": "disk"}
+    offload: list[Callable[[Any], Any]] = [
+        lambda model: accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True),
+        lambda model: accelerate.disk_offload(model, tmp_path / "disk", torch.device("cpu"), offload_buffers=True),
+        lambda model: accelerate.dispatch_model(
+            model, device_map, main_device="cpu", offload_dir=tmp_path / "some", force_hooks=True
+        ),
+    ]
+    expected = logits(opened(tmp_path / "model"))
+    for by in offload:
+        model = opened(tmp_path / "model")
+        if merge_first:
+            optimize_(model)
+            logits(model)
+        by(model)
+        assert any(parameter.is_meta for parameter in model.parameters())
+        for _ in range(2):
+            torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+        if not merge_first:
+            optimize_(model)
+            torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])

@@ -178,6 +178,10 @@ class _Sources:
         return same and [*map(_versions_of, self._written)] == self._versions
 
 
+class _Offloaded(Exception):
+    """Some layers have no values now, because hooks of accelerate bring them for one layer at a time."""
+
+
 class Siblings:
     """Layers that share a product. Copied and pickled with them; the merged layer is updated when they change or
     move."""
@@ -203,7 +207,7 @@ class Siblings:
         vars(self).update(state, _lock=Lock())
 
     def merged(self) -> Any:
-        """The merged layer for the current tensors of the layers."""
+        """The merged layer for the current tensors of the layers. Raises _Offloaded if some have no values."""
         if is_compiling():
             return self._merged
         held = self._merged
@@ -212,6 +216,8 @@ class Siblings:
         with self._lock, torch.inference_mode(False):
             if self._merged is None or not self._sources.are(self._held()):  # another thread may have been here first
                 self._merged = None  # before another copy of the weights is made
+                if any(tensor is not None and tensor.is_meta for tensor in self._held()):
+                    raise _Offloaded
                 made = concatenated(self.layers)
                 self._sources = _Sources(self._held())
                 self._merged = made
@@ -260,7 +266,11 @@ class Siblings:
         product = self._product
         fresh = product is not None and product.x is x and product.version == _version(x)
         if product is None or not fresh or product.columns[index] is None:
-            product = _Product(x, _version(x), list(self.whole(x).split(self.sizes, -1)))
+            try:
+                product = _Product(x, _version(x), list(self.whole(x).split(self.sizes, -1)))
+            except _Offloaded:
+                self._product, layer = None, self.layers[index]
+                return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         columns, result = product.columns, product.columns[index]
         columns[index] = None
         self._product = product if any(column is not None for column in columns) else None
