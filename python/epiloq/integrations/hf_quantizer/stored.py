@@ -97,7 +97,7 @@ class StoredLinear(nn.Module):
         tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
         tensors = tensors if self.read is None else self.read()
         device = next(iter(tensors.values())).device
-        if self.beside is not None and self.read is None:
+        if self.beside is not None:
             tensors |= {name: tensor.to(device) for name, tensor in self.beside().items()}
         if any(tensor.is_meta for tensor in tensors.values()):
             raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
