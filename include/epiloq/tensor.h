@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -36,10 +35,9 @@ enum class DType : std::uint8_t {
 
 EPILOQ_API char const* name(DType dtype);
 EPILOQ_API DType parse_dtype(std::string const& name);
-// In bytes; 1 for kOther and what is no DType.
 constexpr int size_of(DType dtype) {
-  constexpr std::array<int, 13> kBytes{1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
-  return static_cast<std::size_t>(dtype) < kBytes.size() ? kBytes[static_cast<std::size_t>(dtype)] : 1;
+  constexpr int kBytes[] = {1, 4, 2, 2, 4, 1, 1, 1, 1, 2, 8, 8, 1};
+  return kBytes[static_cast<int>(dtype)];
 }
 
 struct Device {
@@ -63,27 +61,23 @@ struct TensorView {
   std::array<std::int64_t, kMaxRank> strides{};
 
   TensorView() = default;
-  // Row-major and dense.
+  // Row-major and dense, at most kMaxRank sizes.
   TensorView(void* data_, DType dtype_, Device device_, std::initializer_list<std::int64_t> shape_)
       : data(data_), dtype(dtype_), device(device_) {
-    for (std::int64_t size : shape_) {
-      if (rank < kMaxRank) shape[index(rank)] = size;
-      ++rank;
-    }
+    for (std::int64_t size : shape_) shape.at(rank++) = size;
     std::int64_t stride = 1;
-    for (int i = (rank < kMaxRank ? rank : kMaxRank) - 1; i >= 0; --i) {
-      strides[index(i)] = stride;
-      stride *= shape[index(i)];
+    for (int i = rank - 1; i >= 0; --i) {
+      strides[i] = stride;
+      stride *= shape[i];
     }
   }
 
   // Negative indices count from the last dimension.
-  std::size_t index(int i) const { return static_cast<std::size_t>(i < 0 ? rank + i : i); }
-  std::int64_t size(int i) const { return shape[index(i)]; }
-  std::int64_t stride(int i) const { return strides[index(i)]; }
+  std::int64_t size(int i) const { return shape[i < 0 ? rank + i : i]; }
+  std::int64_t stride(int i) const { return strides[i < 0 ? rank + i : i]; }
   std::int64_t numel() const {
     std::int64_t count = 1;
-    for (int i = 0; i < rank; ++i) count *= size(i);
+    for (int i = 0; i < rank; ++i) count *= shape[i];
     return count;
   }
   template <class T>
@@ -97,8 +91,8 @@ EPILOQ_API std::string describe(TensorView const& tensor);
 
 // The same memory with its last two dimensions, of two or more, exchanged: a weight [N, K] as the operand [K, N].
 inline TensorView transposed(TensorView view) {
-  std::swap(view.shape[view.index(-1)], view.shape[view.index(-2)]);
-  std::swap(view.strides[view.index(-1)], view.strides[view.index(-2)]);
+  std::swap(view.shape[view.rank - 1], view.shape[view.rank - 2]);
+  std::swap(view.strides[view.rank - 1], view.strides[view.rank - 2]);
   return view;
 }
 

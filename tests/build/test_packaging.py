@@ -109,13 +109,12 @@ def test_only_the_public_api_is_exported(built: Built) -> None:
     assert [name for name in exports.needed(module) if not system.fullmatch(name)] == ["libepiloq.so"]
 
 
-# What strict projects compile with; clang's -Wconversion includes -Wsign-conversion.
+# What strict projects compile with.
 WARNINGS = (
     "-Wall",
     "-Wextra",
     "-Wpedantic",
     "-Wconversion",
-    "-Wsign-conversion",
     "-Wshadow",
     "-Wold-style-cast",
     "-Werror",
