@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -11,24 +13,59 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+FULL_OR_FAILED = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS))
+"""Numbers of errors of a disk that is full, failed or cannot be written to."""
+
+
+@contextmanager
+def named_failures(path: Path) -> Iterator[None]:
+    """Let errors of a full or failed disk say what was being written, which those of a single write do not.
+
+    Those of the safetensors package become OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL_OR_FAILED and error.filename is None:
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if type(error).__name__ != "SafetensorError" or number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def described(error: OSError) -> str:
+    """What the system refused, and the file or folder, without the error's number."""
+    if not error.strerror or error.filename is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
+
 
 def write_text(path: Path, content: str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part, also of a run that is cut short.
 
     A link stays one, and what is no regular file (a FIFO, /dev/null) is written to rather than replaced.
     """
-    if path.is_symlink():
-        path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(content, encoding="utf-8")
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_bytes(path, content.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The same for bytes."""
+    path = path.resolve() if path.is_symlink() else path
+    with named_failures(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def why_not_made(folder: Path) -> str | None:

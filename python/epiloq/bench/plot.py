@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from epiloq.bench.runner import Row
+from epiloq.pages import figures
 
 Value = Callable[[Row], float | None]
 
@@ -54,4 +55,4 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
             axes.set_axis_off()
         line[0].legend(fontsize=6)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=110)
+    figures.save(figure, path)

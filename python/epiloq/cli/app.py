@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from epiloq.cli.output import display
+from epiloq.files import FULL_OR_FAILED, described
 
 if TYPE_CHECKING:
     import typer
@@ -25,7 +26,7 @@ COMMANDS = {
     "compare": "epiloq.cli.compare:compare",
     "tune": "epiloq.cli.tune:tune",
 }
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 HELP = {"help_option_names": ["-h", "--help"]}
 EPILOG = (
     "Exit codes: 0 success; 1 a disk that failed, a package that is missing or a benchmark's wrong result; 2 bad usage "
@@ -42,7 +43,7 @@ def version() -> str:
 
 
 def interruptible(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """The command, which ends with one line and exit code 130 when it is interrupted."""
+    """The command, which ends with one line when it is interrupted, or when a disk is full or fails."""
 
     @wraps(function)
     def command(*arguments: Any, **options: Any) -> None:
@@ -51,6 +52,11 @@ def interruptible(name: str, function: Callable[..., None]) -> Callable[..., Non
         except KeyboardInterrupt:
             print(f"epiloq {name}: interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
+        except OSError as error:
+            if error.errno not in FULL_OR_FAILED:
+                raise
+            print(f"epiloq {name}: {described(error)}", file=sys.stderr)
+            sys.exit(FAILED)
 
     return command
 

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from epiloq.cli.output import STDOUT
-from epiloq.files import why_not_written
+from epiloq.files import described, why_not_written
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -84,7 +84,7 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except BrokenPipeError:  # the reader of the results has seen enough (`epiloq … | head`): click ends quietly
         raise
     except _disk_failures() as error:
-        complain(command, f"{error}{hint}")
+        complain(command, f"{described(error) if isinstance(error, OSError) else error}{hint}")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         complain(command, f"interrupted{hint}")

@@ -1,4 +1,4 @@
-"""Pictures as SVG to place inside HTML: text stays text and takes the page's colour."""
+"""Pictures in files, and as SVG to place inside HTML: text stays text and takes the page's colour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from epiloq.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +47,14 @@ def canvas(height_inches: float) -> Iterator[Figure]:
 
     with matplotlib.rc_context(STYLE):
         yield Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the file's name ends in, PNG without one; never a part of it."""
+    path = path if path.suffix else path.with_suffix(".png")
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=110)
+    write_bytes(path, content.getvalue())
 
 
 def to_svg(figure: Figure, label: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from epiloq.evaluation.perplexity import perplexity
-from epiloq.files import check_free, held
+from epiloq.files import check_free, held, named_failures
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import save
 from epiloq.formats.layouts.base import Quantization
@@ -217,7 +217,7 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
     if job.ranks.rank:
         _quantise(_chosen(job, tally), None, tally)
         return None
-    with report_lock_holder(settings), held(job.partial_directory / LOCK):
+    with report_lock_holder(settings), held(job.partial_directory / LOCK), named_failures(settings.output):
         if settings.output.exists():
             raise FileExistsError(f"{settings.output} was created in the meantime")
         return _performed(job, tally, start)

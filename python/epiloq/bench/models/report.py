@@ -9,6 +9,7 @@ from typing import Any
 
 from epiloq.bench.models.plan import Beside, Measured
 from epiloq.cli import output
+from epiloq.pages import figures
 
 
 def write_json(
@@ -31,7 +32,7 @@ def draw_models(results: Sequence[Measured], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(f"{panel[1]}, batch {panel[2]}, {panel[0]}", fontsize=9)
         axes.set_xlabel("tokens/s")
-    figure.savefig(path, dpi=110)
+    figures.save(figure, path)
 
 
 def _label(result: Measured) -> str:

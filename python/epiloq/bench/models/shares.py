@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from epiloq.pages import figures
+
 
 @dataclass(frozen=True)
 class Share:
@@ -72,4 +74,4 @@ def draw_shares(shares: Sequence[Share], most: int, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("% of a decode step (grey: the rest)")
     figure.legend(loc="outside lower center", fontsize=6, ncols=2)
-    figure.savefig(path, dpi=110)
+    figures.save(figure, path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epiloq.files import Held, check_free, held
+from epiloq.files import Held, check_free, held, named_failures
 from epiloq.formats.io.described import BESIDE, KEY, description, hoisted
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import check_encodable, check_folder, check_new, check_regular, read_json, status
@@ -252,7 +252,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     _remove_abandoned(folder)
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with held(_lock(temporary)):
+        with held(_lock(temporary)), named_failures(folder):
             yield temporary
             if folder.exists() or folder.is_symlink():
                 raise FileExistsError(f"{folder} was created in the meantime: choose another output, or move it away")
