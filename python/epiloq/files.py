@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,16 @@ def named_failures(path: Path) -> Iterator[None]:
             raise
         code = int(number[1])
         raise OSError(code, os.strerror(code), str(path)) from error
+
+
+@contextmanager
+def removed_if_failed(folder: Path) -> Iterator[None]:
+    """Remove a folder that was not written to the end; a full disk has room again then."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def described(error: OSError) -> str:

@@ -68,7 +68,7 @@ def test_convert(quantised: Path, tmp_path: Path, size: int) -> None:
     assert raised.value.filename == str(out) and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("size", [100, 3000, 20_000])
+@pytest.mark.parametrize("size", [100, 3000, 20_000, 40_000])
 def test_quantize_goes_on(quantised: Path, tmp_path: Path, size: int) -> None:
     """What was finished is kept beside the output, and the same command then ends as if nothing had happened."""
     out = tmp_path / "out"
@@ -79,6 +79,7 @@ def test_quantize_goes_on(quantised: Path, tmp_path: Path, size: int) -> None:
     where = rf"{tmp_path}/(out|\.out\.partial/settings\.json)"
     assert re.match(rf"epiloq quantize: {where}: File too large; finished blocks are kept", sentence(result.output))
     assert not out.exists() and {path.name for path in tmp_path.iterdir()} <= {".out.partial"}
+    assert not (tmp_path / ".out.partial" / "model").exists()
     assert run(*command).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     weights = "model.safetensors"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from epiloq.evaluation.perplexity import perplexity
-from epiloq.files import check_free, held, named_failures
+from epiloq.files import check_free, held, named_failures, removed_if_failed
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import save
 from epiloq.formats.layouts.base import Quantization
@@ -239,7 +239,7 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     read = tuned(job, store, tally) if settings.tune else store.read
     whole = job.partial_directory / "model"
     rmtree(whole, ignore_errors=True)
-    with tally.timed("write", 1) as advance:
+    with removed_if_failed(whole), tally.timed("write", 1) as advance:
         finished = (block.weights for block in map(read, tally.blocks) if block is not None)
         layout, all_of = FORMATS[job.plan.layout], job.quantization
         quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic, grids=job.grids)
