@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,14 +150,20 @@ def test_rotate_stays_cold_and_keeps_strides(seed: int) -> None:
     assert not rotate({"x": barely["x"][1:]}, cache)[1]
 
 
-def test_cpu_timer_sees_past_other_work() -> None:
-    timer = CpuTimer(0.05)
-    slow, quick = partial(time.sleep, 2e-3), partial(time.sleep, 0)
-    assert kernel_us(timer, [slow, slow, quick]) < 1000 < kernel_us(timer, [slow])
-    of_slow, of_quick = timer.take_turns([timer.prepare([slow]), timer.prepare([quick])])
-    assert of_quick < 1000 < of_slow
+def test_cpu_timer_sees_past_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the calls advance: other work makes two calls of three longer."""
+    timer, now = CpuTimer(0.05), [0.0]
+    monkeypatch.setattr("epiloq.bench.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def call_of(us: float) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + 1e-6 * us)
+
+    slow, quick = call_of(2000), call_of(10)
+    assert kernel_us(timer, [slow, slow, quick]) == pytest.approx(10)
+    assert kernel_us(timer, [slow]) == pytest.approx(2000)
+    assert timer.take_turns([timer.prepare([slow]), timer.prepare([quick])]) == pytest.approx([2000, 10])
     assert timer.take_turns([]) == []
-    assert timer.host_us(quick) < 1000 < timer.host_us(slow)
+    assert timer.host_us(quick) == pytest.approx(10) and timer.host_us(slow) == pytest.approx(2000)
     assert cache_bytes(CPU) >= 1 << 20
 
 

@@ -255,7 +255,7 @@ def test_bad_options_exit_with_2(options: dict[str, object], message: str, capsy
 def test_runs_without_typer_rich_and_matplotlib() -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib')));"
     code = f"{absent} sys.argv = ['bench', '--help']; from epiloq.bench.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert all(f"--{name}" in done.stdout for name in ("suite", "arch", "json", "plot"))
 

@@ -67,7 +67,7 @@ def test_no_content_overflows_its_card(name: str, width: int, tmp_path: Path) ->
     host = tmp_path / "host.html"
     host.write_text(f"<!doctype html><body>{frame}<script>{PROBE}</script></body>")
     command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,3000"]
-    dom = subprocess.run([*command, "--dump-dom", host.as_uri()], capture_output=True, text=True, timeout=60).stdout
+    dom = subprocess.run([*command, "--dump-dom", host.as_uri()], capture_output=True, text=True, timeout=600).stdout
     found = re.search(r'data-found="([^"]*)"', dom)
     assert found is not None, dom[-2000:]
     assert unescape(found.group(1)) == "nothing"

@@ -82,7 +82,7 @@ class Launched:
         for each in ranks:
             each.start()
         for each in ranks:
-            each.join(timeout=240)
+            each.join(timeout=600)
             each.kill()
         self.ended = time.time()
         self.codes = [each.exitcode for each in ranks]
@@ -131,7 +131,7 @@ def test_torchrun(models: Path, whole: Path, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
-SECONDS = 60  # what takes milliseconds where it does not wait for ever
+SECONDS = 180  # what takes milliseconds where it does not wait for ever
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import epiloq
 from weight_reference import KINDS, Weight, assert_close, make_weight, run_and_assert_close
 
 # Seconds in which a child that hangs is given up.
-PATIENCE = 30
+PATIENCE = 120
 
 
 @pytest.fixture(params=[1, 2, 3])

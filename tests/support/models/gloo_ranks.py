@@ -15,7 +15,7 @@ import torch.distributed as dist
 import epiloq.integrations.transformers as integration
 from epiloq._torch import threads
 
-SECONDS = 60
+SECONDS = 180
 """In which every rank ends after one has died."""
 
 
