@@ -180,12 +180,30 @@ def test_the_cpp_tests_pass(built: Built) -> None:
     assert "100% tests passed" in output
 
 
-def test_the_sdist_holds_sources_alone(sources: Path, tmp_path: Path) -> None:
+def sdist(sources: Path, out: Path) -> Path:
+    """A source distribution of a folder, unpacked; no file is in it twice."""
     code = "from scikit_build_core.build import build_sdist; import sys; build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", code, tmp_path, cwd=sources)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "src/bindings/module.cpp"} <= set(names)
+    run(sys.executable, "-c", code, out, cwd=sources)
+    (file,) = out.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = archive.getnames()
+        assert len(names) == len(set(names))
+        archive.extractall(out, filter="data")
+    (folder,) = (path for path in out.iterdir() if path.is_dir())
+    return folder
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_sdist_holds_sources_alone(sources: Path, tmp_path: Path) -> None:
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    folder = sdist(sources, tmp_path / "first")
+    names = contents(folder)
+    assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "PKG-INFO", "src/bindings/module.cpp"} <= names
     leftover = re.compile(r"(build|dist|\..*)/|.*(\.so|\.pyc|\.o|\.whl)$")
     assert [name for name in names if leftover.match(name)] == []
+    # Without git, which is not there, the same again.
+    assert contents(sdist(folder, tmp_path / "again")) == names
