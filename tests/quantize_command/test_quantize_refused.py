@@ -99,7 +99,7 @@ def test_broken_models_are_refused(teacher: Path, tmp_path: Path, how: str, mess
         (("--scheme", "w4a16-g128", "--format", "awq"), "multiple of 128"),
         (("--scheme", "w8a8-int8", "--format", "awq"), "activations"),
         (("--scheme", "w8a16", "--format", "awq"), "4 bits"),
-        (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "nothing there"),
+        (("--scheme", "w4a16-g32", "--calibration", "absent.txt"), "found neither"),
         (("--scheme", "w4a16-g32", "--blocks", "model.norm"), "ModuleList"),
         (("--scheme", "w4a16-g32", "--device", "quantum"), "expected auto, cpu"),
     ],
