@@ -21,6 +21,9 @@ SIMPLER = (
     (r"typing\.(\w+)", r"\1"),
     (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # in on_first_dispatch
     (r"-> dict:", "-> dict[str, int]:"),  # in device_properties
+    (r"\(layer: Any, x: Any\) -> Any:", "(layer: object, x: object) -> Tensor | None:"),
+    (r": dict\b(?!\[)", ": dict[str, object]"),
+    (r": tuple\b(?!\[)", ": tuple[object, ...]"),
 )
 UNWANTED = r"^(from __future__ .*|import (collections\.abc|typing)|__all__: .*)\n"
 

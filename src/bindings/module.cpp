@@ -77,9 +77,11 @@ PYBIND11_MODULE(_core, module) {
   register_fp8_weight_mm(module);
   register_groupwise_mm(module);
   register_host_products(module);
-  register_linear(module);
+  register_layer_call(module);
+  register_layers(module);
   register_lookup_int8(module);
   register_online_quant_mm(module);
+  register_packed_layers(module);
   register_quantize_blockwise_int8(module);
   register_quantize_fp8(module);
   register_quantize_int8(module);
@@ -88,7 +90,9 @@ PYBIND11_MODULE(_core, module) {
   register_scaled_mm(module);
   register_silu_and_mul_quant(module);
   register_table_mm(module);
+  register_torch_state(module);
   register_tuning(module);
+  register_w4a8_layer(module);
   register_w4a8_mm(module);
   register_weight_only_mm(module);
 }

@@ -22,16 +22,38 @@ LIBRARY = torch.library.Library("epiloq", "DEF")
 # Tensors whose values are their memory's, unlike lazily negated or conjugated ones.
 PLAIN = frozenset({Tensor, Parameter, FrozenParameter})
 
-# Looked up once: `direct` is on the path of every call.
-_any_requires_grad = torch._C._any_requires_grad
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_neg = Tensor.is_neg
-_STRIDED = torch.strided
-_grad_enabled = torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 _increment_version = torch._C._increment_version
+
+
+def _share_torch() -> None:
+    """Pass what the C++ side asks torch for in each direct call, and torch's fastest functions for memory."""
+    base, guards = torch._C.TensorBase, getattr(torch._C._dynamo, "guards", None)
+    read = ("layout", "requires_grad", "dtype", "is_meta", "is_nested")
+    _core.use_torch(
+        {
+            "plain": tuple(PLAIN),
+            "strided": torch.strided,
+            **{name: vars(base)[name] for name in read},
+            "version": vars(base)["_version"],
+            "is_neg": base.is_neg,
+            "counts": (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack),
+            "optional": (_transform, _tracing_state),
+            "grad_enabled": torch.is_grad_enabled,
+            "autocast_enabled": torch._C._is_any_autocast_enabled,
+            "num_threads": torch.get_num_threads,
+            # Not public, and not in every build.
+            "empty_cpu": getattr(guards, "_empty_strided_cpu", None),
+            "empty_cuda": getattr(guards, "_empty_strided_cuda", None),
+            "cuda_device": getattr(torch._C, "_cuda_getDevice", None),
+            "forward_derivatives": vars(forward_ad),
+            "forks": vars(threads),
+        }
+    )
+
+
+_share_torch()
 
 
 def register(operation: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -91,17 +113,7 @@ def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = (
         return False
     if threads.forked:
         threads.use_own_threads()
-    for tensor in required:
-        if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or _is_neg(tensor):
-            return False
-    for maybe in optional:
-        if maybe is not None and (type(maybe) not in PLAIN or maybe.layout is not _STRIDED or _is_neg(maybe)):
-            return False
-    if required[0].is_meta or required[0].is_nested or (_grad_enabled() and _any_requires_grad(*required, *optional)):
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    return not (_dispatch_modes() or _function_modes() or _transform() is not None or _tracing_state() is not None)
+    return _core.is_direct(required, optional)
 
 
 def is_batch_invariant() -> bool:
@@ -154,7 +166,7 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
         if not isinstance(value, Tensor):
             if not hasattr(type(value), "__torch_function__"):
                 raise TypeError(f"epiloq.{operation}: {name}: expected a tensor, got {type(value).__name__}")
-        elif value.layout is not _STRIDED or value.is_nested or value.is_quantized:
+        elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
             kind = "nested" if value.is_nested else "torch's quantised" if value.is_quantized else str(value.layout)
             raise ValueError(
                 f"epiloq.{operation}: {name}: expected a dense tensor (torch.strided), got a {kind} one, {value.dtype}"

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
 from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
@@ -135,7 +137,11 @@ class Fp4Linear(PreparedLinear):
         return self._parameters.get(SCALE) is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self._parameters.get(SCALE) is None else scaled_input(self, x))
+        if self._parameters.get(SCALE) is not None:
+            x = scaled_input(self, x)
+        if not is_dynamo_compiling() and (y := _core.fp4_linear(self, x)) is not None:
+            return y
+        return super().forward(x)
 
     @property
     def padded_in_features(self) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
 from epiloq._torch.float8 import multiplies_float8
-from epiloq._torch.threads import threads_for
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
-    FLOAT_DTYPES,
     FP8_BLOCK,
     K_MULTIPLE,
     N_MULTIPLE,
@@ -96,14 +95,9 @@ class Fp8BlockLinear(PreparedLinear):
         check_linear("Fp8BlockLinear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._made
-        is_direct = self.rows == FP8_BLOCK and multiplies_float8(x.device)
-        call = self._direct(x, FLOAT_DTYPES, parts) if is_direct else None
-        if call is not None:
-            call.append(threads_for(x))
-            _core.fp8_block_linear(*call)
-            return cast(Tensor, call[0])
-        return self._call(x, parts)
+        if not is_dynamo_compiling() and (y := _core.fp8_block_linear(self, x)) is not None:
+            return y
+        return self._call(convert_input(self, x), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, weight_scale_inv = tensors

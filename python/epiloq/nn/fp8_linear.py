@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
 from epiloq._torch.float8 import multiplies_float8
 from epiloq._torch.library import refuse_batch_invariant
-from epiloq._torch.threads import threads_for
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
-    FLOAT_DTYPES,
-    HALF_DTYPES,
     K_MULTIPLE,
     N_MULTIPLE,
     PreparedLinear,
@@ -134,17 +132,13 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._made
-        if not multiplies_float8(x.device):
-            return self._call(x, parts)
-        if self.activation == "tensor":
+        limited = x if self.limit is None else self._limited(convert_input(self, x))
+        if not is_dynamo_compiling() and (y := _core.fp8_linear(self, limited)) is not None:
+            return y
+        x = convert_input(self, x)
+        if self.activation == "tensor" and multiplies_float8(x.device):
             refuse_batch_invariant("epiloq.nn.Fp8Linear", "a scale per tensor depends on all tokens")
-        call = self._direct(self._limited(x), HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
-        if call is not None:
-            call += [self.activation == "token", threads_for(x)]
-            _core.fp8_linear(*call)
-            return cast(Tensor, call[0])
-        return self._call(x, parts)
+        return self._call(x, self._made)
 
     def _limited(self, x: Tensor) -> Tensor:
         return x if self.limit is None else x.clamp(-self.limit, self.limit)

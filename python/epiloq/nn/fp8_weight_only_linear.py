@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
+from epiloq import _core
 from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
@@ -88,6 +90,11 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         if tuple(block) not in _GRANULARITIES:
             expected = ", ".join(map(str, _GRANULARITIES))
             raise ValueError(f"Fp8WeightOnlyLinear: block: expected one of {expected}, got {block!r}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.fp8_weight_linear(self, x)) is not None:
+            return y
+        return super().forward(x)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, scale = tensors

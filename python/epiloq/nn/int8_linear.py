@@ -6,14 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
-from epiloq._torch.threads import threads_for
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
-    FLOAT_DTYPES,
-    HALF_DTYPES,
     K_MULTIPLE,
     N_MULTIPLE,
     PreparedLinear,
@@ -149,13 +147,9 @@ class Int8Linear(PreparedLinear):
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._made
-        call = self._direct(x, HALF_DTYPES if x.is_cuda else FLOAT_DTYPES, parts)
-        if call is not None:
-            call.append(threads_for(x))
-            _core.int8_linear(*call)
-            return cast(Tensor, call[0])
-        return self._call(x, parts)
+        if not is_dynamo_compiling() and (y := _core.int8_linear(self, x)) is not None:
+            return y
+        return self._call(convert_input(self, x), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = tensors

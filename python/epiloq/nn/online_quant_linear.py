@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import check_linear
 from epiloq.nn.base.quantized_layer import convert_input
-from epiloq.ops.online_quant_mm import run
 from epiloq.ops.online_quant_weight import MAX_GROUP
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
 
@@ -167,14 +166,12 @@ class OnlineQuantLinear(FrozenLinear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._all_stored(_STORED)
-        if takes_directly(x, self.in_features, parts):
-            values, bias, parameters = parts
-            numbers = (self.in_features, self.group_size, self.bits)
-            return run(x, values, parameters, bias, *numbers, -inf, inf, False)
+        if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, x)) is not None:
+            return y
+        x = convert_input(self, x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-        return self._call(x, parts)
+        return self._call(x, self._parts())
 
     def _parts(self) -> Sequence[Any]:
         return self._all_stored(_STORED)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.prepared_linear import PreparedLinear
 from epiloq.ops.table_mm import dequantized
@@ -64,6 +66,11 @@ class TableLinear(PreparedLinear):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]``: products in float32, rounded once to `dtype`."""
         return self.dequantized_weight().to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.table_linear(self, x)) is not None:
+            return y
+        return super().forward(x)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, table, scale = tensors

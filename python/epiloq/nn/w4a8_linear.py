@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
 from epiloq._torch.library import refuse_batch_invariant
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
 from epiloq.nn.base.quantized_layer import convert_input
-from epiloq.nn.weight_only_linear import run_weight_only
-from epiloq.ops.checks.w4a8_mm import Call
-from epiloq.ops.quantizers.outputs import round_up
-from epiloq.ops.w4a8_mm import multiply
 from epiloq.weights.packed_weight import PackedWeight
 
 ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -105,30 +100,11 @@ class W4A8Linear(PackedLinear):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._parts()
-        if takes_directly(x, self.in_features, parts) and x.dtype in (HALF_DTYPES if x.is_cuda else FLOAT_DTYPES):
-            if not self.quantises(x):
-                return run_weight_only(self, x, parts)
-            if x.numel() > 0:
-                return self._run_directly(x, parts)
+        if not is_dynamo_compiling() and (y := _core.w4a8_linear(self, x)) is not None:
+            return y
+        x = convert_input(self, x)
         self._check_width(x)
-        return self._call(x, parts)
-
-    @torch.no_grad()
-    def _run_directly(self, x: Tensor, parts: Sequence[Any]) -> Tensor:
-        """`_run` without checks that `takes_directly` and the layer have already done."""
-        if parts[1] is not None and parts[1].device != x.device:  # torch adds nothing where it is on the meta device
-            raise ValueError(f"epiloq.w4a8_mm: bias: expected one on {x.device}, got one on {parts[1].device}")
-        rows = x.view(-1, self.in_features)
-        x_q = x.new_empty((len(rows), round_up(self.in_features, K_MULTIPLE)), dtype=ACTIVATIONS[self.activation])
-        scale = x.new_empty((len(rows), 1), dtype=torch.float32)
-        if self.activation == "int8":
-            _core.quantize_int8(x_q, rows, scale)
-        else:
-            _core.quantize_fp8(x_q, rows, scale, "token", 128, False, False, 0.0, None)
-        out = x.new_empty((*x.shape[:-1], self.out_features))
-        multiply(Call(out, x_q[:, : self.in_features], self._value(*parts), scale, parts[1]))
-        return out
+        return self._call(x, self._parts())
 
     def quantises(self, x: Tensor) -> bool:
         """Whether a call with `x` ``[…, in_features]`` quantises its tokens, rather than there being fewer than

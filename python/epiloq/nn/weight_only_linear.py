@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
-from epiloq._torch.threads import threads_for
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.direct_call import takes_directly
-from epiloq.nn.base.packed_linear import STORED, PackedLinear, check_grid, packed_nearest
+from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
-from epiloq.ops.weight_only_mm import run
 from epiloq.weights.packed_weight import PackedWeight
 
 
@@ -108,13 +104,13 @@ class WeightOnlyLinear(PackedLinear):
         return self._parameters.get(SCALE) is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        x, parts = convert_input(self, x), self._all_stored(STORED)
         if self._parameters.get(SCALE) is not None:
             x = scaled_input(self, x)
-        if takes_directly(x, self.in_features, parts):
-            return run_weight_only(self, x, parts)
+        if not is_dynamo_compiling() and (y := _core.weight_only_linear(self, x)) is not None:
+            return y
+        x = convert_input(self, x)
         self._check_width(x)
-        return self._call(x, parts)
+        return self._call(x, self._parts())
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         bias = None if tensors[1] is None else tensors[1].to(x.dtype)
@@ -128,16 +124,3 @@ class WeightOnlyLinear(PackedLinear):
             f"bits={self.bits}{widened}, group_size={self.group_size}, zeros={self.zeros}, "
             f"act_order={self.weight_perm is not None}{', scaled_input=True' if self.scaled_input else ''}"
         )
-
-
-def run_weight_only(layer: PackedLinear, x: Tensor, parts: Sequence[Any]) -> Tensor:
-    """Product of an input that `takes_directly` accepts with a layer's tensors, in the order of `STORED`."""
-    q, bias, scale, zero, offset, perm = parts
-    n, k = layer.out_features, layer.in_features
-    numbers = (layer.bits, n, k, layer.group_size)
-    if perm is None and not (x.is_cuda and (k % 8 or x.data_ptr() % 16)):
-        # Keyword arguments and a tuple of sizes would each cost half a microsecond.
-        y = x.new_empty(*x.shape[:-1], n)
-        if _core.weight_only_mm(y, x, q, scale, zero, offset, bias, *numbers, -inf, inf, None, threads_for(x)):
-            return y
-    return run(x, q, scale, zero, offset, perm, bias, *numbers, -inf, inf)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,7 @@ from torch.compiler import is_exporting
 from torch.nn.modules import module as torch_module
 
 from epiloq._torch.library import PLAIN, direct
-from epiloq.nn import W4A8Linear, WeightOnlyLinear
-from epiloq.nn.base.direct_call import takes_directly
-from epiloq.nn.weight_only_linear import run_weight_only
+from epiloq.nn import W4A8Linear
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.rotary import ATTENTION, CACHES, rotated_heads, with_normed_heads
@@ -65,11 +62,9 @@ class Step:
         self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
         self._gated, self._act = vars(block.mlp)["forward"].args[1:3]
         self._parts: _Parts | None = None
-        # Of weight-only layers, by place: the input's type, and tensors that need no further check.
-        self._known: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_parts": None, "_known": {}}
+        return vars(self) | {"_parts": None}
 
     def __call__(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The layer's output ``[B, 1, hidden]``; None unless this is a step without a gradient, of plain tensors, by
@@ -89,14 +84,14 @@ class Step:
             if type(weight) not in PLAIN or weight.dtype != x.dtype or weight.device != x.device:
                 return None
             weights.append(weight)
-        product, residual = self._product("qkv", parts.halves[0], weights[0], x, None)
+        product, residual = self._product(parts.halves[0], weights[0], x, None)
         attended = self._attend(parts, product, angles, arguments)
-        product, residual = self._product("gate_up", parts.halves[1], weights[1], attended, residual)
+        product, residual = self._product(parts.halves[1], weights[1], attended, residual)
         down = parts.down
         if measure_of(down) is not None and (type(down) is not W4A8Linear or down.quantises(product.chunk(2, -1)[0])):
             return residual + multiply(down, activated(product, down, True), True)
         gate, up = product.chunk(2, -1)
-        return residual + self._forward("down", down, nn.functional.silu(gate).mul_(up))
+        return residual + down.forward(nn.functional.silu(gate).mul_(up))
 
     def _checked(self) -> _Parts | None:
         """The modules, unless one is not what it was, or does not compute what its class defines or what is combined
@@ -135,9 +130,7 @@ class Step:
         counts = [size // attention.head_dim for size in self._heads.sizes]
         return _Parts(attention, attention.o_proj, mlp.down_proj, counts, (first, second), dict(block._modules), held)
 
-    def _product(
-        self, place: str, half: _Half, weight: Tensor, x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _product(self, half: _Half, weight: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The merged product of ``norm(x + residual)``, and the sum."""
         norm, siblings, takes_integers = half
         if takes_integers and quantises(siblings.layers[0], x):
@@ -145,9 +138,6 @@ class Step:
             return multiply(siblings.merged(), tokens, True), total
         total = x if residual is None else residual + x
         values = torch.rms_norm(total, weight.shape, weight, norm.variance_epsilon)
-        merged = siblings.merged()
-        if type(merged) is WeightOnlyLinear:
-            return self._forward(place, merged, values), total
         return siblings.whole_of_values(values), total
 
     def _attend(self, parts: _Parts, product: Tensor, angles: Any, arguments: dict[str, Any]) -> Tensor:
@@ -162,18 +152,7 @@ class Step:
         query, key, value = rotated_heads(heads, counts, cos, sin, cache, attention.layer_idx, True)
         mask = arguments.get("attention_mask")
         attended = attend_plainly(attention, query, key, value, mask, attention.scaling)
-        return self._forward("output", parts.output, attended.reshape(batch, 1, -1).contiguous())
-
-    def _forward(self, place: str, layer: Any, x: Tensor) -> Tensor:
-        """``forward`` of a layer, without what was checked for the same tensors before."""
-        if type(layer) is not WeightOnlyLinear:
-            return layer.forward(x)  # type: ignore[no-any-return]
-        parts, known = layer._parts(), self._known.get(place)
-        if known is not None and known[0] is x.dtype and all(map(is_, known[1], parts)):
-            return run_weight_only(layer, x, parts)
-        if takes_directly(x, layer.in_features, parts):
-            self._known[place] = x.dtype, tuple(parts)
-        return layer.forward(x)
+        return parts.output.forward(attended.reshape(batch, 1, -1).contiguous())  # type: ignore[no-any-return]
 
 
 def step_of(block: Any, takes_integers: tuple[bool, bool], ours: tuple[Callable[..., Any], ...]) -> Step | None:

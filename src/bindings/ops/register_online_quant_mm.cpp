@@ -1,7 +1,6 @@
+#include "bindings/ops/online_quant_scratch.h"
 #include "bindings/register.h"
-#include "bindings/scratch.h"
 #include "epiloq/error.h"
-#include "epiloq/online_quant_mm.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -44,14 +43,13 @@ void register_online_quant_mm(py::module_& module) {
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
          Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
          bool staged, Optional const& products, Optional const& sums, KernelArg const& kernel) {
-        bool const has_rows = in_features > 0 && x.view.rank <= TensorView::kMaxRank;  // otherwise refused below
-        std::int64_t const m = has_rows ? x.view.numel() / in_features : 0, padded_m = (m + 3) / 4 * 4;
-        std::int64_t const padded_k = values.view.shape[1] * (bits == 4 ? 2 : 1), blocks = parameters.view.shape[0];
-        Scratch const scratch(x, {{DType::kInt8, m, padded_k}, {DType::kFloat32, 3 * blocks, 4 * padded_m}});
-        TensorView const x_parameters{scratch[1].data, DType::kFloat32, x.view.device, {blocks, 3, 4 * padded_m}};
-        online_quant_mm({out.view, x.view, values.view, parameters.view, view_of(bias), in_features, group_size, bits,
-                         lo, hi, staged, 1, kernel_of(kernel)},
-                        {scratch[0], x_parameters, view_of(products), view_of(sums)}, current_stream(x));
+        OnlineQuantMm const call{out.view,   x.view, values.view, parameters.view, view_of(bias), in_features,
+                                 group_size, bits,   lo,          hi,              staged,        1,
+                                 kernel_of(kernel)};
+        OnlineQuantScratch const scratch(x, call);
+        OnlineQuantWorkspace workspace = scratch.workspace();
+        workspace.products = view_of(products), workspace.sums = view_of(sums);
+        online_quant_mm(call, workspace, current_stream(x));
       },
       py::arg("products") = py::none(), py::arg("sums") = py::none(), py::arg("kernel") = py::none());
   define(

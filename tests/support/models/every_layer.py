@@ -157,5 +157,7 @@ FROM_LINEAR: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "w4a8-block": lambda linear: quantised.OnlineQuantLinear.from_linear(
         linear, bits=4, group_size=32, symmetric=False
     ),
+    "w4a8-fp8": lambda linear: quantised.W4A8Linear.from_linear(linear, group_size=32, zeros="zero"),
+    "w4a8-int8": lambda linear: quantised.W4A8Linear.from_linear(linear, activation="int8", group_size=-1),
 }
 """Of a float layer; the kinds that have a direct call in eager torch, each with its variants."""

@@ -12,7 +12,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from epiloq._torch.library import PLAIN
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.direct_call import takes_directly
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
 from epiloq.weights.computed import FLOAT_DTYPES as FLOAT_DTYPES
@@ -164,15 +163,6 @@ class PreparedLinear(FrozenLinear):
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-
-    def _direct(self, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: tuple[Any, ...]) -> list[Any] | None:
-        """Arguments of a single C++ call, if that suffices: the output, `x` and the layer's tensors. Requires one of
-        `dtypes` and no padding along N. Otherwise None."""
-        if x.dtype not in dtypes or not takes_directly(x, self.in_features, parts):
-            return None
-        if parts[0].shape[0] != self.out_features:
-            return None
-        return [x.new_empty(*x.shape[:-1], self.out_features), x, *parts]
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with contiguous rows."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from epiloq import _core
 from epiloq._torch.library import PLAIN
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.weight_view import WeightView
@@ -80,13 +81,8 @@ class StoredTensors(nn.Module):
             # A graph uses the derived tensors if they were derived from these sources, and otherwise derives them.
             same = held is not None and all(self._stored(name) is tensor for name, tensor, _ in held.sources)
             return cast(_Made, held).value if same else self._make()
-        if held is not None:
-            parameters = self._parameters
-            for name, tensor, version in held.sources:
-                if parameters.get(name) is not tensor or (version is not None and tensor._version != version):  # type: ignore[union-attr]
-                    break
-            else:
-                return held.value
+        if held is not None and _core.are_unchanged(self._parameters, held.sources):
+            return held.value
         return self._made_anew()
 
     def _made_anew(self) -> Any:

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "bindings/layers/layer_call.h"
+#include "epiloq/weight_only_mm.h"
+
+namespace epiloq::bindings {
+
+// The tensors and sizes of a PackedLinear. x is put in the weight's order of columns.
+class Packed {
+ public:
+  explicit Packed(LayerCall& call);
+
+  // Whether C++ suffices: the call is direct, and x of the bias's type and, on CUDA, in rows of 16 bytes.
+  bool suits(LayerCall const& call) const;
+
+  PackedWeight const& weight() const { return weight_; }
+  std::optional<TensorView> bias() const { return view_of(bias_); }
+
+ private:
+  Optional bias_;
+  PackedWeight weight_;
+};
+
+// x W^T + bias; None if the weight should be dequantised for a dense product.
+py::object weight_only_product(LayerCall const& call, Packed const& packed);
+
+// Whether rows are as wide as kernels load them on CUDA, and x has the bias's type.
+bool suits_kernels(LayerCall const& call, Optional const& bias);
+
+}  // namespace epiloq::bindings

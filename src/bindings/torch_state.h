@@ -1,0 +1,31 @@
+#pragma once
+
+// What torch has at work around a call: modes, transforms, gradients, autocast. _core links no torch library, so this
+// calls torch's Python functions, which epiloq._torch.library passes once. Everything requires the GIL.
+
+#include "bindings/dlpack.h"
+
+namespace epiloq::bindings {
+
+// Whether a tensor's values are those of its memory: of no other subclass than parameters, strided, not lazily negated.
+bool is_plain(py::handle tensor);
+
+// Whether a mode, a transform, a tracer or a forward derivative of torch has to see each operation.
+bool is_watched();
+
+bool grad_enabled();
+bool requires_grad(py::handle tensor);
+bool autocast_enabled();
+
+// Whether this process was forked and has not called torch's threads yet (epiloq._torch.threads).
+bool is_forked();
+
+// Number of torch's threads for a product on the CPU.
+int threads();
+
+std::int64_t version_of(py::handle tensor);
+
+// A new tensor of x's type, on its device, with its shape but `columns` in the last dimension.
+py::object new_rows(py::handle x, TensorView const& view, std::int64_t columns);
+
+}  // namespace epiloq::bindings
