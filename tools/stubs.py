@@ -22,7 +22,7 @@ SIMPLER = (
     (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # in on_first_dispatch
     (r"-> dict:", "-> dict[str, int]:"),  # in device_properties
     (r"\(layer: Any, x: Any\) -> Any:", "(layer: object, x: object) -> Tensor | None:"),
-    (r": dict\b(?!\[)", ": dict[str, object]"),
+    (r": dict\b(?!\[)", ": Mapping[str, object]"),
     (r": tuple\b(?!\[)", ": tuple[object, ...]"),
 )
 UNWANTED = r"^(from __future__ .*|import (collections\.abc|typing)|__all__: .*)\n"

@@ -12,8 +12,8 @@ struct Torch {
   py::object strided;
   py::object layout, requires_grad, version, dtype, is_meta, is_nested;  // attributes of tensors, as descriptors
   py::object is_neg;                                                     // a method
-  std::vector<py::object> counts;    // each 0 where nothing is at work
-  std::vector<py::object> optional;  // each None where nothing is at work
+  std::vector<py::object> counts;                                        // each 0 where nothing is at work
+  std::vector<py::object> optional;                                      // each None where nothing is at work
   py::object grad_enabled, autocast_enabled, num_threads;
   py::object empty_cpu, empty_cuda, cuda_device;  // of memory and strides alone; None where torch has none
   py::dict forward_derivatives, forks;            // of modules
@@ -34,9 +34,9 @@ bool is_true(py::handle value) {
 }
 
 py::object read(py::object const& descriptor, py::handle tensor) {
-  PyObject* const result = Py_TYPE(descriptor.ptr())
-                               ->tp_descr_get(descriptor.ptr(), tensor.ptr(),
-                                              reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())));
+  PyObject* const result =
+      Py_TYPE(descriptor.ptr())
+          ->tp_descr_get(descriptor.ptr(), tensor.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())));
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
@@ -66,11 +66,25 @@ void use_torch(py::dict const& of) {
     for (py::handle item : of[name]) result.push_back(py::reinterpret_borrow<py::object>(item));
     return result;
   };
-  torch = new Torch{
-      listed("plain"),       of["strided"],         of["layout"],          of["requires_grad"], of["version"],
-      of["dtype"],           of["is_meta"],         of["is_nested"],       of["is_neg"],        listed("counts"),
-      listed("optional"),    of["grad_enabled"],    of["autocast_enabled"], of["num_threads"],  of["empty_cpu"],
-      of["empty_cuda"],      of["cuda_device"],     of["forward_derivatives"], of["forks"]};
+  torch = new Torch{listed("plain"),
+                    of["strided"],
+                    of["layout"],
+                    of["requires_grad"],
+                    of["version"],
+                    of["dtype"],
+                    of["is_meta"],
+                    of["is_nested"],
+                    of["is_neg"],
+                    listed("counts"),
+                    listed("optional"),
+                    of["grad_enabled"],
+                    of["autocast_enabled"],
+                    of["num_threads"],
+                    of["empty_cpu"],
+                    of["empty_cuda"],
+                    of["cuda_device"],
+                    of["forward_derivatives"],
+                    of["forks"]};
 }
 
 bool is_direct(py::tuple const& required, py::tuple const& optional) {

@@ -81,6 +81,34 @@ def test_no_bit_changes(
     assert torch.equal(result, decoded(model, x, kind))
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-token"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_mixtures_of_experts(
+    seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], family: str, scheme: str
+) -> None:
+    """Whose experts are called as a module, with its hooks; a replaced one ends the steps of its layer."""
+    experts = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 64}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **experts, head_dim=32, num_experts_per_tok=2)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    epiloq.quantize_(model, scheme)
+    x, plain = tokens(), copy.deepcopy(model)
+    optimize_(model)
+    result = decoded(model, x)
+    assert steps == [False] * 2 + [True] * 6
+    if scheme == "w4a16-g32":
+        assert relative(result, decoded(plain, x)) <= 1e-5
+    seen: list[bool] = []
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(True))
+    assert torch.equal(decoded(model, x), result) and steps[10:] == [True] * 6 and len(seen) == 4
+    for which in (model, plain):
+        which.model.layers[0].mlp = Doubled(which.model.layers[0].mlp)
+    changed = decoded(model, x)
+    assert steps[18:] == [False, True] * 3
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    assert torch.equal(changed, decoded(model, x))
+    assert scheme != "w4a16-g32" or relative(changed, decoded(plain, x)) <= 1e-5
+
+
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "fp8-token", "fp8-block"])
 def test_half_precision(

@@ -112,6 +112,36 @@ def test_inputs_without_a_direct_call(kind: str, device: str, seed: int, monkeyp
     assert not calls
 
 
+@pytest.mark.parametrize("kind", ["int8", "w4a16"])
+def test_outputs_are_tensors_as_any(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(kind, device)
+    calls = counted(monkeypatch, layer)
+    x = torch.randn(6, 144, device=device).bfloat16()
+    y = layer(x)
+    assert not y.is_inference() and not y.requires_grad and y.is_leaf and y._version == 0
+    with torch.inference_mode():
+        assert layer(x).is_inference()
+    assert len(calls) == 2
+    (y.requires_grad_() * 2).sum().backward()
+    assert y.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["int8", "w4a16"])
+def test_lazily_negated(kind: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of such a tensor has the other sign, be it the input or the bias."""
+    layer = make_layer(kind, device)
+    calls = counted(monkeypatch, layer)
+    x = torch.randn(6, 144, device=device).bfloat16()
+    expected = layer(-x)
+    del calls[:]
+    assert torch.equal(layer(torch._neg_view(x)), expected)
+    bias = layer._parameters["bias"]
+    assert bias is not None
+    layer._parameters["bias"] = nn.Parameter(torch._neg_view(-bias.data), requires_grad=False)
+    assert torch.equal(layer(-x), expected)
+    assert not calls or kind == "int8"  # whose prepared bias may be another tensor
+
+
 @pytest.mark.parametrize("kind", FROM_LINEAR)
 def test_empty_slices(kind: str, device: str) -> None:
     layer = make_layer(kind, device)

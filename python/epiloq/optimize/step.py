@@ -27,17 +27,26 @@ from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quan
 _GATED = ("gate_proj", "up_proj")
 # Arguments of a decoder layer that a step reads, or that mean nothing to it.
 _ARGUMENTS = frozenset(
-    {"attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position", *CACHES}
+    {
+        "attention_mask",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_router_logits",  # recorded by a hook of the router
+        *CACHES,
+    }
 )
 _any_autocast = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 
 
 class _Half(NamedTuple):
-    """A norm, the layers that read it as one product, and whether they may be handed its integers."""
+    """A norm, the layers that read it as one product (None: another module does), and whether they may be handed its
+    integers."""
 
     norm: Any
-    siblings: Siblings
+    siblings: Siblings | None
     takes_integers: bool
 
 
@@ -46,7 +55,9 @@ class _Parts(NamedTuple):
 
     attention: Any
     output: Any
+    mlp: Any
     down: Any
+    """Of the MLP; None if that is called as a module, as a mixture of experts is."""
     counts: list[int]
     """Heads of query, key and value."""
     halves: tuple[_Half, _Half]
@@ -55,12 +66,14 @@ class _Parts(NamedTuple):
 
 
 class Step:
-    """A decode step of a decoder layer in Llama's form whose attention, MLP and norms are fused."""
+    """A decode step of a decoder layer in Llama's form whose attention and norms are fused. So may be the MLP; another
+    one, such as a mixture of experts, is called."""
 
     def __init__(self, block: Any, takes_integers: tuple[bool, bool], ours: tuple[Callable[..., Any], ...]) -> None:
         self._block, self._takes_integers, self._ours = block, takes_integers, ours
         self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
-        self._gated, self._act = vars(block.mlp)["forward"].args[1:3]
+        gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
+        self._gated, self._act = gated
         self._parts: _Parts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,12 +99,17 @@ class Step:
             weights.append(weight)
         product, residual = self._product(parts.halves[0], weights[0], x, None)
         attended = self._attend(parts, product, angles, arguments)
-        product, residual = self._product(parts.halves[1], weights[1], attended, residual)
         down = parts.down
+        if down is None:
+            residual = residual + attended
+            result: Tensor = residual + parts.mlp(_normed(parts.halves[1].norm, weights[1], residual))
+            return result
+        product, residual = self._product(parts.halves[1], weights[1], attended, residual)
         if measure_of(down) is not None and (type(down) is not W4A8Linear or down.quantises(product.chunk(2, -1)[0])):
             return residual + multiply(down, activated(product, down, True), True)
         gate, up = product.chunk(2, -1)
-        return residual + down.forward(nn.functional.silu(gate).mul_(up))
+        projected: Tensor = down.forward(nn.functional.silu(gate).mul_(up))
+        return residual + projected
 
     def _checked(self) -> _Parts | None:
         """The modules, unless one is not what it was, or does not compute what its class defines or what is combined
@@ -116,29 +134,36 @@ class Step:
         return parts
 
     def _found(self) -> _Parts | None:
-        block, modules = self._block, [*self._block.modules()][1:]
-        if not _is_made_of(block, self._ours):
+        block = self._block
+        if not _is_made_of(block, self._ours) or _is(block.mlp, self._ours[1]) != (self._gated is not None):
             return None
         attention, mlp = block.self_attn, block.mlp
-        as_made = self._heads.unchanged_in(attention, ATTENTION) and self._gated.unchanged_in(mlp, _GATED)
-        if not as_made or mlp.act_fn is not self._act or not all(untouched(m, *self._ours, member) for m in modules):
-            return None
         norms = block.input_layernorm, block.post_attention_layernorm
+        modules = [m for part in (attention, *norms) for m in part.modules()]
+        if self._gated is not None:
+            modules += mlp.modules()
+            if mlp.act_fn is not self._act or not self._gated.unchanged_in(mlp, _GATED):
+                return None
+        if not self._heads.unchanged_in(attention, ATTENTION):
+            return None
+        if not all(untouched(m, *self._ours, member) for m in modules):
+            return None
         halves = zip(norms, (self._heads, self._gated), self._takes_integers, strict=True)
         first, second = (_Half(*half) for half in halves)
         held = [(vars(m), vars(m).get("forward"), dict(m._modules)) for m in modules]
         counts = [size // attention.head_dim for size in self._heads.sizes]
-        return _Parts(attention, attention.o_proj, mlp.down_proj, counts, (first, second), dict(block._modules), held)
+        down = None if self._gated is None else mlp.down_proj
+        return _Parts(attention, attention.o_proj, mlp, down, counts, (first, second), dict(block._modules), held)
 
     def _product(self, half: _Half, weight: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The merged product of ``norm(x + residual)``, and the sum."""
         norm, siblings, takes_integers = half
+        assert siblings is not None
         if takes_integers and quantises(siblings.layers[0], x):
             tokens, total = normed(norm, x, residual, siblings.layers[0], True)
             return multiply(siblings.merged(), tokens, True), total
         total = x if residual is None else residual + x
-        values = torch.rms_norm(total, weight.shape, weight, norm.variance_epsilon)
-        return siblings.whole_of_values(values), total
+        return siblings.whole_of_values(_normed(norm, weight, total)), total
 
     def _attend(self, parts: _Parts, product: Tensor, angles: Any, arguments: dict[str, Any]) -> Tensor:
         attention, (cos, sin) = parts.attention, angles
@@ -160,11 +185,17 @@ def step_of(block: Any, takes_integers: tuple[bool, bool], ours: tuple[Callable[
     return Step(block, takes_integers, ours) if _is_made_of(block, ours) else None
 
 
+def _normed(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
+    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+
+
 def _is_made_of(block: Any, ours: tuple[Callable[..., Any], ...]) -> bool:
-    attention, mlp, norm = ours
-    modules = (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm)
-    for module, function in zip(modules, (attention, mlp, norm, norm), strict=True):
-        forward = vars(module).get("forward")
-        if not isinstance(forward, partial) or forward.func is not function or forward.args[0] is not module:
-            return False
-    return True
+    attention, _, norm = ours
+    norms = block.input_layernorm, block.post_attention_layernorm
+    return _is(block.self_attn, attention) and all(_is(each, norm) for each in norms)
+
+
+def _is(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether `module` has this ``forward`` of its own."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is function and forward.args[0] is module

@@ -63,7 +63,8 @@ void LayerCall::read(Name const& parameter, Optional& to) {
 void LayerCall::read_made(std::initializer_list<Optional*> to) {
   static Name const held("_held");
   py::handle const made = attribute(held);
-  if (!is_direct_ || !made || !PyTuple_Check(made.ptr()) || !are_unchanged(parameters_, PyTuple_GET_ITEM(made.ptr(), 0)))
+  if (!is_direct_ || !made || !PyTuple_Check(made.ptr()) ||
+      !are_unchanged(parameters_, PyTuple_GET_ITEM(made.ptr(), 0)))
     return refuse();
   PyObject* const value = PyTuple_GET_ITEM(made.ptr(), 1);
   if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != static_cast<Py_ssize_t>(to.size())) return refuse();
@@ -128,9 +129,10 @@ TensorView rows_of(TensorView const& dense) {
 }
 
 void register_layer_call(py::module_& module) {
-  module.def("are_unchanged", [](py::dict const& parameters, py::tuple const& sources) {
-    return are_unchanged(parameters, sources);
-  }, py::arg("parameters"), py::arg("sources"));
+  module.def(
+      "are_unchanged",
+      [](py::dict const& parameters, py::tuple const& sources) { return are_unchanged(parameters, sources); },
+      py::arg("parameters"), py::arg("sources"));
   module.def(
       "multiplies_float8", [](int device) { return multiplies_float8({Device::Type::kCuda, device}); },
       py::arg("device"));

@@ -21,8 +21,8 @@ class LayerCall {
  public:
   LayerCall(py::handle layer, py::handle x);
 
-  // Whether torch need not see this call: x is dense, plain and [.., M, in_features], nothing of torch's is at work, and
-  // of the layer's tensors each that `read` was asked for is plain, and none wants a gradient.
+  // Whether torch need not see this call: x is dense, plain and [.., M, in_features], nothing of torch's is at work,
+  // and of the layer's tensors each that `read` was asked for is plain, and none wants a gradient.
   bool is_direct() const { return is_direct_; }
 
   // A parameter, or nullopt for None.

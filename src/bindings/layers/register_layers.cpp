@@ -36,8 +36,10 @@ bool run(TensorArg const& x, Quantise const& quantise, Multiply const& multiply)
 
 // Whether a call has an output of x's type, which CUDA's kernels of whole rows write in 16 bits only, and none of
 // rows that were padded.
-bool suits(LayerCall const& call, Optional const& weight, Optional const& bias, std::int64_t out_features) {
-  if (!call.is_direct() || !weight || weight->view.rank != 2 || weight->view.shape[0] != out_features) return false;
+bool suits(LayerCall const& call, Optional const& weight, Optional const& bias, Optional const& scale,
+           std::int64_t out_features) {
+  if (!call.is_direct() || !weight || !scale || weight->view.rank != 2 || weight->view.shape[0] != out_features)
+    return false;
   return !bias || bias->view.dtype == call.x().view.dtype;
 }
 
@@ -47,7 +49,8 @@ py::object int8_linear(py::handle layer, py::handle x) {
   Optional weight, bias, weight_scale, azp_adj, input_scale, input_zero_point;
   call.read_made({&weight, &bias, &weight_scale, &azp_adj, &input_scale, &input_zero_point});
   std::int64_t const n = call.number(out_features);
-  if (!suits(call, weight, bias, n) || !(call.is_cpu() ? call.is_float() : call.is_half())) return py::none();
+  if (!suits(call, weight, bias, weight_scale, n) || !(call.is_cpu() ? call.is_float() : call.is_half()))
+    return py::none();
   TensorView const tokens = rows_of(call.x().view), b = transposed(weight->view);
   std::int64_t const m = tokens.shape[0];
   bool const is_static = input_scale.has_value(), measures_azp = azp_adj.has_value() && !is_static;
@@ -75,7 +78,8 @@ py::object fp8_linear(py::handle layer, py::handle x) {
   Optional weight, bias, weight_scale, input_scale;
   call.read_made({&weight, &bias, &weight_scale, &input_scale});
   std::int64_t const n = call.number(out_features);
-  if (!suits(call, weight, bias, n) || !(call.is_cpu() ? call.is_float() : call.is_half())) return py::none();
+  if (!suits(call, weight, bias, weight_scale, n) || !(call.is_cpu() ? call.is_float() : call.is_half()))
+    return py::none();
   bool const per_token = call.is(activation, "token"), of_all = !per_token && !input_scale;
   if (!multiplies_float8(call.x().view.device) || (of_all && batch_invariant())) return py::none();
   TensorView const tokens = rows_of(call.x().view), b = transposed(weight->view);
@@ -102,7 +106,8 @@ py::object fp8_block_linear(py::handle layer, py::handle x) {
   Optional weight, bias, weight_scale_inv;
   call.read_made({&weight, &bias, &weight_scale_inv});
   std::int64_t const n = call.number(out_features);
-  if (!suits(call, weight, bias, n) || !call.is_float() || call.number(rows) != kGroup) return py::none();
+  if (!suits(call, weight, bias, weight_scale_inv, n) || !call.is_float() || call.number(rows) != kGroup)
+    return py::none();
   if (!multiplies_float8(call.x().view.device)) return py::none();
   TensorView const tokens = rows_of(call.x().view);
   TensorView const b = transposed(weight->view), scale_b = transposed(weight_scale_inv->view);

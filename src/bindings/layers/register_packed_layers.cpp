@@ -64,7 +64,14 @@ py::object fp4_linear(py::handle layer, py::handle x) {
   TensorView const tokens = rows_of(call.x().view);
   if (tokens.shape[0] > kDecodeRows && !batch_invariant()) return py::none();
   bool const is_nvfp4 = call.is(format, "nvfp4");
-  PackedWeight weight{q->view, scale->view, std::nullopt, std::nullopt, 4, n, k, is_nvfp4 ? 16 : 32,
+  PackedWeight weight{q->view,
+                      scale->view,
+                      std::nullopt,
+                      std::nullopt,
+                      4,
+                      n,
+                      k,
+                      is_nvfp4 ? 16 : 32,
                       is_nvfp4 ? WeightFormat::kNvfp4 : WeightFormat::kMxfp4};
   return call.output(n, [&](TensorArg const& out) {
     GroupedWeightOnlyMm product{rows_of(out.view), tokens, weight};
@@ -100,8 +107,7 @@ py::object table_linear(py::handle layer, py::handle x) {
   std::int64_t const n = call.number(out_features), k = call.number(in_features), block = call.number(block_size);
   if (!suits_cuda(call, bias) || !codes || !table || !scale || batch_invariant()) return py::none();
   return call.output(n, [&](TensorArg const& out) {
-    TableMm const product{
-        out.view, call.x().view, {codes->view, table->view, scale->view, n, k, block}, view_of(bias)};
+    TableMm const product{out.view, call.x().view, {codes->view, table->view, scale->view, n, k, block}, view_of(bias)};
     return table_mm(product, current_stream(call.x()));
   });
 }

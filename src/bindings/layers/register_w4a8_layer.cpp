@@ -127,7 +127,8 @@ py::object w4a8_linear(py::handle layer, py::handle x) {
   Packed const packed(call);
   if (!packed.suits(call) || !(call.is_cpu() ? call.is_float() : call.is_half())) return py::none();
   TensorView const tokens = rows_of(call.x().view);
-  std::int64_t const m = tokens.shape[0], below = call.attribute(weight_only_below) ? call.number(weight_only_below) : 0;
+  std::int64_t const m = tokens.shape[0],
+                     below = call.attribute(weight_only_below) ? call.number(weight_only_below) : 0;
   if (!call.is_direct() || (below > 0 && batch_invariant())) return py::none();
   if (m < below) return weight_only_product(call, packed);
   bool const is_few = call.is_cpu() ? m <= kFewOnCpu : m < kManyOnCuda;

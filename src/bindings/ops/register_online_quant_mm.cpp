@@ -43,9 +43,9 @@ void register_online_quant_mm(py::module_& module) {
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
          Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
          bool staged, Optional const& products, Optional const& sums, KernelArg const& kernel) {
-        OnlineQuantMm const call{out.view,   x.view, values.view, parameters.view, view_of(bias), in_features,
-                                 group_size, bits,   lo,          hi,              staged,        1,
-                                 kernel_of(kernel)};
+        OnlineQuantMm const call{
+            out.view, x.view, values.view, parameters.view,  view_of(bias), in_features, group_size, bits, lo,
+            hi,       staged, 1,           kernel_of(kernel)};
         OnlineQuantScratch const scratch(x, call);
         OnlineQuantWorkspace workspace = scratch.workspace();
         workspace.products = view_of(products), workspace.sums = view_of(sums);
