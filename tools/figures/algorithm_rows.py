@@ -75,12 +75,15 @@ class Row(NamedTuple):
 
 ROWS = [
     *(Row("w4a16-g64", algorithm) for algorithm in ("gptq", "gptq-guided", "llm-compressor")),
+    *(Row("w4a16 per channel", "gptq", rotated=rotated) for rotated in (False, True)),
     *(Row(grid, algorithm, True) for algorithm in ("gptq", "gptq+refine", AUTOROUND) for grid in reversed(GRIDS)),
     *(Row("w4a16-g64", peer, True) for peer in PEERS),
     *(Row(grid, "gptq-guided", True) for grid in reversed(GRIDS)),
 ]
 TEACHER_ROWS = [
-    *(Row(grid, algorithm) for algorithm in ("rtn", "gptq", "gptq-guided", "awq+gptq") for grid in GRIDS),
+    *(Row(grid, algorithm) for algorithm in ("rtn", "gptq") for grid in GRIDS),
+    *(Row(grid, f"gptq{more}") for more in ("+refine", "+ranges", "-guided") for grid in GRIDS),
+    *(Row(grid, "awq+gptq") for grid in GRIDS),
     *(Row("w4a16 per channel", algorithm, rotated=True) for algorithm in ("rtn", "gptq")),
     *(Row("w4a16-g64", peer) for peer in PEERS),
     *(Row(grid, AUTOROUND) for grid in GRIDS if grid != "w4a16-g64"),

@@ -226,9 +226,11 @@ def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
     """Return all tables, of the model and of the one trained here, by the suffix of their marks."""
     import algorithm_rows
     import budget_rows
+    import target_rows
 
     return {
         "": table(found),
+        " targets": target_rows.table(found),
         " algorithms": algorithm_rows.table(found.get(ALGORITHMS, {})),
         " budget": budget_rows.table(found.get(BUDGET, {})),
         " teacher": table(trained, TEACHER_ROWS) if trained else "",
