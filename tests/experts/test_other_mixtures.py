@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from torch import Tensor, nn
@@ -199,3 +199,20 @@ def test_compiled(seed: int) -> None:
         compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
             assert torch.equal(compiled(x, index, weights), experts(x, index, weights))
+
+
+def test_experts_whose_matrices_share_rows(seed: int) -> None:
+    """DBRX's stay in floating point, with a reason, and so do their routers."""
+    attention, routed = (
+        {"kv_n_heads": 2, "rope_theta": 1e4},
+        {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 96}
+    config = transformers.DbrxConfig(attn_config=attention, ffn_config=routed, **sizes)
+    model = transformers.DbrxForCausalLM(config).eval()
+    assert list(mixtures.routers(model)) == ["transformer.blocks.0.ffn.router.layer"]
+    assert list(mixtures.experts_left_stacked(model)) == ["transformer.blocks.0.ffn.experts.mlp"]
+    epiloq.quantize_(model, "w4a16-g32")
+    router = model.get_submodule("transformer.blocks.0.ffn.router.layer")
+    assert type(router) is nn.Linear and router.weight.is_floating_point()
+    assert type(model.get_submodule("transformer.blocks.0.norm_attn_norm.attn.Wqkv")).__name__ == "WeightOnlyLinear"

@@ -184,3 +184,25 @@ def test_a_layer_more_than_the_configuration_has(seed: int, tmp_path: Path) -> N
     add(tmp_path / "model", {f"model.layers.3.self_attn.q_proj.{part}": tensor for part, tensor in parts.items()})
     with pytest.raises(FormatError, match=r"model\.layers\.3\.self_attn\.q_proj"):
         from_directory(tmp_path / "model")
+
+
+def test_stacked_experts_in_floating_point_beside_quantised_layers(
+    epiloq_in_transformers: None, seed: int, tmp_path: Path
+) -> None:
+    """transformers would expect a matrix an expert in files of compressed-tensors."""
+    sizes = {"intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16}
+    model = other_mixtures.made("Llama4Text", **sizes, interleave_moe_layer_step=1)
+    tool = foreign.TOOLS["pack-quantized"]
+
+    def attention(name: str, linear: nn.Linear) -> foreign.Layer | None:
+        return tool[0](linear) if "self_attn" in name else None
+
+    foreign.write_as(tmp_path / "model", model, attention, tool[1], 1)
+    check(tmp_path / "model", model)
+
+
+def test_shards_without_their_index(seed: int, tmp_path: Path) -> None:
+    foreign.write_as(tmp_path / "model", foreign.llama(), everything, GPTQ, 2)
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    with pytest.raises(FormatError, match=r"shards \(model-00001-of-00002.safetensors\): expected the index"):
+        Checkpoint(tmp_path / "model")

@@ -36,7 +36,8 @@ from epiloq.nn.experts.expert_linears import Projections
 def stacked(model: nn.Module) -> dict[str, nn.Module]:
     """Modules, by name, with stacked expert matrices: three-dimensional parameters, outside of torch's own layers,
     whose first dimension is the module's number of experts (an attribute with "expert" in its name, or of a class
-    with that in its name), or two whose matrices can follow one another."""
+    with that in its name), or two whose matrices can follow one another; or several equal matrices with the rows of
+    all experts."""
     found = {name: module for name, module in model.named_modules() if _count(module)}
     return {name: module for name, module in found.items() if not isinstance(module, (ExpertLinears, GatedExperts))}
 
@@ -52,8 +53,8 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     expert."""
     found = {}
     for name, module in model.named_modules():
-        counts = {count for child in module.children() if (count := _count(child))}
-        beside = [(leaf, child) for leaf, child in module.named_children() if counts and not _count(child)]
+        counts = {count for child in module.children() if (count := _count_in(child))}
+        beside = [(leaf, child) for leaf, child in module.named_children() if counts and not _count_in(child)]
         for leaf, child in beside:
             for inner, layer in child.named_modules(prefix=f"{name}.{leaf}" if name else leaf):
                 weight, rows = getattr(layer, "weight", None), {1, *counts} if layer is child else counts
@@ -176,7 +177,25 @@ def _count(module: nn.Module) -> int:
     is_named = "expert" in type(module).__name__.lower()
     named = {n for key, n in vars(module).items() if type(n) is int and (is_named or "expert" in key)}
     stacks = [shape[0] for shape in shapes if shape[0] in named or any(_follows(shape, other) for other in shapes)]
-    return next(iter(stacks), 0)
+    return next(iter(stacks), 0) or _joined(module)
+
+
+def _joined(module: nn.Module) -> int:
+    """Number of experts of a module if their matrices follow one another in the rows of several equal parameters
+    (DBRX); otherwise 0."""
+    shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 2 and p.dtype in FLOAT_DTYPES]
+    if len(shapes) < 2 or len(set(shapes)) > 1:
+        return 0
+    sizes = {key: value for key, value in vars(module).items() if type(value) is int and value > 1}
+    counts = [value for key, value in sizes.items() if "expert" in key]
+    return next((count for count in counts if shapes[0][0] in {count * width for width in sizes.values()}), 0)
+
+
+def _count_in(module: nn.Module) -> int:
+    """Number of experts of a module, or of the only module in it."""
+    children = list(module.children())
+    only = len(children) == 1 and not list(module.parameters(recurse=False))
+    return _count(module) or (_count(children[0]) if only else 0)
 
 
 def _follows(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

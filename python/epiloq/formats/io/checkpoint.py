@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -175,6 +176,8 @@ class Checkpoint:
         found = sorted(path.name for path in self.folder.iterdir() if path.suffix in WEIGHTS)
         if not found:
             return ""
+        if any(re.fullmatch(r".*-\d+-of-\d+\.safetensors", name) for name in found):
+            return f", but shards ({found[0]}): expected the index that lists their tensors, too"
         config = self.config.get(KEY)
         method = config.get("quant_method") if isinstance(config, dict) else None
         return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}"

@@ -75,6 +75,9 @@ class EpiloqQuantizer(HfQuantizer):
             raise ValueError(f"{_NAME}: dtype: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}")
         return dtype
 
+    def _convert_model_for_quantization(self, model: Any) -> None:
+        """Nothing: experts are unstacked where the files have one matrix per expert, whatever the method is."""
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
