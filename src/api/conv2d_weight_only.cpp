@@ -114,7 +114,7 @@ std::optional<WeightOnlyMm> product_of(Conv2dWeightOnly const& call) {
     return {};
   // On the CPU oneDNN is faster for many pixels, dequantising included.
   std::int64_t const pixels = call.x.size(0) * call.x.size(1) * call.x.size(2);
-  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto && pixels > wo::kFewTokens) return {};
+  if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto && pixels > wo::kSmallM) return {};
   WeightOnlyMm product{call.out, call.x, call.weight.rows, call.bias, call.lo, call.hi};
   product.threads = call.threads;
   return product;

@@ -133,7 +133,7 @@ inline float settle_ms = 6;
 template <class Problem, class Tiles>
 std::vector<Cost> steady_costs(std::vector<Problem> const& problems, Tiles const& tiles, cudaStream_t stream) {
   constexpr float kFarBehind = 1.3f, kHeatMs = 60, kMeasuredMs = 14;
-  constexpr int kTurns = 4;
+  constexpr int kRuns = 4;
   std::vector<std::unique_ptr<Replay>> replays;
   float best = 1e30f;
   for (auto const& tile : tiles) {
@@ -145,12 +145,12 @@ std::vector<Cost> steady_costs(std::vector<Problem> const& problems, Tiles const
   std::vector<std::size_t> order(replays.size());
   std::iota(order.begin(), order.end(), 0);
   static std::mt19937 random(42);  // other orders for every problem
-  for (int turn = 0; turn < kTurns; ++turn) {
+  for (int turn = 0; turn < kRuns; ++turn) {
     std::shuffle(order.begin(), order.end(), random);
     for (std::size_t const i : order) {
       bool const is_far = replays[i]->once_us() > kFarBehind * best;
       Cost const cost = replays[i]->steady(is_far ? 0 : settle_ms, is_far ? 0 : kMeasuredMs);
-      costs[i].us += cost.us / kTurns, costs[i].kilocycles += cost.kilocycles / kTurns;
+      costs[i].us += cost.us / kRuns, costs[i].kilocycles += cost.kilocycles / kRuns;
     }
   }
   return costs;

@@ -22,7 +22,7 @@ template <DType kType>
 struct WriteColumns {
   template <int kLanes>
   struct Kernel {
-    static constexpr int kMost = kMostColumns, kTogether = kOutputsTogether;
+    static constexpr int kMost = kMostColumns, kColumnsPerStep = kOutputBlock;
     using Floats = typename Vectors<kLanes>::Floats;
 
     [[gnu::always_inline]] static void run(Part const& part) {
@@ -33,9 +33,9 @@ struct WriteColumns {
       float const* sums = part.sums;
       for (int m = 0; m < part.count; ++m, sums += part.stride, out += to.stride) {
         if (m + kRowsAhead < part.count) expect_row(out + kRowsAhead * to.stride, part.columns);
-        for (int column = 0; column < part.columns; column += kTogether) {
-          float values[kTogether];
-          for (int i = 0; i < kTogether; i += kLanes) {
+        for (int column = 0; column < part.columns; column += kColumnsPerStep) {
+          float values[kColumnsPerStep];
+          for (int i = 0; i < kColumnsPerStep; i += kLanes) {
             Floats value, of_column;
             load(value, sums + column + i), load(of_column, bias + column + i);
             value += of_column;

@@ -50,7 +50,7 @@ struct Rounding {
   }
 };
 
-inline constexpr int kOutputsTogether = 16;
+inline constexpr int kOutputBlock = 16;
 
 template <DType kType>
 using OutputElement = std::conditional_t<kType == DType::kFloat32, float,
@@ -65,14 +65,14 @@ template <class Element>
 
 // Stores the first `count` of 16 values to `out`, float32 rounded, int8 unchanged.
 template <DType kType, int kLanes, class Value>
-[[gnu::always_inline]] inline void put(Value const (&values)[kOutputsTogether], int count, OutputElement<kType>* out) {
-  OutputElement<kType> some[kOutputsTogether];
-  bool const all = count >= kOutputsTogether;
+[[gnu::always_inline]] inline void put(Value const (&values)[kOutputBlock], int count, OutputElement<kType>* out) {
+  OutputElement<kType> some[kOutputBlock];
+  bool const all = count >= kOutputBlock;
   auto* const to = all ? out : some;
   if constexpr (kType == DType::kFloat32 || kType == DType::kInt8) {
     std::memcpy(to, values, sizeof(some));
   } else {
-    for (int i = 0; i < kOutputsTogether; i += kLanes) {
+    for (int i = 0; i < kOutputBlock; i += kLanes) {
       typename Rounding<kLanes>::Floats x;
       load(x, values + i);
       if constexpr (kType == DType::kFloat16) {

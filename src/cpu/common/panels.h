@@ -11,10 +11,10 @@
 namespace epiloq {
 
 // Rows `row` to `row + count` of columns `column` to `column + columns`. Rows may be read up to a
-// multiple of kTogether.
+// multiple of kColumnsPerStep.
 template <class Sum>
 struct PanelSums {
-  static constexpr int kMostColumns = 32, kTogether = 16;
+  static constexpr int kMostColumns = 32, kColumnsPerStep = 16;
   Sum const* values;
   int stride;
   int row, count, column, columns;

@@ -35,13 +35,13 @@ struct Of {
   template <int kLanes>
   struct Order {
     [[gnu::always_inline]] static void run(float const* row, std::int64_t columns, float* out) {
-      FewFloat8<Format, kLanes>::bring(row, columns, out);
+      SmallMFloat8<Format, kLanes>::arrange(row, columns, out);
     }
   };
   template <int kLanes>
-  using Few = FewFloat8<Format, kLanes>;
+  using SmallM = SmallMFloat8<Format, kLanes>;
   template <int kLanes>
-  using Many = ManyFloat8<Format, kLanes>;
+  using LargeM = LargeMFloat8<Format, kLanes>;
 };
 using Widen = void (*)(ScaledFloat8 const&, std::int64_t, float*);
 using MultiplyFloats = void (*)(ScaledFloat8 const&, std::int64_t, FloatTokens const&, Line*);
@@ -50,13 +50,13 @@ using Multiplies = Versions<Kernel, ScaledFloat8 const&, std::int64_t, FloatToke
 template <class Format>
 using Widens = Versions<Of<Format>::template Widen, ScaledFloat8 const&, std::int64_t, float*>;
 
-template <class Format, bool kFew>
+template <class Format, bool kIsSmallM>
 MultiplyFloats multiply_by() {
-  return kFew ? Multiplies<Of<Format>::template Few>::here() : Multiplies<Of<Format>::template Many>::here();
+  return kIsSmallM ? Multiplies<Of<Format>::template SmallM>::here() : Multiplies<Of<Format>::template LargeM>::here();
 }
 
 // In vectors of the widest registers: a few tokens by rows in memory order, or many by widened rows.
-template <bool kFew>
+template <bool kIsSmallM>
 void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   constexpr int kPanelRows = 16;
   std::int64_t const stride = rounded_up(w.columns, 4 * 16);
@@ -64,14 +64,14 @@ void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, 
   Widen const widen = x.is_e5m2 ? Widens<E5M2>::here() : Widens<E4M3>::here();
   auto const order = Versions<Of<E4M3>::Order, float const*, std::int64_t, float*>::here();
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
-    std::vector<float> row(kFew ? x.columns : 0);
+    std::vector<float> row(kIsSmallM ? x.columns : 0);
     for (std::int64_t m = first; m < last; ++m) {
       float* const token = tokens.data() + m * stride;
-      widen(x, m, kFew ? row.data() : token);
-      if (kFew) order(row.data(), x.columns, token);
+      widen(x, m, kIsSmallM ? row.data() : token);
+      if (kIsSmallM) order(row.data(), x.columns, token);
     }
   });
-  MultiplyFloats const multiply = w.is_e5m2 ? multiply_by<E5M2, kFew>() : multiply_by<E4M3, kFew>();
+  MultiplyFloats const multiply = w.is_e5m2 ? multiply_by<E5M2, kIsSmallM>() : multiply_by<E4M3, kIsSmallM>();
   by_panels(x.rows, w.rows, kPanelRows, tokens_at_once(w.columns, 1 << 17, 48), threads, finish,
             [&](int row, int first, int count, float* sums) {
               multiply(w, row, {tokens.data() + first * stride, stride, count}, lines_of(sums));
@@ -95,7 +95,7 @@ void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
   std::vector<Line> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
   std::vector<float> const scales = scales_of(x);
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t m = first; m < last; ++m) RowsByTokens::bring(x, m, tokens.data() + m * stride);
+    for (std::int64_t m = first; m < last; ++m) RowsByTokens::arrange(x, m, tokens.data() + m * stride);
   });
   by_panels(x.rows, w.rows, RowsByTokens::kSums, tokens_at_once(w.columns, 1 << 18, 64), threads, finish,
             [&](int row, int first, int count, float* sums) {
@@ -114,7 +114,7 @@ void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
   std::vector<std::uint32_t> tokens(rounded_up(x.rows, kPairBlock) * words);
   std::vector<float> const scales = scales_of(x);
   share(rounded_up(x.rows, kPairBlock) / kPairBlock, threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) Kernel::bring(x, i, tokens.data() + i * kPairBlock * words);
+    for (std::int64_t i = first; i < last; ++i) Kernel::arrange(x, i, tokens.data() + i * kPairBlock * words);
   });
   by_panels(x.rows, w.rows, Kernel::kRows, tokens_at_once(w.columns, 1 << 18, 8 * kPairBlock), threads, finish,
             [&](int row, int first, int count, float* sums) {
@@ -132,7 +132,7 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
   std::vector<Line> lines(tiles.size());
   std::vector<float> const scales = scales_of(x);
   share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) Float8InTiles::bring(x, tiles, static_cast<int>(i), lines.data());
+    for (std::int64_t i = first; i < last; ++i) Float8InTiles::arrange(x, tiles, static_cast<int>(i), lines.data());
   });
   Float8Tiles const tokens{.x = lines.data(),
                            .tiles = tiles,

@@ -130,7 +130,7 @@ struct RowsByTokens {
 
   static std::int64_t lines(std::int64_t columns) { return (columns + 63) / 64 * 2; }  // of a token
 
-  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t m, Line* out) {
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(ScaledFloat8 const& x, std::int64_t m, Line* out) {
     Float8Lookup const lookup(x.is_e5m2);
     Float8Rows<1>(x, m).by_codes(0, x.columns,
                                  [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {
@@ -211,8 +211,8 @@ struct Float8InTiles {
   static std::int64_t lines(std::int64_t columns) { return (columns + 2 * kOfLine - 1) / (2 * kOfLine) * 2; }
 
   // A tile of tokens.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, TokenTiles const& tiles, int tile,
-                                                      Line* out) {
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(ScaledFloat8 const& x, TokenTiles const& tiles, int tile,
+                                                        Line* out) {
     Float8Lookup const lookup(x.is_e5m2);
     Float8Rows<kTokens> const rows(x, tile * kTokens);
     rows.by_codes(0, x.columns,
@@ -221,8 +221,8 @@ struct Float8InTiles {
                     for (int i = 0; i < kTokens; ++i) {
                       lookup.widen(words[0][i], words[1][i], from[i] + at);
                     }
-                    Tiled::bring(words[0], tiles, tile, column / kOfLine, out);
-                    Tiled::bring(words[1], tiles, tile, column / kOfLine + 1, out);
+                    Tiled::arrange(words[0], tiles, tile, column / kOfLine, out);
+                    Tiled::arrange(words[1], tiles, tile, column / kOfLine + 1, out);
                   });
   }
 

@@ -33,7 +33,7 @@ struct ColumnsByTokenBlocks {
   }
 
   // A block of tokens; past the end the last one is repeated.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(ScaledFloat8 const& x, std::int64_t block, std::uint32_t* out) {
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(ScaledFloat8 const& x, std::int64_t block, std::uint32_t* out) {
     Float8Lookup const lookup(x.is_e5m2);
     Float8Rows<kPairBlock> const tokens(x, block * kPairBlock);
     tokens.by_codes(0, x.columns, [&](auto const& from, std::int64_t at, std::int64_t) __attribute__((always_inline)) {

@@ -40,8 +40,8 @@ struct Float8Codes {
   }
 };
 
-// Tokens per block of FewFloat8.
-inline constexpr int kFewFloatTokens = 4;
+// Tokens per block of SmallMFloat8.
+inline constexpr int kSmallMFloat = 4;
 
 // Whether all codes are normal numbers.
 template <class Format, int kBytes>
@@ -115,14 +115,14 @@ struct FloatTokens {
 // and a shift takes one of each: of a K block of 4 * kLanes columns a token has the columns 0, 4, 8 .. first, then 1,
 // 5, 9 .. and so on. Tokens are there up to a multiple of kTokens.
 template <class Format, int kLanes>
-struct FewFloat8 {
+struct SmallMFloat8 {
   // Accumulators that fit the registers of every instruction set.
-  static constexpr int kTokens = kFewFloatTokens, kSums = kTokens, kPanelRows = 16, kKBlock = 4 * kLanes;
+  static constexpr int kTokens = kSmallMFloat, kSums = kTokens, kPanelRows = 16, kKBlock = 4 * kLanes;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
   using Codes = Float8Codes<Format, kLanes>;
 
-  static void bring(float const* row, std::int64_t columns, float* out) {
+  static void arrange(float const* row, std::int64_t columns, float* out) {
     for (std::int64_t i = 0; i < columns; ++i) out[i / kKBlock * kKBlock + i % 4 * kLanes + i % kKBlock / 4] = row[i];
   }
 
@@ -212,9 +212,9 @@ struct FewFloat8 {
   }
 };
 
-// Many tokens, as they are in memory, by 16 rows of a matrix, 128 columns of which become float32 side by side.
+// LargeM tokens, as they are in memory, by 16 rows of a matrix, 128 columns of which become float32 side by side.
 template <class Format, int kLanes>
-struct ManyFloat8 {
+struct LargeMFloat8 {
   [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t row, FloatTokens const& tokens,
                                          Line* sums) {
     constexpr int kPanelRows = 16;

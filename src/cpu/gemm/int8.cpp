@@ -60,7 +60,7 @@ void multiply_panels(Int8Product const& p, int threads, FinishPanel<std::int32_t
   });
 }
 
-bool takes_tiles([[maybe_unused]] std::int64_t tokens) {
+bool uses_tiles([[maybe_unused]] std::int64_t tokens) {
 #ifdef EPILOQ_HAS_CLONES
   return tokens >= kFewestInTiles && has_int8_tiles();
 #else
@@ -73,7 +73,7 @@ void multiply_tiles(Int8Product const& p, int threads, FinishPanel<std::int32_t>
   TokenTiles const tiles{Int8InTiles::lines(p.k), p.m};
   std::vector<Line> tokens(tiles.size());
   share(tiles.count(), threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) Int8InTiles::bring(p, tiles, static_cast<int>(i), tokens.data());
+    for (std::int64_t i = first; i < last; ++i) Int8InTiles::arrange(p, tiles, static_cast<int>(i), tokens.data());
   });
   by_panels(p.m, p.n, Int8InTiles::kRows, kTokensAtOnce, threads, finish,
             [&](int row, int first, int count, std::int32_t* sums) {
@@ -90,11 +90,11 @@ void multiply_tiles(Int8Product const&, int, FinishPanel<std::int32_t> const&) {
 void multiply_int8(Int8Product const& p, int threads, FinishPanel<std::int32_t> const& finish) {
   if (p.m == 0 || p.n == 0) return;
   threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
-  (takes_tiles(p.m) ? multiply_tiles : multiply_panels)(p, threads, finish);
+  (uses_tiles(p.m) ? multiply_tiles : multiply_panels)(p, threads, finish);
 }
 
 std::string describe_int8(std::int64_t tokens) {
-  return std::string("cpu, int8 products with ") + (takes_tiles(tokens) ? "AMX" : bytes_here().name);
+  return std::string("cpu, int8 products with ") + (uses_tiles(tokens) ? "AMX" : bytes_here().name);
 }
 
 void multiply_int8(TensorView const& out, TensorView const& a, TensorView const& b, int threads) {

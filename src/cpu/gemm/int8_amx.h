@@ -21,14 +21,14 @@ struct Int8InTiles {
   static std::int64_t lines(std::int64_t columns) { return (columns + kOfLine - 1) / kOfLine; }
 
   // A tile of tokens.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(Int8Product const& p, TokenTiles const& tiles, int tile,
-                                                      Line* out) {
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(Int8Product const& p, TokenTiles const& tiles, int tile,
+                                                        Line* out) {
     for (int column = 0; column < p.k; column += kOfLine) {
       Tiled::Words words[kTokens] = {};
       for (int i = 0; i < std::min(kTokens, p.m - tile * kTokens); ++i) {
         copy(words + i, p.a + (std::int64_t{tile} * kTokens + i) * p.stride_a + column, p.k - column);
       }
-      Tiled::bring(words, tiles, tile, column / kOfLine, out);
+      Tiled::arrange(words, tiles, tile, column / kOfLine, out);
     }
   }
 

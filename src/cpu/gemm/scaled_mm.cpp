@@ -53,7 +53,6 @@ struct Finish {
   template <int kLanes>
   struct Kernel {
     [[gnu::always_inline]] static void run(Panel<Sum> const& panel) {
-      constexpr int kTogether = kOutputsTogether;
       PanelSums<Sum> const sums = panel.sums;  // D is not part of it
       std::int64_t const stride_d = panel.p.stride_d;
       auto* d = static_cast<OutputElement<kOut>*>(panel.p.d) + sums.row * stride_d + sums.column;
@@ -61,9 +60,9 @@ struct Finish {
       for (int i = 0; i < sums.count; ++i, row += sums.stride, d += stride_d) {
         auto const expr = Epilogue::template make<Value>(panel.of_row(sums.row + i));
         if (i + kRowsAhead < sums.count) expect_row(d + kRowsAhead * stride_d, sums.columns);
-        for (int first = 0; first < sums.columns; first += kTogether) {
-          Value values[kTogether];
-          for (int j = 0; j < kTogether; ++j) values[j] = epilogue::eval(expr, row[first + j], 0, first + j);
+        for (int first = 0; first < sums.columns; first += kOutputBlock) {
+          Value values[kOutputBlock];
+          for (int j = 0; j < kOutputBlock; ++j) values[j] = epilogue::eval(expr, row[first + j], 0, first + j);
           put<kOut, kLanes>(values, sums.columns - first, d + first);
         }
       }

@@ -50,8 +50,8 @@ struct RowTiles {
   using Words = Vectors<16>::Ints;
 
   // 16 tokens' words of a line, transposed, to tile `tile`.
-  [[gnu::always_inline]] static void bring(Words (&words)[kTokens], TokenTiles const& tiles, int tile,
-                                           std::int64_t line, Line* out) {
+  [[gnu::always_inline]] static void arrange(Words (&words)[kTokens], TokenTiles const& tiles, int tile,
+                                             std::int64_t line, Line* out) {
     transpose(words);
     std::memcpy(out + tiles.start(tile) + line * tiles.step(tile), words, sizeof(words));
   }

@@ -42,7 +42,7 @@ using Multiply = void (*)(KBlock, Line* out);
 template <int kBits, bool kHalves, int kTokens>
 struct Of {
   template <int kLanes>
-  using Kernel = Few<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
+  using Kernel = SmallM<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
   static Multiply here() { return Versions<Kernel, KBlock, Line*>::here(); }
 };
 
@@ -66,11 +66,11 @@ bool is_for_few(Problem const& p, DType dtype) {
   // Tiles repay the work on a panel from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).
   int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
-  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kFewTokens;
+  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kSmallM;
   return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
 }
 
-FewTokens::FewTokens(Problem const& p, DType dtype)
+SmallMTokens::SmallMTokens(Problem const& p, DType dtype)
     : groups(groups_of(p.weight, kGrain)),
       block(*std::find_if(kBlocks.begin(), kBlocks.end() - 1, [&](int b) { return b >= p.m; })) {
   Weight const& w = p.weight;
@@ -83,7 +83,8 @@ FewTokens::FewTokens(Problem const& p, DType dtype)
   }
 }
 
-void multiply_few(Problem const& p, FewTokens const& tokens, PanelParameters const& parameters, int panel, Line* sums) {
+void multiply_small_m(Problem const& p, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
+                      Line* sums) {
   Weight const& w = p.weight;
   Multiply const multiply = multiply_of(w, tokens.block);
   for (int m = 0; m < p.m; m += tokens.block) {

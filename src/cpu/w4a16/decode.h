@@ -94,7 +94,7 @@ using Row = Computed<kBits, kHalves, kLanes>;
 #endif
 
 template <int kBits, class Values, int kTokens, int kLanes>
-struct Few {
+struct SmallM {
   static constexpr int kSums = kLanes == 16 ? 8 : 4;  // of a pair of rows by a token, which registers hold
   static constexpr int kAtOnce = kSums / kTokens;
   static constexpr int kSteps = steps(kBits), kGrains = depth(kBits) / kGrain;

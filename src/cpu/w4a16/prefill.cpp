@@ -13,15 +13,15 @@ namespace epiloq::ops::weight_only_mm {
 namespace {
 
 #ifdef EPILOQ_HAS_CLONES
-void multiply_pairs(PanelByTokens const& panel, int group, ManyTokens const& all, int first, Line* sums) {
-  ManyPairs::run({.panel = panel, .group = group, .x = all.pairs.data() + first * all.stride}, sums);
+void multiply_pairs(PanelByTokens const& panel, int group, LargeMTokens const& all, int first, Line* sums) {
+  LargeMPairs::run({.panel = panel, .group = group, .x = all.pairs.data() + first * all.stride}, sums);
 }
 #else
-void multiply_pairs(PanelByTokens const&, int, ManyTokens const&, int, Line*) {}
+void multiply_pairs(PanelByTokens const&, int, LargeMTokens const&, int, Line*) {}
 #endif
 
 // A token of a block; of an odd K a zero follows.
-void in_pairs(std::uint16_t const* row, int k, std::uint32_t* out) {
+void interleave_pairs(std::uint16_t const* row, int k, std::uint32_t* out) {
   for (int i = 0; i + 1 < k; i += 2, out += kPairBlock) *out = row[i] | std::uint32_t{row[i + 1]} << 16;
   if (k % 2 != 0) *out = row[k - 1];
 }
@@ -32,7 +32,7 @@ bool by_pairs(Problem const& p, DType dtype) {
   return has_pairs() && dtype == DType::kBFloat16 && p.weight.offset == nullptr && p.weight.group % 2 == 0;
 }
 
-ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
+LargeMTokens::LargeMTokens(Problem const& p, DType dtype, int threads)
     : groups(groups_of(p.weight, 1)), x(static_cast<float const*>(p.x)), stride(p.stride_x) {
   int const k = p.weight.k;
   if (by_pairs(p, dtype)) {
@@ -41,7 +41,8 @@ ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
     pairs.resize((p.m + kPairBlock - 1) / kPairBlock * kPairBlock * stride);
     share(p.m, threads, [&](int first, int last) {
       for (int m = first; m < last; ++m)
-        in_pairs(rows + m * p.stride_x, k, pairs.data() + m / kPairBlock * kPairBlock * stride + m % kPairBlock);
+        interleave_pairs(rows + m * p.stride_x, k,
+                         pairs.data() + m / kPairBlock * kPairBlock * stride + m % kPairBlock);
     });
   } else if (dtype != DType::kFloat32) {
     copy.resize(static_cast<std::size_t>(p.m) * k);
@@ -53,9 +54,9 @@ ManyTokens::ManyTokens(Problem const& p, DType dtype, int threads)
   }
 }
 
-void multiply_many(Problem const& p, ManyTokens const& tokens, PanelParameters const& parameters, int panel, int first,
-                   int count, Line* sums) {
-  static auto const multiply = Versions<Many, PanelByTokens const&, Line*>::here();
+void multiply_large_m(Problem const& p, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
+                      int first, int count, Line* sums) {
+  static auto const multiply = Versions<LargeM, PanelByTokens const&, Line*>::here();
   Weight const& w = p.weight;
   std::fill_n(sums, count, Line{});
   PanelByTokens const of_panel{.q = w.q + panel * panel_bytes(w),

@@ -30,7 +30,7 @@ struct PanelByTokens {
 };
 
 template <int kLanes>
-struct Many {
+struct LargeM {
   static constexpr int kPairs = kPanelRows / 2;
   using Floats = typename Vectors<kLanes>::Floats;
   using Ints = typename Vectors<kLanes>::Ints;

@@ -30,7 +30,7 @@ bool by_tiles(Problem const& p, DType dtype) {
 namespace {
 
 // The upper halves of float32 values, whose rest is left: eight bits of each, what is not finite whole.
-EPILOQ_CLONES void take_part(float* rest, int count, std::uint16_t* part) {
+EPILOQ_CLONES void extract_part(float* rest, int count, std::uint16_t* part) {
   constexpr std::uint32_t kUpper = 0xffff0000u, kExponent = 0x7f800000u, kQuiet = 0x00400000u;
   for (int i = 0; i < count; ++i) {
     auto const bits = std::bit_cast<std::uint32_t>(rest[i]);
@@ -42,15 +42,15 @@ EPILOQ_CLONES void take_part(float* rest, int count, std::uint16_t* part) {
 }
 
 // A token's parts, `of_part` values apart.
-void take_parts(Problem const& p, DType dtype, std::int64_t token, int parts, std::int64_t of_part,
-                std::vector<float>& rest, std::uint16_t* out) {
+void extract_parts(Problem const& p, DType dtype, std::int64_t token, int parts, std::int64_t of_part,
+                   std::vector<float>& rest, std::uint16_t* out) {
   int const k = p.weight.k;
   if (parts == 1) {
     std::memcpy(out, static_cast<std::uint16_t const*>(p.x) + token * p.stride_x, sizeof(std::uint16_t) * k);
     return;
   }
   read_row(p.x, dtype, token * p.stride_x, k, rest.data());
-  for (int part = 0; part < parts; ++part) take_part(rest.data(), k, out + part * of_part);
+  for (int part = 0; part < parts; ++part) extract_part(rest.data(), k, out + part * of_part);
 }
 
 }  // namespace
@@ -70,11 +70,11 @@ TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
       int const count = std::min(kTokens, p.m - tile * kTokens);
       for (int i = 0; i < count; ++i) {
         std::int64_t const token = std::int64_t{tile} * kTokens + i;
-        take_parts(p, dtype, token, parts, of_part, rest, rows.data() + i * stride);
+        extract_parts(p, dtype, token, parts, of_part, rest, rows.data() + i * stride);
       }
       for (int part = 0; part < parts; ++part) {
-        MultiplyInTiles::bring(rows.data() + part * of_part, stride, p.weight.bits, tiles, tile,
-                               x.data() + part * tiles.size());
+        MultiplyInTiles::arrange(rows.data() + part * of_part, stride, p.weight.bits, tiles, tile,
+                                 x.data() + part * tiles.size());
       }
     }
   });

@@ -83,8 +83,8 @@ struct MultiplyInTiles {
   static constexpr int kTileRowBytes = 64;
 
   // 16 tokens' rows of bfloat16, up to whole tiles of the weight, in the order of its lines.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(std::uint16_t const* rows, std::int64_t stride, int bits,
-                                                      TokenTiles const& tiles, int tile, Line* out) {
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(std::uint16_t const* rows, std::int64_t stride, int bits,
+                                                        TokenTiles const& tiles, int tile, Line* out) {
     typedef std::uint16_t Shorts __attribute__((vector_size(64)));
     auto const order = order_of_line(bits);
     Shorts places;
@@ -97,7 +97,7 @@ struct MultiplyInTiles {
         load(values, rows + i * stride + line * kOfLine);
         words[i] = (Tiled::Words)__builtin_shuffle(values, places);
       }
-      Tiled::bring(words, tiles, tile, line, out);
+      Tiled::arrange(words, tiles, tile, line, out);
     }
   }
 

@@ -16,7 +16,7 @@ struct PanelByPairs {
   std::uint32_t const* x;
 };
 
-struct ManyPairs {
+struct LargeMPairs {
   static constexpr int kLanes = 16;
   using Floats = Vectors<kLanes>::Floats;
   using Ints = Vectors<kLanes>::Ints;
@@ -69,7 +69,7 @@ struct ManyPairs {
     std::int64_t const of_token = (s.panel.k + 1) / 2;
     for (int first = 0; first < s.panel.k; first += kColumns) {
       int const count = std::min(kColumns, s.panel.k - first);
-      Many<kLanes>::unpack(s.panel, first, first + count, codes);
+      LargeM<kLanes>::unpack(s.panel, first, first + count, codes);
       pair_up(s.panel, first, count, codes, pairs);
       by_blocks<kPairBlock>(s.panel.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);

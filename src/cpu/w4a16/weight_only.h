@@ -39,20 +39,20 @@ inline constexpr int kMostUnrounded = 128, kWholePiece = 256;
 bool rounds_weights(Problem const& problem, DType dtype);
 constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }
 
-// A few tokens, kFewTokens at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
+// A few tokens, kSmallM at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
 // as they lie, in registers, and tokens are brought into their order.
-inline constexpr int kFewTokens = 16;
+inline constexpr int kSmallM = 16;
 bool is_for_few(Problem const& problem, DType dtype);
-struct FewTokens {
+struct SmallMTokens {
   std::vector<Line> x;  // by blocks of tokens: [tile, step, token]
   std::vector<int> groups;
   int block;  // tokens that share what is read of the weight: 1, 2 or 4
 
-  FewTokens(Problem const& problem, DType dtype);
+  SmallMTokens(Problem const& problem, DType dtype);
 };
 // sums [m filled up] of a panel's rows.
-void multiply_few(Problem const& problem, FewTokens const& tokens, PanelParameters const& parameters, int panel,
-                  Line* sums);
+void multiply_small_m(Problem const& problem, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
+                      Line* sums);
 
 // Two panels, or the last one, by tokens in tiles of 16: sums [count up to whole tiles] of their rows.
 inline constexpr int kPanelsInTiles = 2;
@@ -69,17 +69,17 @@ void multiply_tiles(Problem const& problem, TiledTokens const& tokens, PanelPara
                     int first, int count, Line* sums);
 
 // Any number of tokens and any weight: tokens are multiplied by the columns of a panel, dequantised or as integers.
-struct ManyTokens {
+struct LargeMTokens {
   std::vector<float> copy;           // of what is no float32
   std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;
 
-  ManyTokens(Problem const& problem, DType dtype, int threads);
+  LargeMTokens(Problem const& problem, DType dtype, int threads);
 };
 // Of `count` tokens from `first` on.
-void multiply_many(Problem const& problem, ManyTokens const& tokens, PanelParameters const& parameters, int panel,
-                   int first, int count, Line* sums);
+void multiply_large_m(Problem const& problem, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
+                      int first, int count, Line* sums);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -81,7 +81,7 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
     std::int64_t const steps = (panels + together - 1) / together;
     share(steps * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
       std::vector<PanelParameters> parameters(together, PanelParameters(p.weight));
-      std::vector<Line> sums((at_once + kFewTokens) * together);
+      std::vector<Line> sums((at_once + kSmallM) * together);
       for (std::int64_t i = first; i < last; ++i) {
         int const panel = static_cast<int>(i % steps * together), token = static_cast<int>(i / steps * at_once);
         int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
@@ -93,9 +93,9 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
     });
   };
   if (is_for_few(p, dtype)) {
-    FewTokens const tokens(p, dtype);
+    SmallMTokens const tokens(p, dtype);
     with_panels(1, [&](PanelParameters const* parameters, int panel, int, int, Line* sums) {
-      multiply_few(p, tokens, *parameters, panel, sums);
+      multiply_small_m(p, tokens, *parameters, panel, sums);
     });
   } else if (by_tiles(p, dtype)) {
     TiledTokens const tokens(p, dtype, threads);
@@ -103,9 +103,9 @@ void multiply_on_host(Problem const& p, DType dtype, int threads) {
       multiply_tiles(p, tokens, parameters, panel, token, count, sums);
     });
   } else {
-    ManyTokens const tokens(p, dtype, threads);
+    LargeMTokens const tokens(p, dtype, threads);
     with_panels(1, [&](PanelParameters const* parameters, int panel, int token, int count, Line* sums) {
-      multiply_many(p, tokens, *parameters, panel, token, count, sums);
+      multiply_large_m(p, tokens, *parameters, panel, token, count, sums);
     });
   }
 }

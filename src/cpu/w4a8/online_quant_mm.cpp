@@ -67,7 +67,7 @@ void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int b
 }
 
 #ifdef EPILOQ_HAS_CLONES
-bool takes_tiles(std::int64_t rows, int group) {
+bool uses_tiles(std::int64_t rows, int group) {
   std::int64_t const tokens = batch_invariant() ? MultiplyBlocksInTiles::kFewest : rows;
   return MultiplyBlocksInTiles::supports(tokens, group);
 }
@@ -101,7 +101,7 @@ struct TiledTokens {
             to[2 * up_to] = of_block.scale * static_cast<float>(of_block.correction);
           }
         }
-        MultiplyBlocksInTiles::bring(q.data(), stride, p.group, tiles, tile, x.data());
+        MultiplyBlocksInTiles::arrange(q.data(), stride, p.group, tiles, tile, x.data());
       }
     });
   }
@@ -133,7 +133,7 @@ void multiply_tiles(OnlineQuantProblem const& problem, Work const& work, int thr
   });
 }
 #else
-bool takes_tiles(std::int64_t, int) { return false; }
+bool uses_tiles(std::int64_t, int) { return false; }
 void multiply_tiles(OnlineQuantProblem const&, Work const&, int) {}
 #endif
 
@@ -141,14 +141,14 @@ void multiply_tiles(OnlineQuantProblem const&, Work const&, int) {}
 
 std::string describe_on_host(OnlineQuantProblem const& problem) {
   auto const group = static_cast<int>(std::min(problem.group_size, problem.k));
-  return std::string("cpu, int8 products with ") + (takes_tiles(problem.m, group) ? "AMX" : bytes_here().name);
+  return std::string("cpu, int8 products with ") + (uses_tiles(problem.m, group) ? "AMX" : bytes_here().name);
 }
 
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
   gemm::BlockwiseProblem const& p = work.gemm;
   int const rows = bytes_here().rows;
   threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
-  if (takes_tiles(p.m, work.quantise.group)) return multiply_tiles(problem, work, threads);
+  if (uses_tiles(p.m, work.quantise.group)) return multiply_tiles(problem, work, threads);
   static auto const multiply = ByteVersions<MultiplyPanel, PanelByTokens const&, float*>::here();
   Tokens const tokens(work.quantise, p.dtype, problem.bits, threads);
   PanelByTokens all{};

@@ -43,18 +43,18 @@ struct MultiplyBlocksInTiles {
   }
 
   // A tile of tokens: [16][columns up to whole blocks], zeros past a token's last.
-  [[gnu::target("arch=x86-64-v4")]] static void bring(std::int8_t const* rows, std::int64_t stride, int group,
-                                                      TokenTiles const& tiles, int tile, Line* out) {
-    columns_of_line(group) == 64 ? bring<64>(rows, stride, tiles, tile, out)
-                                 : bring<32>(rows, stride, tiles, tile, out);
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(std::int8_t const* rows, std::int64_t stride, int group,
+                                                        TokenTiles const& tiles, int tile, Line* out) {
+    columns_of_line(group) == 64 ? arrange<64>(rows, stride, tiles, tile, out)
+                                 : arrange<32>(rows, stride, tiles, tile, out);
   }
   template <int kOfLine>
-  [[gnu::always_inline]] static void bring(std::int8_t const* rows, std::int64_t stride, TokenTiles const& tiles,
-                                           int tile, Line* out) {
+  [[gnu::always_inline]] static void arrange(std::int8_t const* rows, std::int64_t stride, TokenTiles const& tiles,
+                                             int tile, Line* out) {
     for (std::int64_t line = 0; line < tiles.lines_of_row; ++line) {
       Tiled::Words words[kTokens] = {};
       for (int i = 0; i < kTokens; ++i) std::memcpy(words + i, rows + i * stride + line * kOfLine, kOfLine);
-      Tiled::bring(words, tiles, tile, line, out);
+      Tiled::arrange(words, tiles, tile, line, out);
     }
   }
 

@@ -12,7 +12,7 @@ namespace {
 
 // A list ends with a rule that accepts every problem.
 template <class Rules>
-constexpr bool takes_everything(Rules const& rules) {
+constexpr bool accepts_everything(Rules const& rules) {
   return rules.back().m_max == kAny && rules.back().n_max == kAny;
 }
 // Every tile has a rule.
@@ -28,13 +28,13 @@ constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
   }
   return true;
 }
-static_assert(takes_everything(kSm80BatchRules) && takes_everything(kInt8OutRules));
-static_assert(takes_everything(kSm90BatchRules) && takes_everything(kSm90Float8BatchRules));
-static_assert(takes_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
-static_assert(takes_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
-static_assert(takes_everything(kSm89AccurateRules) && takes_everything(kSm89FastRules));
+static_assert(accepts_everything(kSm80BatchRules) && accepts_everything(kInt8OutRules));
+static_assert(accepts_everything(kSm90BatchRules) && accepts_everything(kSm90Float8BatchRules));
+static_assert(accepts_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
+static_assert(accepts_everything(kSm80Rules) && all_named(kSm80Tiles, kSm80Rules));
+static_assert(accepts_everything(kSm89AccurateRules) && accepts_everything(kSm89FastRules));
 static_assert(all_named(kSm89Tiles, kSm89AccurateRules, kSm89FastRules));
-static_assert(takes_everything(kSm90Rules));
+static_assert(accepts_everything(kSm90Rules));
 static_assert(all_named(kSm90Tiles, kSm90Rules, kSm90BatchRules, kSm90LargeMTiles));
 static_assert(all_named(kSm90Float8Tiles, kSm90Float8BatchRules, kSm90FastLargeMTiles));
 

@@ -96,13 +96,13 @@ void test_floats(std::mt19937& random, int tokens, int rows, int columns, int sm
   std::vector<float> lying(up_to * stride), ordered(up_to * stride);
   for (int m = 0; m < tokens; ++m) {
     for (int i = 0; i < columns; ++i) lying[m * stride + i] = static_cast<float>(x.at(m, i));
-    FewFloat8<Format, kLanes>::bring(&lying[m * stride], columns, &ordered[m * stride]);
+    SmallMFloat8<Format, kLanes>::arrange(&lying[m * stride], columns, &ordered[m * stride]);
   }
   for (int row = 0; row < rows; row += 16) {
     std::vector<Line> few(up_to), many(tokens + 1);
     many[tokens].values[0] = 7.f;
-    FewFloat8<Format, kLanes>::run(w.view(), row, {ordered.data(), stride, tokens}, few.data());
-    ManyFloat8<Format, kLanes>::run(w.view(), row, {lying.data(), stride, tokens}, many.data());
+    SmallMFloat8<Format, kLanes>::run(w.view(), row, {ordered.data(), stride, tokens}, few.data());
+    LargeMFloat8<Format, kLanes>::run(w.view(), row, {lying.data(), stride, tokens}, many.data());
     CHECK_EQUAL(many[tokens].values[0], 7.f);
     for (int m = 0; m < tokens; ++m) {
       for (int n = row; n < std::min(rows, row + 16); ++n) {

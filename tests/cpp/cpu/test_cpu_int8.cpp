@@ -64,7 +64,7 @@ void check_tiles(Operands const& o) {
   Int8Product const p{o.m, o.n, o.k, o.a.data(), o.b.data(), o.stride_a, o.stride_b};
   TokenTiles const tiles{Int8InTiles::lines(o.k), o.m};
   std::vector<Line> tokens(tiles.size()), sums(tiles.count() * Int8InTiles::kRows);
-  for (int i = 0; i < tiles.count(); ++i) Int8InTiles::bring(p, tiles, i, tokens.data());
+  for (int i = 0; i < tiles.count(); ++i) Int8InTiles::arrange(p, tiles, i, tokens.data());
   Int8InTiles::run(p, 0, tokens.data(), tiles, 0, o.m, sums.data());
   auto const* const found = reinterpret_cast<std::int32_t const*>(sums.data());
   for (int m = 0; m < o.m; ++m) {

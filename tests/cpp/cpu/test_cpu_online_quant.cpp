@@ -112,7 +112,7 @@ void check_tiles(Operands const& o) {
   }
   std::vector<Line> x(tiles.size()), sums(tiles.count() * MultiplyBlocksInTiles::kRows);
   for (int tile = 0; tile < tiles.count(); ++tile) {
-    MultiplyBlocksInTiles::bring(&rows[tile * TokenTiles::kTokens * stride], stride, o.group, tiles, tile, x.data());
+    MultiplyBlocksInTiles::arrange(&rows[tile * TokenTiles::kTokens * stride], stride, o.group, tiles, tile, x.data());
   }
   MultiplyBlocksInTiles::run({.values = o.values.data(),
                               .stride = o.padded * o.bits / 8,

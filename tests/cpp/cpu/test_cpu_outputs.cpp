@@ -14,7 +14,7 @@ using namespace epiloq;
 
 namespace {
 
-constexpr int kMost = kOutputsTogether;
+constexpr int kMost = kOutputBlock;
 constexpr std::uint16_t kPoison = 0x5a5a;
 
 struct Sixteen {

@@ -90,14 +90,14 @@ void few() {
       }
     }
   }
-  Few<kBits, Values<kBits, kHalves, kLanesOf>, kTokens, kLanesOf>::run({.q = o.q.data(),
-                                                                        .x = x[0].values,
-                                                                        .tiles = Operands::kK / depth(kBits),
-                                                                        .groups = groups.data(),
-                                                                        .scale = o.scale.data(),
-                                                                        .zero = o.zero.data(),
-                                                                        .offset = o.offset.data()},
-                                                                       sums.data());
+  SmallM<kBits, Values<kBits, kHalves, kLanesOf>, kTokens, kLanesOf>::run({.q = o.q.data(),
+                                                                           .x = x[0].values,
+                                                                           .tiles = Operands::kK / depth(kBits),
+                                                                           .groups = groups.data(),
+                                                                           .scale = o.scale.data(),
+                                                                           .zero = o.zero.data(),
+                                                                           .offset = o.offset.data()},
+                                                                          sums.data());
   o.check_sums(sums.data(), false);
 }
 
@@ -119,17 +119,17 @@ void many() {
       Operands const o(bits, 32, tokens);
       std::vector<int> const groups = o.groups(1);
       std::vector<Line> sums(tokens);
-      Many<kLanesOf>::run({.q = o.q.data(),
-                           .bits = bits,
-                           .k = Operands::kK,
-                           .groups = groups.data(),
-                           .scale = o.scale.data(),
-                           .zero = o.zero.data(),
-                           .offset = o.offset.data(),
-                           .x = o.x.data(),
-                           .m = tokens,
-                           .stride = Operands::kK},
-                          sums.data());
+      LargeM<kLanesOf>::run({.q = o.q.data(),
+                             .bits = bits,
+                             .k = Operands::kK,
+                             .groups = groups.data(),
+                             .scale = o.scale.data(),
+                             .zero = o.zero.data(),
+                             .offset = o.offset.data(),
+                             .x = o.x.data(),
+                             .m = tokens,
+                             .stride = Operands::kK},
+                            sums.data());
       o.check_sums(sums.data(), true);
     }
   }
@@ -153,19 +153,19 @@ void many_pairs() {
       }
       std::vector<int> const groups = o.groups(1);
       std::vector<Line> sums(tokens);
-      ManyPairs::run({.panel = {.q = o.q.data(),
-                                .bits = bits,
-                                .k = Operands::kK,
-                                .groups = groups.data(),
-                                .scale = o.scale.data(),
-                                .zero = o.zero.data(),
-                                .offset = nullptr,
-                                .x = nullptr,
-                                .m = tokens,
-                                .stride = 0},
-                      .group = o.group,
-                      .x = x.data()},
-                     sums.data());
+      LargeMPairs::run({.panel = {.q = o.q.data(),
+                                  .bits = bits,
+                                  .k = Operands::kK,
+                                  .groups = groups.data(),
+                                  .scale = o.scale.data(),
+                                  .zero = o.zero.data(),
+                                  .offset = nullptr,
+                                  .x = nullptr,
+                                  .m = tokens,
+                                  .stride = 0},
+                        .group = o.group,
+                        .x = x.data()},
+                       sums.data());
       o.check_sums(sums.data(), true);
     }
   }
@@ -189,8 +189,8 @@ void many_tiles() {
       std::vector<Line> x(parts * tiles.size()), sums(tiles.count() * MultiplyInTiles::kRows + 1);
       for (int part = 0; part < parts; ++part) {
         for (int tile = 0; tile < tiles.count(); ++tile) {
-          MultiplyInTiles::bring(&rows[part * rows.size() / 2 + tile * 16 * Operands::kK], Operands::kK, bits, tiles,
-                                 tile, x.data() + part * tiles.size());
+          MultiplyInTiles::arrange(&rows[part * rows.size() / 2 + tile * 16 * Operands::kK], Operands::kK, bits, tiles,
+                                   tile, x.data() + part * tiles.size());
         }
       }
       sums.back().values[0] = 7.F;
