@@ -16,6 +16,8 @@ pytest.importorskip("safetensors")
 
 import epiloq
 import epiloq.integrations.transformers as integration
+import foreign_checkpoints
+from epiloq.formats.io.model import from_directory
 
 SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a16-g32", "w4a8-fp8", "w4a8-block", "w8a16"]
 
@@ -96,3 +98,29 @@ print(type(again.model.layers[0].mlp.up_proj).__name__)
     command = [sys.executable, "-c", code, str(tmp_path)]
     message = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True).stdout
     assert message.split()[-1] == "WeightOnlyLinear"
+
+
+@pytest.mark.parametrize("tool", ["gptq in activation order", "awq"])
+def test_what_from_directory_returns(seed: int, tmp_path: Path, tool: str) -> None:
+    """Saved as epiloq's format, whatever the directory's was, and not without a description."""
+    foreign_checkpoints.write(tmp_path / "model", foreign_checkpoints.llama(), tool, shards=1)
+    model = from_directory(tmp_path / "model")
+    model.save_pretrained(tmp_path / "again")
+    for again in (
+        from_directory(tmp_path / "again"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"),
+    ):
+        assert torch.equal(logits(again), logits(model))
+
+
+def test_what_a_gguf_file_contains(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    gguf_files = pytest.importorskip("gguf_files")
+    from epiloq.formats.io import gguf_model
+
+    kinds = {"attn_q": "Q4_K", "ffn_down": "Q6_K", "ffn_": "Q4_0", "token_embd": "Q8_0"}
+    gguf_files.write(tmp_path / "tiny.gguf", gguf_files.reference("llama"), "llama", kinds)
+    model = gguf_model.load(tmp_path / "tiny.gguf")
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))

@@ -20,6 +20,7 @@ from epiloq.formats.io.architecture import distinct, model_config, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.weights import BlockWeight, ModuleWeight
+from epiloq.models.in_memory import describe_on_saving
 from epiloq.models.mixtures import named_layers, release_float_experts_, restack_experts_, unquantised_neighbours
 from epiloq.nn import ExpertLinears, Fp8BlockLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK as BLOCK
@@ -155,6 +156,7 @@ def read(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
         layers = Layers(checkpoint, model)
         models.fill(layers)
         release_float_experts_(model)
+        describe_on_saving(model)
         return model
     finally:
         restack_experts_(model)

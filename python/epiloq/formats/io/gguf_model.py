@@ -15,6 +15,7 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts import gguf
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.layouts.gguf_blocks import KINDS
+from epiloq.models.in_memory import describe_on_saving
 from epiloq.nn import OnlineQuantLinear, QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
 from epiloq.vocabulary import forget_ties
@@ -76,6 +77,8 @@ def load(
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.train(False))
     forget_ties(model, tuple(name.removesuffix(".weight") for name, _, _ in quantised))
+    if quantised:
+        describe_on_saving(model)
     return model  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
+from epiloq.models.in_memory import describe_on_saving
 from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, unquantised_neighbours
 from epiloq.weights.grid import QuantizedWeight
 
@@ -72,7 +73,9 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
         return load_float(checkpoint), None
     layers = Layers(checkpoint, skeleton(checkpoint))
     fill(layers)
-    return restack_experts_(layers.model), layers.quantization
+    model = restack_experts_(layers.model)
+    describe_on_saving(model)
+    return model, layers.quantization
 
 
 @torch.no_grad()
