@@ -33,7 +33,8 @@ def check_memory(name: str, tensor: Tensor, device: torch.device, operation: str
     if tensor.device != device or tensor.is_meta:
         refuse(operation, name, f"a tensor with values on {device}", f"one on {tensor.device}")
     if tensor.numel() and (tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0):
-        refuse(operation, name, "a tensor with memory", f"{described(tensor)} without")
+        got = f"{described(tensor)} without any (its storage was freed, or never allocated)"
+        refuse(operation, name, "memory", got)
 
 
 def check_rows(name: str, tensor: Tensor, operation: str) -> None:
