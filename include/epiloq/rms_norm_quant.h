@@ -11,7 +11,7 @@ namespace epiloq {
 
 // r = x, or x + residual rounded to x's dtype, which is written to residual_out;
 // q = the quantised r / sqrt(mean(r^2) + eps) * weight, in fp32 from r to q, with scales as quantize_fp8 measures them.
-// On a CUDA device; one pass over memory.
+// One pass over memory.
 struct RmsNormQuant {
   TensorView q;       // [.., Kp] int8 (tokens) or float8_e4m3fn, rows dense, Kp >= K; columns past K are set to 0
   TensorView x;       // [.., K] float32, float16 or bfloat16, rows dense
@@ -23,10 +23,11 @@ struct RmsNormQuant {
   Granularity granularity = Granularity::kToken;  // or kGroup
   int group_size = 128;
   bool ue8m0 = false;
+  int threads = 1;  // on the CPU, at most (threads.h)
 };
 
 EPILOQ_API void check(RmsNormQuant const& call);
 EPILOQ_API std::string explain(RmsNormQuant const& call);  // the kernel's name; throws what the call would
-EPILOQ_API void rms_norm_quant(RmsNormQuant const& call, Stream stream);
+EPILOQ_API void rms_norm_quant(RmsNormQuant const& call, Stream stream = nullptr);
 
 }  // namespace epiloq

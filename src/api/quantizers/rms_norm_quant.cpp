@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/quantize/fused.h"
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "problems/quantizers/rms_norm_quant.h"
@@ -81,14 +82,16 @@ void check(RmsNormQuant const& call) { checked(call); }
 
 std::string explain(RmsNormQuant const& call) {
   Problem const problem = checked(call);
-  if (call.x.device.type == Device::Type::kCpu) return "cpu, torch in fp32 and vectorised rows";
+  if (call.x.device.type == Device::Type::kCpu) return "cpu, vectorised rows";
   return describe(plan_of(call, problem));
 }
 
 void rms_norm_quant(RmsNormQuant const& call, Stream stream) {
   Problem problem = checked(call);
-  expect_device("rms_norm_quant", "x", call.x, Device::Type::kCuda);
   if (problem.out.rows == 0) return;
+  if (call.x.device.type == Device::Type::kCpu) {
+    return ops::rms_norm_quant::run_on_host(problem, call.x.dtype, call.q.dtype, call.threads);
+  }
   RowPlan const plan = plan_of(call, problem);
   problem.out.lanes = plan.lanes;
   ops::rms_norm_quant::launch(problem, plan, call.x.dtype, call.q.dtype, call.x.device.index, stream);

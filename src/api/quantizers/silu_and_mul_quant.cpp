@@ -1,5 +1,6 @@
 #include "epiloq/silu_and_mul_quant.h"
 
+#include "cpu/quantize/fused.h"
 #include "epiloq/device.h"
 #include "problems/quantizers/silu_and_mul_quant.h"
 
@@ -28,14 +29,16 @@ void check(SiluAndMulQuant const& call) { checked(call); }
 
 std::string explain(SiluAndMulQuant const& call) {
   Problem const problem = checked(call);
-  if (call.x.device.type == Device::Type::kCpu) return "cpu, torch in fp32 and vectorised rows";
+  if (call.x.device.type == Device::Type::kCpu) return "cpu, vectorised rows";
   return describe(plan_of(call, problem));
 }
 
 void silu_and_mul_quant(SiluAndMulQuant const& call, Stream stream) {
   Problem problem = checked(call);
-  expect_device("silu_and_mul_quant", "x", call.x, Device::Type::kCuda);
   if (problem.out.rows == 0) return;
+  if (call.x.device.type == Device::Type::kCpu) {
+    return ops::silu_and_mul_quant::run_on_host(problem, call.x.dtype, call.q.dtype, call.threads);
+  }
   RowPlan const plan = plan_of(call, problem);
   problem.out.lanes = plan.lanes;
   ops::silu_and_mul_quant::launch(problem, plan, call.x.dtype, call.q.dtype, call.x.device.index, stream);

@@ -1,8 +1,13 @@
-// rms_norm_quant and silu_and_mul_quant without a GPU: the argument checks.
+// rms_norm_quant and silu_and_mul_quant on the CPU: values, and the argument checks.
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
 #include <vector>
 
 #include "check.h"
+#include "core/float8.h"
 #include "epiloq/error.h"
 #include "epiloq/rms_norm_quant.h"
 #include "epiloq/silu_and_mul_quant.h"
@@ -38,14 +43,74 @@ void refused(int line, Change change, std::initializer_list<std::string> parts) 
   test::throws<InvalidArgument>(__FILE__, line, both, parts);
 }
 
+// Whether a row of q is what float64 gives, within the documented bounds.
+bool is_quantised(std::vector<double> const& values, std::int8_t const* q, float scale) {
+  double largest = 0;
+  for (double const value : values) largest = std::max(largest, std::fabs(value));
+  bool right = std::fabs(scale * 127. / largest - 1) <= 0x1p-20;
+  for (int i = 0; i < kCols; ++i) {
+    double const exact = values[i] / scale;
+    right = right && std::fabs(q[i] - exact) <= 0.5 + std::fabs(exact) * 0x1p-19;
+  }
+  return right;
+}
+
+void rows_are_those_of_float64(int threads) {
+  Operands o;
+  std::mt19937 random(threads);
+  std::normal_distribution<float> normal;
+  for (auto* values : {&o.x, &o.more, &o.weight})
+    std::generate(values->begin(), values->end(), [&] { return normal(random); });
+  auto const x = o.x, more = o.more;
+  o.norm.threads = o.gate.threads = threads;
+  silu_and_mul_quant(o.gate);
+  for (int row = 0; row < kRows; ++row) {
+    std::vector<double> gated(kCols);
+    for (int i = 0; i < kCols; ++i) {
+      double const gate = x[row * 2 * kCols + i];
+      gated[i] = gate / (1 + std::exp(-gate)) * x[row * 2 * kCols + kCols + i];
+    }
+    CHECK(is_quantised(gated, &o.q[row * kCols], o.scale[row]));
+  }
+  rms_norm_quant(o.norm);
+  for (int row = 0; row < kRows; ++row) {
+    std::vector<double> normed(kCols);
+    double squares = 0;
+    for (int i = 0; i < kCols; ++i) {
+      float const sum = x[row * kCols + i] + more[row * kCols + i];
+      CHECK_EQUAL(o.more[row * kCols + i], sum);
+      normed[i] = sum;
+      squares += normed[i] * normed[i];
+    }
+    for (int i = 0; i < kCols; ++i) normed[i] *= o.weight[i] / std::sqrt(squares / kCols + double{o.norm.eps});
+    CHECK(is_quantised(normed, &o.q[row * kCols], o.scale[row]));
+  }
+}
+
+void gates_far_from_zero() {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Operands o;
+  for (float const gate : {-1e15f, -200.f, -88.5f, -88.f, -87.f, -20.f, 0.f, 20.f, 88.f, 200.f, 1e15f}) {
+    for (int i = 0; i < kCols; ++i) o.x[i] = gate, o.x[kCols + i] = 0x1p60f;
+    silu_and_mul_quant(o.gate);
+    double const exact = gate / (1 + std::exp(-double{gate})) * 0x1p60 / 127;
+    CHECK(std::fabs(o.scale[0] - std::max(std::fabs(exact), double{kSmallestScale})) <= std::fabs(exact) * 0x1p-20);
+  }
+  for (float const gate : {-kInfinity, kInfinity - kInfinity}) {
+    o.x[3] = gate;
+    silu_and_mul_quant(o.gate);
+    CHECK(std::isnan(o.scale[0]));
+  }
+}
+
 }  // namespace
 
 int main() {
   Operands operands;
   check(operands.norm);
   check(operands.gate);
-  CHECK_THROWS(Unsupported, rms_norm_quant(operands.norm, nullptr), "epiloq.rms_norm_quant", "CUDA device");
-  CHECK_THROWS(Unsupported, silu_and_mul_quant(operands.gate, nullptr), "epiloq.silu_and_mul_quant", "CUDA device");
+  for (int const threads : {1, 3}) rows_are_those_of_float64(threads);
+  gates_far_from_zero();
   refused(__LINE__, [](auto& o) { o.norm.weight.shape[0] = 31; }, {"rms_norm_quant: weight: expected shape [32]"});
   refused(__LINE__, [](auto& o) { o.norm.residual_out.reset(); }, {"residual: expected it and residual_out together"});
   refused(__LINE__, [](auto& o) { o.norm.residual->shape[0] = 4; }, {"residual: expected x's shape"});

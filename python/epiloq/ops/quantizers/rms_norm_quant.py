@@ -150,16 +150,7 @@ def _run(
     group_size: int,
     ue8m0: bool,
 ) -> None:
-    arguments = (q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0)
-    if x.is_cuda:
-        return _core.rms_norm_quant(*arguments)
-    _core.check_rms_norm_quant(*arguments)
-    with torch.no_grad():
-        if residual is not None and residual_out is not None:
-            x = residual_out.copy_(x.to(torch.float32) + residual.to(torch.float32))
-        row = x.to(torch.float32)
-        inverse = (row.square().mean(-1, keepdim=True) + eps).sqrt_().reciprocal_()
-        quantise_on_cpu(row * inverse * weight.to(torch.float32), q, scale, granularity, group_size, ue8m0)
+    _core.rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0)
 
 
 def _run_into(
@@ -174,14 +165,6 @@ def _run_into(
 ) -> None:
     _run(x, weight, eps, residual, q, scale, residual_out, *measure)
     mark_written(q, scale, residual_out)
-
-
-def quantise_on_cpu(values: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
-    """fp32 ``values`` into ``q`` and ``scale``, which were checked."""
-    if q.dtype == torch.int8:
-        _core.quantize_int8(q, values, scale, None, False, True)
-    else:
-        _core.quantize_fp8(q, values, scale, granularity, group_size, False, ue8m0, 0.0, None)
 
 
 def _empty(

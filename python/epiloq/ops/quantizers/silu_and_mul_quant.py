@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from epiloq import _core
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
-from epiloq.ops.quantizers.rms_norm_quant import DTYPES, quantise_on_cpu
+from epiloq.ops.quantizers.rms_norm_quant import DTYPES
 
 
 def silu_and_mul_quant(
@@ -69,12 +68,7 @@ def silu_and_mul_quant(
 
 
 def _run(x: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
-    if x.is_cuda:
-        return _core.silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
-    _core.check_silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
-    with torch.no_grad():
-        gate, up = x.to(torch.float32).chunk(2, -1) if x.shape[-1] else (x, x)
-        quantise_on_cpu(functional.silu(gate) * up, q, scale, granularity, group_size, ue8m0)
+    _core.silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
 
 
 def _run_into(x: Tensor, q: Tensor, scale: Tensor, *measure: Any) -> None:

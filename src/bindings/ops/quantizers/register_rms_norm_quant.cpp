@@ -1,5 +1,6 @@
 #include "bindings/granularity.h"
 #include "bindings/register.h"
+#include "bindings/torch_state.h"
 #include "epiloq/rms_norm_quant.h"
 
 namespace epiloq::bindings {
@@ -19,8 +20,15 @@ void register_rms_norm_quant(py::module_& module) {
         py::arg("q"), py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("residual"), py::arg("residual_out"),
         py::arg("eps"), py::arg("granularity"), py::arg("group_size"), py::arg("ue8m0"));
   };
-  define("rms_norm_quant",
-         [](RmsNormQuant const& call, TensorArg const& x) { rms_norm_quant(call, current_stream(x)); });
+  define("rms_norm_quant", [](auto call, TensorArg const& x) {
+    Stream const stream = current_stream(x);
+    std::optional<py::gil_scoped_release> released;
+    if (x.view.device.type == Device::Type::kCpu) {
+      call.threads = threads();
+      released.emplace();
+    }
+    rms_norm_quant(call, stream);
+  });
   define("check_rms_norm_quant", [](RmsNormQuant const& call, TensorArg const&) { check(call); });
   define("explain_rms_norm_quant", [](RmsNormQuant const& call, TensorArg const&) { return explain(call); });
 }

@@ -1,5 +1,6 @@
 #include "bindings/granularity.h"
 #include "bindings/register.h"
+#include "bindings/torch_state.h"
 #include "epiloq/silu_and_mul_quant.h"
 
 namespace epiloq::bindings {
@@ -16,8 +17,15 @@ void register_silu_and_mul_quant(py::module_& module) {
         },
         py::arg("q"), py::arg("x"), py::arg("scale"), py::arg("granularity"), py::arg("group_size"), py::arg("ue8m0"));
   };
-  define("silu_and_mul_quant",
-         [](SiluAndMulQuant const& call, TensorArg const& x) { silu_and_mul_quant(call, current_stream(x)); });
+  define("silu_and_mul_quant", [](auto call, TensorArg const& x) {
+    Stream const stream = current_stream(x);
+    std::optional<py::gil_scoped_release> released;
+    if (x.view.device.type == Device::Type::kCpu) {
+      call.threads = threads();
+      released.emplace();
+    }
+    silu_and_mul_quant(call, stream);
+  });
   define("check_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { check(call); });
   define("explain_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { return explain(call); });
 }
