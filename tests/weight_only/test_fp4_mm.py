@@ -300,7 +300,7 @@ def test_refused_by_the_helpers() -> None:
         ({"weight": torch.ones(32)}, r"weight: expected float32, float16 or bfloat16 \[N, K\]"),
         ({"weight": weight.int()}, "weight: expected float32"),
         ({"weight": weight, "format": "fp4"}, "format: expected one of mxfp4, nvfp4, got 'fp4'"),
-        ({"weight": weight, "format": "mxfp4", "global_scale": torch.ones(1)}, "global_scale: expected None of mxfp4"),
+        ({"weight": weight, "format": "mxfp4", "global_scale": torch.ones(1)}, "global_scale: expected None for mxfp4"),
         ({"weight": weight, "global_scale": torch.ones(2)}, "global_scale: expected float32, one element"),
         ({"weight": weight, "global_scale": torch.zeros(1)}, "global_scale: expected a positive number, got 0.0"),
     ):
