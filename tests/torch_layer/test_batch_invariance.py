@@ -204,7 +204,7 @@ def test_every_operation_is_batch_invariant_or_refuses() -> None:
 @torch.no_grad()
 def test_refusals(seed: int, invariant: None) -> None:
     whole = epiloq.quantize_(nn.Sequential(nn.Linear(32, 16)), "fp8")[0]
-    with pytest.raises(NotImplementedError, match="Fp8Linear: batch_invariant: a scale per tensor depends on all tokens"):
+    with pytest.raises(NotImplementedError, match="Fp8Linear: batch_invariant: a scale per tensor depends"):
         whole(torch.randn(3, 32))
     table = TableLinear(64, 16)
     with pytest.raises(NotImplementedError, match="table_mm: batch_invariant: torch's product of the dequantised"):
