@@ -17,7 +17,6 @@ from torch.compiler import is_exporting
 from torch.nn.modules import module as torch_module
 
 from epiloq._torch.library import PLAIN, direct
-from epiloq.nn import W4A8Linear
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.rotary import ATTENTION, CACHES, rotated_heads, with_normed_heads
@@ -105,7 +104,7 @@ class Step:
             result: Tensor = residual + parts.mlp(_normed(parts.halves[1].norm, weights[1], residual))
             return result
         product, residual = self._product(parts.halves[1], weights[1], attended, residual)
-        if measure_of(down) is not None and (type(down) is not W4A8Linear or down.quantises(product.chunk(2, -1)[0])):
+        if measure_of(down) is not None and quantises(down, product.chunk(2, -1)[0]):
             return residual + multiply(down, activated(product, down, True), True)
         gate, up = product.chunk(2, -1)
         projected: Tensor = down.forward(nn.functional.silu(gate).mul_(up))
