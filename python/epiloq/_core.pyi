@@ -124,18 +124,6 @@ def check_quantize_int8(
     is_static: bool = False,
     range_includes_zero: bool = True,
 ) -> None: ...
-def check_rms_norm_quant(
-    q: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    residual: Tensor | None,
-    residual_out: Tensor | None,
-    eps: float,
-    granularity: str,
-    group_size: int,
-    ue8m0: bool,
-) -> None: ...
 def check_rotate_and_store(
     query: Tensor,
     heads: Tensor,
@@ -165,9 +153,6 @@ def check_scaled_mm(
     azp: Tensor | None = None,
     fast_accum: bool = False,
     constant_b: bool = False,
-) -> None: ...
-def check_silu_and_mul_quant(
-    q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool
 ) -> None: ...
 def check_table_mm(
     out: Tensor,

@@ -23,6 +23,18 @@ bool is_forked();
 // Number of torch's threads for a product on the CPU.
 int threads();
 
+// Calls run(call, stream) for x's device; on the CPU with torch's number of threads and without the GIL.
+template <class Call, class Run>
+void run_with_threads(Call call, TensorArg const& x, Run const& run) {
+  Stream const stream = current_stream(x);
+  std::optional<py::gil_scoped_release> released;
+  if (x.view.device.type == Device::Type::kCpu) {
+    call.threads = threads();
+    released.emplace();
+  }
+  run(call, stream);
+}
+
 std::int64_t version_of(py::handle tensor);
 
 // A new tensor of x's type, on its device, with its shape but `columns` in the last dimension.

@@ -39,7 +39,7 @@ bool dense(TensorView const& view) {
 constexpr char const* kNames[] = {"int8", "int32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2",
                                   "bool", "uint8", "int16",   "int64",    "float64", "another dtype"};
 
-// The name of an enumerator; of what is none, the last.
+// The enumerator's name, or the last name for a value outside the enumeration.
 template <class Enumeration, std::size_t kCount>
 char const* name_in(char const* const (&names)[kCount], Enumeration value) {
   return names[std::min(static_cast<std::size_t>(value), kCount - 1)];

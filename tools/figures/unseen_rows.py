@@ -1,17 +1,15 @@
 """Prints a Markdown table of the output error of a model's first blocks, on the calibration windows and on others.
 
-Each variant rounds the weights to `w4a16-g64`. The error is the root mean square over tokens of the relative error of
+Each algorithm rounds the weights to `w4a16-g64`. The error is the root mean square over tokens of the relative error of
 each token's hidden state, as `autoround` measures it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import torch
 import typer
@@ -21,20 +19,12 @@ from algorithm_rows import GRIDS, LENGTH
 from epiloq.evaluation.text import load_tokenizer, read_texts, sample, windows
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load_float
-from epiloq.quantize.algorithms import one_weight
-from epiloq.quantize.algorithms.gptq import gptq
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
 
 HELD_OUT = 4
 """Windows of the calibration text that are not used for calibration."""
-VARIANTS: dict[str, tuple[str, float]] = {
-    "gptq": ("gptq", 0.01),
-    "gptq+ranges": ("gptq+ranges", 0.01),
-    "gptq+refine": ("gptq+refine", 0.01),
-    "gptq, dampening 0.1": ("gptq", 0.1),
-}
-"""Algorithms, and GPTQ's dampening."""
+COMPARED = ("gptq", "gptq+ranges", "gptq+refine")
 
 
 @torch.no_grad()
@@ -55,16 +45,15 @@ def main(
     blocks: Annotated[int, typer.Option(help="How many blocks are quantised; fewer than the model has.")] = 3,
     count: Annotated[int, typer.Option(help="Calibration windows of 256 tokens.")] = 8,
 ) -> None:
-    """Measure and print each variant's errors."""
+    """Measure and print each algorithm's errors."""
     text = windows(load_tokenizer(model), read_texts(texts / "calibration.txt"), 512)
     cut = [window[:, :LENGTH] for window in sample(text, count + HELD_OUT, 0)]
     exact = hidden(load_float(Checkpoint(model)).float().eval(), cut, blocks)
     print("| | calibration windows | others |\n|---|--:|--:|")
-    for name, (algorithm, dampening) in VARIANTS.items():
+    for name in COMPARED:
         student = load_float(Checkpoint(model)).float().eval()
-        with patch.object(one_weight, "gptq", partial(gptq, dampening=dampening)):
-            for _ in islice(calibrate(student, cut[:count], GRIDS["w4a16-g64"], ALGORITHMS[algorithm]), blocks):
-                pass
+        for _ in islice(calibrate(student, cut[:count], GRIDS["w4a16-g64"], ALGORITHMS[name]), blocks):
+            pass
         found = hidden(student, cut, blocks)
         parts = (slice(None, count), slice(count, None))
         print(f"| {name} | {' | '.join(f'{error(found[part], exact[part]):.4f}' for part in parts)} |", flush=True)

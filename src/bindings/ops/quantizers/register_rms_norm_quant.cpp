@@ -20,16 +20,9 @@ void register_rms_norm_quant(py::module_& module) {
         py::arg("q"), py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("residual"), py::arg("residual_out"),
         py::arg("eps"), py::arg("granularity"), py::arg("group_size"), py::arg("ue8m0"));
   };
-  define("rms_norm_quant", [](auto call, TensorArg const& x) {
-    Stream const stream = current_stream(x);
-    std::optional<py::gil_scoped_release> released;
-    if (x.view.device.type == Device::Type::kCpu) {
-      call.threads = threads();
-      released.emplace();
-    }
-    rms_norm_quant(call, stream);
+  define("rms_norm_quant", [](auto const& call, TensorArg const& x) {
+    run_with_threads(call, x, [](auto const& given, Stream stream) { rms_norm_quant(given, stream); });
   });
-  define("check_rms_norm_quant", [](RmsNormQuant const& call, TensorArg const&) { check(call); });
   define("explain_rms_norm_quant", [](RmsNormQuant const& call, TensorArg const&) { return explain(call); });
 }
 

@@ -17,16 +17,9 @@ void register_silu_and_mul_quant(py::module_& module) {
         },
         py::arg("q"), py::arg("x"), py::arg("scale"), py::arg("granularity"), py::arg("group_size"), py::arg("ue8m0"));
   };
-  define("silu_and_mul_quant", [](auto call, TensorArg const& x) {
-    Stream const stream = current_stream(x);
-    std::optional<py::gil_scoped_release> released;
-    if (x.view.device.type == Device::Type::kCpu) {
-      call.threads = threads();
-      released.emplace();
-    }
-    silu_and_mul_quant(call, stream);
+  define("silu_and_mul_quant", [](auto const& call, TensorArg const& x) {
+    run_with_threads(call, x, [](auto const& given, Stream stream) { silu_and_mul_quant(given, stream); });
   });
-  define("check_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { check(call); });
   define("explain_silu_and_mul_quant", [](SiluAndMulQuant const& call, TensorArg const&) { return explain(call); });
 }
 
