@@ -57,12 +57,19 @@ def counted(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> list[None]:
 
 
 def is_direct(layer: nn.Module, x: Tensor) -> bool:
-    """What layers promise for dense tokens: outputs of whole rows' CUDA kernels are 16-bit, and products of 4-bit
-    weights with 8-bit tokens are of few tokens."""
+    """What layers promise for dense tokens.
+
+    CUDA kernels have 16-bit outputs; those of packed weights read rows of a multiple of 16 bytes. Products of 4-bit
+    weights with 8-bit tokens are of few tokens.
+    """
+    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
+    if not x.is_cuda:
+        return not isinstance(layer, W4A8Linear) or 0 < tokens <= 16
     if isinstance(layer, W4A8Linear):
-        tokens = x.numel() // x.shape[-1]
-        return 0 < tokens < 256 and x.dtype == torch.bfloat16 if x.is_cuda else 0 < tokens <= 16
-    return not (isinstance(layer, Int8Linear | Fp8Linear) and x.is_cuda and x.dtype == torch.float32)
+        return 0 < tokens < 256 and x.dtype == torch.bfloat16 and k % 8 == 0
+    if isinstance(layer, WeightOnlyLinear):
+        return x.dtype != torch.float32 and k % 8 == 0
+    return not (isinstance(layer, Int8Linear | Fp8Linear) and x.dtype == torch.float32)
 
 
 @pytest.mark.parametrize("bias", [True, False])
