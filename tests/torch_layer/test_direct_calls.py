@@ -59,8 +59,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> list[None]:
 def is_direct(layer: nn.Module, x: Tensor) -> bool:
     """What layers promise for dense tokens.
 
-    CUDA kernels have 16-bit outputs; those of packed weights read rows of a multiple of 16 bytes. Products of 4-bit
-    weights with 8-bit tokens are of few tokens.
+    CUDA kernels have 16-bit outputs; those of packed weights read rows of a multiple of 16 bytes, and do nothing for no
+    rows of float32. Products of 4-bit weights with 8-bit tokens are of few tokens.
     """
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
     if not x.is_cuda:
@@ -68,7 +68,7 @@ def is_direct(layer: nn.Module, x: Tensor) -> bool:
     if isinstance(layer, W4A8Linear):
         return 0 < tokens < 256 and x.dtype == torch.bfloat16 and k % 8 == 0
     if isinstance(layer, WeightOnlyLinear):
-        return x.dtype != torch.float32 and k % 8 == 0
+        return (x.dtype != torch.float32 or tokens == 0) and k * x.element_size() % 16 == 0
     return not (isinstance(layer, Int8Linear | Fp8Linear) and x.dtype == torch.float32)
 
 
