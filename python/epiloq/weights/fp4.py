@@ -279,7 +279,8 @@ def e8m0_scales(highest: Tensor) -> Tensor:
 
 def e4m3_scales(highest: Tensor, global_scale: Tensor) -> Tensor:
     """float8_e4m3fn block scales for the blocks' largest magnitudes: ``highest / 6 / global_scale``."""
-    scale = (highest / LARGEST / global_scale).clamp(_SMALLEST_E4M3, _E4M3.max)
+    # A tensor as divisor: see grid.Grid.
+    scale = (highest / highest.new_tensor(LARGEST) / global_scale).clamp(_SMALLEST_E4M3, _E4M3.max)
     scale = torch.where(highest == 0, 1.0, scale)
     return torch.where(highest.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 

@@ -194,7 +194,8 @@ class PreparedInt8Weight:
 def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a float32 weight ``[Co, …]`` to nearest symmetrically: q int8 and scale float32 ``[Co]``."""
     amax = weight.abs().flatten(1).amax(1) if weight.numel() else weight.new_zeros(weight.shape[0])
-    scale = (amax / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    # A tensor as divisor: see grid.Grid.
+    scale = (amax / amax.new_tensor(127)).clamp(min=torch.finfo(torch.float32).tiny)
     q = torch.round(weight / scale.view(-1, *(1,) * (weight.ndim - 1))).nan_to_num_(0).clamp_(-127, 127)
     return q.to(torch.int8).contiguous(), scale
 
