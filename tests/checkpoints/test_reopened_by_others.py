@@ -25,6 +25,7 @@ from epiloq.formats import convert, deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
+from epiloq.models.subclasses import is_plain
 from epiloq.schemes import quantize_
 from opened_models import TOKENS
 from rounded_models import SAYABLE, same, unchanged, weights, written
@@ -160,3 +161,19 @@ def test_dequantised_models_can_be_quantised(seed: int, tmp_path: Path) -> None:
     model = quantize_(stock(tmp_path / "in", quantization_config=config), "w8a16")
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(logits(models.load(Checkpoint(tmp_path / "out"))[0]), logits(model))
+
+
+@pytest.mark.parametrize("status", ["decompressed", "frozen"])
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "dynamic": True, "strategy": "token"}], ids=str)
+def test_a_forward_that_dequantising_leaves_behind(activations: Any, status: str, seed: int) -> None:
+    """As of transformers 5.17: plain if it only rounds a weight that is on the grid already."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    layer: Any = torch.nn.Linear(64, 32)
+    weights = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    layer.quantization_scheme = quantization.QuantizationScheme(**scheme)
+    layer.quantization_status = quantization.QuantizationStatus(status)
+    assert is_plain(layer)
+    forward.set_forward_quantized(layer)
+    assert is_plain(layer) == (activations is None and status == "decompressed")

@@ -23,9 +23,10 @@ def is_plain(module: nn.Module) -> bool:
 
     torch's own subclasses are not plain, because other code handles them specially. A layer whose weight or bias is
     computed by torch.nn.utils.parametrize counts as its original class. A layer with a replaced ``forward`` (for
-    example by accelerate's hooks) is judged by that function.
+    example by accelerate's hooks) is not plain, unless compressed-tensors replaced it to round nothing but the weight.
     """
-    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+    replaced = "forward" in vars(module) and not _was_dequantised(module)
+    if replaced or type(module).__call__ is not nn.Module.__call__:
         return False
     if parametrize.is_parametrized(module):
         computed = set(module.parametrizations)  # type: ignore[arg-type]
@@ -38,6 +39,19 @@ def is_plain(module: nn.Module) -> bool:
     has_bias = module.bias is not None
     alone = not list(module.children()) and not list(module.buffers())
     return alone and parameters.keys() == {"weight", *(["bias"] if has_bias else [])} and _computes_linear(module)
+
+
+def _was_dequantised(module: nn.Module) -> bool:
+    """Whether compressed-tensors left its ``forward`` on a layer that it dequantised, as transformers 5.17 has it do.
+
+    That function rounds the weight to the grid that it is on, but would also quantise activations, if described.
+    """
+    function = getattr(vars(module)["forward"], "__func__", None)
+    owner = getattr(function, "__globals__", {}).get("__name__", "")
+    scheme, status = (getattr(module, f"quantization_{name}", None) for name in ("scheme", "status"))
+    if not owner.startswith("compressed_tensors.") or getattr(status, "value", None) != "decompressed":
+        return False
+    return scheme is not None and scheme.input_activations is None and scheme.output_activations is None
 
 
 @torch.no_grad()
