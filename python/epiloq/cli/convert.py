@@ -1,20 +1,21 @@
-"""``epiloq convert``: rewrite a quantised model directory losslessly in another format."""
+"""``epiloq convert``: rewrite a quantised model losslessly in another format."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from epiloq.cli.common import check_target, choices, failures, how_to_open, json_option, one_of, quiet
+from epiloq.cli.common import check_installed, check_target, choices, failures, how_to_open, json_option, one_of, quiet
 from epiloq.cli.output import summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.formats.table import FORMATS
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A quantised model directory, or a GGUF file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to create. It must not exist.")],
     layout: Annotated[str, choices("The format to write", FORMATS, "--format", "FORMAT")],
     json_file: Annotated[Path | None, json_option()] = None,
@@ -24,6 +25,7 @@ def convert(
     Examples:\n
       epiloq convert model-awq model-ct --format compressed-tensors\n
       epiloq convert model-gptq model-epiloq --format epiloq --json report.json\n
+      epiloq convert model-q4_k_m.gguf model-epiloq --format epiloq\n
 
     Exit codes: 0 converted; 1 disk error; 2 invalid input, or the format cannot represent it; 130 interrupted.
     OUT is created only on success.
@@ -33,7 +35,10 @@ def convert(
     with failures("convert"):
         quiet()
         from epiloq.formats.convert import perform, prepare
+        from epiloq.formats.io.gguf_file import is_gguf
 
+        if is_gguf(source):
+            check_installed("convert", [] if find_spec("gguf") else ["gguf"], "gguf")
         conversion = prepare(source, output, one_of(layout, FORMATS, "--format"))
         with (
             progress_stages() as stage,

@@ -44,10 +44,11 @@ def inspect(
     with failures("inspect"):
         quiet()
         from epiloq.formats.io.checkpoint import Checkpoint
+        from epiloq.formats.io.gguf_file import is_gguf
         from epiloq.formats.layers import Layers
         from epiloq.inspection import directory, gguf
 
-        if gguf.is_gguf(folder):
+        if is_gguf(folder):
             check_installed("inspect", [] if find_spec("gguf") else ["gguf"], "gguf")
             facts = gguf.inspect(folder, check)
             show_gguf(facts, console)

@@ -11,6 +11,8 @@ from typing import Any
 from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder, copy_other_files
+from epiloq.formats.io.gguf_checkpoint import GgufCheckpoint
+from epiloq.formats.io.gguf_file import is_gguf
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
@@ -37,17 +39,25 @@ class Conversion:
 
 
 def prepare(source: Path, output: Path, name: str) -> Conversion:
-    """Open a checkpoint and check whether the format `name` (a key of FORMATS) can represent it.
+    """Open a checkpoint or a GGUF file and check whether the format `name` (a key of FORMATS) can represent it.
 
     Raises FormatError: `output` exists or cannot be created, the source is invalid or not quantised, or the format
     cannot represent it, with the reason.
     """
     check_new(output)
-    checkpoint = Checkpoint(source)
-    layers = Layers(checkpoint)
-    _ = checkpoint.other_files  # checked and remembered before the work
+    if is_gguf(source):
+        file = GgufCheckpoint(source)
+        layers = Layers(file, file.model)
+    else:
+        layers = Layers(Checkpoint(source))
+    _ = layers.checkpoint.other_files  # checked and remembered before the work
     if layers.format is None:
-        raise FormatError(f"{source}: expected a quantised model, got one in floating point; use epiloq quantize")
+        instead = (
+            "write a directory by transformers' from_pretrained(…, gguf_file=…) and save_pretrained"
+            if is_gguf(source)
+            else "use epiloq quantize"
+        )
+        raise FormatError(f"{source}: expected a quantised model, got one in floating point; {instead}")
     if layers.format == name:
         raise FormatError(f"{source}: is in the format {name} already")
     reason = refusal(layers, FORMATS[name])
@@ -146,7 +156,10 @@ def perform(
                 stacklevel=2,
             )
         target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | beside)
-        copy_other_files(checkpoint, temporary)
+        if isinstance(checkpoint, GgufCheckpoint):
+            checkpoint.write_tokenizer(temporary)
+        else:
+            copy_other_files(checkpoint, temporary)
     return {
         "input": str(checkpoint.folder),
         "output": str(conversion.output),

@@ -22,11 +22,12 @@ from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
 from epiloq.formats.description import OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
-from epiloq.formats.embeddings import TableOutline, shared_in
+from epiloq.formats.embeddings import SHARED, TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
-from epiloq.formats.layouts import bitsandbytes, scaled
+from epiloq.formats.layouts import bitsandbytes, gguf, scaled
 from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.formats.weights import Weight
 from epiloq.nn.base.scaled_input import SCALE
 
@@ -195,6 +196,8 @@ def cache_of(found: Mapping[str, Any]) -> Any:
 def shared(checkpoint: Checkpoint) -> dict[str, str]:
     """Layers without tensors in the files, mapped to the embeddings whose weights they share (epiloq's own format)."""
     found = checkpoint.quantization or {}
+    if found.get("quant_method") == gguf.METHOD:
+        return dict(found[SHARED])
     if found.get("quant_method") != epiloq_modules.METHOD:
         return {}
     try:
@@ -226,6 +229,8 @@ def readers(checkpoint: Checkpoint, site: Site, ignores: Callable[[str], bool]) 
                 for shared in [_module_reader(group)]
                 for layer in group.layers
             }
+        if found.get("quant_method") == gguf.METHOD:
+            return {layer: _block_reader(kind) for layer, kind in found["layers"].items()}
         rules = parse(found)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
@@ -306,6 +311,19 @@ def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Descri
 
 def _warn(checkpoint: Checkpoint, what: str) -> None:
     warnings.warn(f"{checkpoint.folder}: {what}", stacklevel=4)
+
+
+@cache
+def _block_reader(kind: str) -> Reader:
+    """The reader of a GGUF file's layers of a kind of block."""
+    options = {"bits": KINDS[kind].bits, "group_size": KINDS[kind].group}
+    return Reader(
+        None,
+        gguf.quantization_of(kind),
+        lambda tensors, shape: gguf.to_weight(tensors["weight"], kind=kind, shape=shape),
+        frozenset({"weight"}),
+        module=("WeightOnlyLinear", {**options, "zeros": "offset" if KINDS[kind].offset else "none"}),
+    )
 
 
 def _from_module(group: epiloq_modules.Group, tensors: Tensors, shape: Shape) -> Weight:

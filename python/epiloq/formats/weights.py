@@ -93,6 +93,12 @@ class OffsetWeight(ModuleWeight):
         state = {f"weight_{name}": tensor for name, tensor in packed.state_dict().items()}
         return cls("WeightOnlyLinear", options, state, packed.dequantize, packed)
 
+    @property
+    def described(self) -> str:
+        """Description, for messages."""
+        bits, size = self.packed.bits, self.packed.group_size
+        return f"integers of {bits} bits with a real offset for each group of {size}, which the format epiloq can"
+
 
 Weight: TypeAlias = QuantizedWeight | BlockWeight | ModuleWeight
 

@@ -13,11 +13,6 @@ from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.nn.base.packed_linear import few_bits_note
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file rather than of a model directory, by its name."""
-    return path.suffix == ".gguf"
-
-
 def inspect(path: Path, check: bool = False) -> dict[str, Any]:
     """The facts as a JSON-ready dictionary. With `check`, every value is decoded too.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def write(
     values: Mapping[str, float | str | bool] = {},
     drop: str = "",
     extra: Mapping[str, Tensor] = {},
+    tokenizer: Callable[[package.GGUFWriter], None] = lambda writer: None,
 ) -> None:
     """Write a model, whose parameters become what was written.
 
@@ -114,6 +115,8 @@ def write(
         K-quants: such a tensor gets random blocks.
     values
         Values of the architecture beside the usual ones; a None takes a usual one away.
+    tokenizer
+        Adds one.
     """
     config = model.config
     rope = config.rope_parameters
@@ -142,6 +145,7 @@ def write(
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
+    tokenizer(writer)
     names = package.get_tensor_name_map(package.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))

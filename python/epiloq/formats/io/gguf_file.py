@@ -71,6 +71,11 @@ class Stored:
         return found
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file rather than of a model directory, by its name."""
+    return path.suffix == ".gguf"
+
+
 class GgufFile:
     """A GGUF file opened for reading: ``tensors`` and ``values`` by name, and ``architecture``.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.io.gguf_config import ARCHITECTURES, EMBEDDING, ROPE_FACTORS, Architecture, config_of
+from epiloq.formats.io.gguf_config import ARCHITECTURES, EMBEDDING, ROPE_FACTORS, config_of
 from epiloq.formats.io.gguf_file import GgufFile, Stored
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import reason
@@ -45,22 +45,15 @@ def load(
     """
     file = GgufFile(Path(path))
     model, places = outline(file, "cpu", dtype)
-    architecture = ARCHITECTURES[file.architecture]
     linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     tables = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     quantised: list[tuple[str, Stored, Tensor | None]] = []
     for name, target in model.state_dict(keep_vars=True).items():
-        stored, rows = places[name], _rows(architecture, name, model.config, target.shape[0])
+        stored, rows = places[name], rows_of(file, name, model.config, target.shape[0])
         if (name in linears or name in tables) and stored.kind in KINDS:
             quantised.append((name, stored, rows))
             continue
-        try:
-            values = stored.dequantize()
-        except FormatError as error:
-            raise FormatError(f"{file.path}: {error}") from error
-        if is_norm(name):
-            values = values - architecture.norm_offset
-        target.copy_(values if rows is None else values[rows])
+        target.copy_(values_of(file, name, stored, rows))
     looked_up: dict[str, QuantizedEmbedding] = {}
     # Embeddings first, because heads may share their weights.
     for name, stored, rows in sorted(quantised, key=lambda found: found[0] not in tables):
@@ -128,17 +121,23 @@ def outline(file: GgufFile, device: str, dtype: torch.dtype) -> tuple[Any, dict[
     return (model if device == "meta" else built(device)), places
 
 
-def is_norm(name: str) -> bool:
-    """Whether a tensor of a model is a norm's weight."""
-    return name.endswith("norm.weight")
+def values_of(file: GgufFile, name: str, stored: Stored, rows: Tensor | None) -> Tensor:
+    """The values, float32, of a tensor of the model. Raises FormatError for NaN, infinity and unknown kinds."""
+    try:
+        values = stored.dequantize()
+    except FormatError as error:
+        raise FormatError(f"{file.path}: {error}") from error
+    if name.endswith("norm.weight"):
+        values = values - ARCHITECTURES[file.architecture].norm_offset
+    return values if rows is None else values[rows]
 
 
-def _rows(architecture: Architecture, name: str, config: object, count: int) -> Tensor | None:
+def rows_of(file: GgufFile, name: str, config: object, count: int) -> Tensor | None:
     """The file's row for each row of a layer; None if they are in order."""
-    layer = name.split(".")[-2]
-    if layer not in architecture.rotated:
+    layer, rotated = name.split(".")[-2], ARCHITECTURES[file.architecture].rotated
+    if layer not in rotated:
         return None
-    heads = getattr(config, architecture.rotated[layer])
+    heads = getattr(config, rotated[layer])
     return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
@@ -147,24 +146,19 @@ def _layer(linear: nn.Linear, stored: Stored, rows: Tensor | None, activations: 
     shape = (linear.out_features, linear.in_features)
     if activations is None:
         packed = gguf.to_packed(blocks, kind=stored.kind, shape=shape)
-        _check_finite(packed.scale, packed.offset)
+        gguf.check_finite(packed.scale, packed.offset)
         return WeightOnlyLinear.from_packed(packed, linear.bias)
     online = gguf.to_online(blocks, kind=stored.kind, shape=shape)
-    _check_finite(online.scale, online.offset)
+    gguf.check_finite(online.scale, online.offset)
     return OnlineQuantLinear.from_prepared(online, linear.bias)
 
 
 def _table(table: nn.Embedding, stored: Stored, dtype: torch.dtype) -> QuantizedEmbedding:
     shape = (table.num_embeddings, table.embedding_dim)
     packed = gguf.to_packed(stored.blocks(), kind=stored.kind, shape=shape)
-    _check_finite(packed.scale, packed.offset)
+    gguf.check_finite(packed.scale, packed.offset)
     factor, rounded = factor_of(table)
     scale: dict[str, Any] = {"embed_scale": factor, "embed_scale_rounded": rounded}
     layer = QuantizedEmbedding.from_packed(packed, table.padding_idx, **scale, dtype=dtype)
     layer.hold_scales_in_dtype_()
     return layer
-
-
-def _check_finite(*parameters: Tensor | None) -> None:
-    if not all(bool(parameter.isfinite().all()) for parameter in parameters if parameter is not None):
-        raise FormatError("holds NaN or infinity")

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.formats.layouts.base import FormatError, sizes
+from epiloq.formats.layouts.base import FormatError, Quantization, sizes
 from epiloq.formats.layouts.gguf_blocks import KINDS
+from epiloq.formats.weights import OffsetWeight, Weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, pack_pairs
+from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
+METHOD = "gguf"
 BLOCK = 32
 # Kinds that can be reconstructed byte for byte from the packed weight.
 _WRITTEN = ("Q4_0", "Q4_1", "Q8_0")
@@ -53,6 +56,30 @@ def to_online(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None
     return epiloq.online_quant_weight(
         pack_pairs(q) if bits == 4 else q, scale, offset, group_size=KINDS[kind].group, bits=bits
     )
+
+
+def quantization_of(kind: str) -> Quantization | None:
+    """How layers of a kind of block are quantised; None if groups have offsets."""
+    found = KINDS[kind]
+    return None if found.offset else Quantization(Grid(found.bits, found.group, symmetric=True))
+
+
+def to_weight(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None) -> Weight:
+    """The same weight for other formats. Raises FormatError as `to_packed` does, and for NaN and infinity."""
+    quantization = quantization_of(kind)
+    if quantization is None:
+        packed = to_packed(weight, kind=kind, shape=shape)
+        check_finite(packed.scale, packed.offset)
+        return OffsetWeight.of(packed)
+    q, scale, _ = _parts(weight, kind, shape)
+    check_finite(scale)
+    return QuantizedWeight(q, scale.float(), None, quantization.grid)
+
+
+def check_finite(*parameters: Tensor | None) -> None:
+    """Raise FormatError for scales or offsets that are NaN or infinite."""
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters if parameter is not None):
+        raise FormatError("holds NaN or infinity")
 
 
 def from_packed(packed: PackedWeight) -> dict[str, Tensor]:
