@@ -28,6 +28,7 @@ from gguf_files import ARCHITECTURES, HIDDEN, VOCABULARY, reference, write
 
 Q4 = {"attn_": "Q4_0", "ffn_": "Q4_0"}
 Q8 = {"attn_": "Q8_0", "ffn_": "Q8_0", "token_embd": "Q8_0", "output": "Q8_0"}
+Q5 = {"attn_": "Q5_0", "ffn_": "Q5_0"}
 Q6 = {"attn_": "Q6_K", "ffn_": "Q6_K"}
 Q3 = {"attn_": "Q3_K", "ffn_": "Q3_K"}
 Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_": "Q4_K", "ffn_": "Q4_K", "token_embd": "Q4_K", "output": "Q6_K"}
@@ -48,6 +49,7 @@ TO_OTHERS = [
     ("compressed-tensors", "q3_k", Q3),
     ("compressed-tensors", "mixed", MIXED),
     ("gptq", "q4_0", Q4),
+    ("gptq", "q5_0", Q5),
     ("gptq", "mixed", MIXED),
     ("awq", "q4_0", Q4),
 ]

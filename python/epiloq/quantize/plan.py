@@ -18,7 +18,7 @@ from epiloq.models.mixtures import unstack_experts_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.budget.vocabulary import assumed
-from epiloq.quantize.calibration.blocks import block_lists, find_blocks
+from epiloq.quantize.calibration.blocks import block_lists, find_blocks, linears_of, other_lists
 from epiloq.quantize.outputs import refusals
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
@@ -97,6 +97,7 @@ def plan(settings: Settings, outline: Any) -> Plan:
     layers = {name: layer for name, layer in wanted.items() if name not in left}
     vocabulary, warnings = settled(vocabulary, FORMATS[layout], settings.scheme, settings.symmetric)
     notes += warnings
+    notes += _other_lists(outline, lists) if settings.blocks is None else ()
     return Plan(layout, lists, len(find_blocks(outline, _any, lists)), layers, left, notes, vocabulary)
 
 
@@ -126,9 +127,28 @@ def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
     if two and needs_text(settings):
         raise ValueError(
             f"{settings.model}: {type(outline).__name__} is an encoder and a decoder, which cannot be calibrated block "
-            "by block: take a scheme without static scales and --algorithm rtn, or name one of both with --blocks"
+            "by block: take a scheme without static scales and --algorithm rtn, or name one list with --blocks, whose "
+            f"layers alone are then quantised: {other_lists(outline, takes, ())}"
         )
     return tuple(block_lists(outline, takes)[: None if two else 1])
+
+
+def _other_lists(outline: nn.Module, lists: tuple[str, ...]) -> tuple[str, ...]:
+    """A note on lists of blocks that stay in floating point, if one has more than `FEW` of the weights."""
+    reason = reasons(outline)
+
+    def takes(module: nn.Module, name: str) -> bool:
+        return reason(module, name) is None
+
+    def weights(name: str) -> int:
+        return sum(layer.weight.numel() for layer in linears_of(outline.get_submodule(name), name, takes).values())
+
+    left = [name for name in block_lists(outline, takes) if name not in lists]
+    small = {name for name in left if weights(name) <= FEW * sum(map(weights, lists))}
+    if small == set(left):
+        return ()
+    others = other_lists(outline, takes, small.union(lists))
+    return (f"only {', '.join(lists)} is quantised; --blocks NAME takes another list instead: {others}",)
 
 
 def _layers(

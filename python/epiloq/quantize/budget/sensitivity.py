@@ -19,7 +19,14 @@ from epiloq.quantize.algorithms.gptq import uncompensated
 from epiloq.quantize.algorithms.one_weight import clip_moments, round_weight
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.budget.probe import Probe
-from epiloq.quantize.calibration.blocks import Call, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.calibration.blocks import (
+    Call,
+    find_blocks,
+    linears_of,
+    naming_other_lists,
+    record,
+    without_cache,
+)
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import rtn
@@ -62,7 +69,7 @@ def losses(
     """
     found: Losses = {}
     chain = find_blocks(model, filter_fn, blocks)
-    with evaluating(model), without_cache(model):
+    with evaluating(model), without_cache(model), naming_other_lists(model, filter_fn, chain):
         probe = Probe(model, list(chain.values()), probed)
         recorded = record(model, list(chain.values()), windows)
         for index, (name, block) in enumerate(chain.items()):

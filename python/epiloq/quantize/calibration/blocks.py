@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,27 @@ def block_lists(model: nn.Module, takes: Filter) -> list[str]:
     """Names of the outermost ``ModuleList``s that contain weights to quantise, ordered by the number of weights, then
     by length; of ``Sequential``s if no ``ModuleList`` contains any. Raises ValueError if there is none.
     """
-    found = _outermost(model, nn.ModuleList, takes) or _outermost(model, nn.Sequential, takes)
+    found = _lists(model, takes)
     if not found:
         raise ValueError(
             "calibrate: model: expected linear layers to quantise inside a ModuleList or Sequential of repeated "
             "blocks, found none; epiloq.quantize_ and save_pretrained quantise layers anywhere, without calibration"
         )
     return found
+
+
+def _lists(model: nn.Module, takes: Filter) -> list[str]:
+    return _outermost(model, nn.ModuleList, takes) or _outermost(model, nn.Sequential, takes)
+
+
+def other_lists(model: nn.Module, takes: Filter, used: Iterable[str]) -> str:
+    """The lists of blocks other than those in use, for messages: "decoder.layers (6 blocks)"; "" if there are none."""
+    lists = [name for name in _lists(model, takes) if name not in set(used)]
+    return ", ".join(f"{name} ({_counted(model.get_submodule(name))})" for name in lists)
+
+
+def _counted(blocks: Any) -> str:
+    return "1 block" if len(blocks) == 1 else f"{len(blocks)} blocks"
 
 
 def _outermost(model: nn.Module, kind: type[nn.ModuleList | nn.Sequential], takes: Filter) -> list[str]:
@@ -53,16 +67,42 @@ def find_blocks(model: nn.Module, takes: Filter, names: str | Sequence[str] | No
     blocks: dict[str, nn.Module] = {}
     for name in [names] if isinstance(names, str) else names:
         if name not in lists:
-            raise ValueError(f"calibrate: blocks: expected the name of a ModuleList, got {name!r}")
+            there = other_lists(model, takes, ()) or "none"
+            raise ValueError(
+                f"calibrate: blocks: expected the name of a ModuleList, got {name!r}; those with layers to quantise: "
+                f"{there}"
+            )
         children = {f"{name}.{child}": module for child, module in lists[name].named_children()}
         parameters = Counter(id(p) for block in children.values() for p in block.parameters())
         if len(children) < len(lists[name]) or any(count > 1 for count in parameters.values()):
             raise ValueError(
                 f"calibrate: blocks: expected blocks of their own weights, but some in {name!r} share them; "
-                "name a list of others (epiloq quantize --blocks), whose layers alone are then quantised"
+                f"{_instead(model, takes, [name])}"
             )
         blocks |= children
     return blocks
+
+
+def _instead(model: nn.Module, takes: Filter, used: Iterable[str]) -> str:
+    """What to do if the blocks in use cannot be calibrated."""
+    others = other_lists(model, takes, used)
+    if not others:
+        return "epiloq.quantize_ and save_pretrained quantise layers anywhere, without calibration"
+    return f"name another list by epiloq quantize --blocks, whose layers alone are then quantised: {others}"
+
+
+@contextmanager
+def naming_other_lists(model: nn.Module, takes: Filter, blocks: Iterable[str]) -> Iterator[None]:
+    """Add to a `NotAChain` of these blocks, given by name, which other lists there are."""
+    try:
+        yield
+    except NotAChain as error:
+        used = {block.rpartition(".")[0] for block in blocks}
+        raise NotAChain(f"{error} ({', '.join(sorted(used))}); {_instead(model, takes, used)}") from None
+
+
+class NotAChain(ValueError):
+    """Blocks that do not run in order, each on the output of the one before."""
 
 
 def linears_of(block: nn.Module, prefix: str, takes: Filter) -> dict[str, nn.Linear]:
@@ -126,7 +166,7 @@ class Recorded:
 def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tensor]) -> Recorded:
     """Run the model on windows of tokens, ``[1, n]`` each, with its blocks replaced by recorders.
 
-    Raises ValueError if a block's input is not the previous block's output, for example if the model computes something
+    Raises NotAChain if a block's input is not the previous block's output, for example if the model computes something
     in between, or if blocks pass on more than hidden states.
     """
     device = parameter_device(model)
@@ -260,7 +300,7 @@ def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> lis
         for handle in handles:
             handle.remove()
     if list(seen) != list(range(len(blocks))):
-        raise ValueError("calibrate: blocks: expected every block to run, in order")
+        raise NotAChain("calibrate: blocks: expected every block to run, in order")
     for index in range(len(blocks) - 1):
         output = seen[index][2]
         hidden, call = _split(*seen[index + 1][:2])
@@ -268,7 +308,7 @@ def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> lis
         others = (id(leaf) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
         same = torch.allclose(first(output), hidden, rtol=0, atol=0, equal_nan=True)
         if not same or passed & set(others):
-            raise ValueError(
+            raise NotAChain(
                 f"calibrate: blocks: expected a chain, but the input of block {index + 1} is not the output of block "
                 f"{index} alone"
             )

@@ -12,7 +12,15 @@ from epiloq.layer_filter import Filter, default_filter
 from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.smoothquant import ALPHA, INT8
 from epiloq.quantize.algorithms.table import Algorithm
-from epiloq.quantize.calibration.blocks import Call, Recorded, find_blocks, linears_of, record, without_cache
+from epiloq.quantize.calibration.blocks import (
+    Call,
+    Recorded,
+    find_blocks,
+    linears_of,
+    naming_other_lists,
+    record,
+    without_cache,
+)
 from epiloq.quantize.calibration.guide import TokenWeights, token_weights
 from epiloq.quantize.calibration.ranks import Ranks
 from epiloq.quantize.calibration.residence import Resident
@@ -115,7 +123,7 @@ def _walk(
     strands = ranks.strands(len(windows))
     own = [windows[window] for strand in strands for window in strand]
     if work.needs_inputs and own:
-        with evaluating(model), residence.on_demand():
+        with evaluating(model), residence.on_demand(), naming_other_lists(model, takes, blocks):
             recorded = record(model, list(blocks.values()), own)
     with residence.on_demand():
         guide = _guide(model, blocks, own, takes, work)
