@@ -68,11 +68,12 @@ def test_file_instead_of_model_directory_is_refused(teacher: Path, tmp_path: Pat
     assert result.exit_code == 2 and "expected a model directory, found a file" in message, result.output
 
 
-def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["inspect", "eval"])
+def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path, command: str) -> None:
     shutil.copytree(teacher, tmp_path / "model")
     config = json.loads((teacher / "config.json").read_text()) | {"hidden_size": "x"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    result = run("inspect", tmp_path / "model")
+    result = run(command, tmp_path / "model", *(("--text", text(teacher)) if command == "eval" else ()))
     message = " ".join(result.output.split())
     assert result.exit_code == 2 and "config.json: transformers cannot read it" in message and "hidden_size" in message
 

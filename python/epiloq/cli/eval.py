@@ -49,6 +49,7 @@ def measure(folder: Path, request: Request, stage: Stage) -> dict[str, Any]:
     from epiloq.demo.layers import weight_bytes
     from epiloq.evaluation.tasks import scores, task_files
     from epiloq.evaluation.text import load_tokenizer
+    from epiloq.formats.io.architecture import transformers_config
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates
@@ -56,6 +57,7 @@ def measure(folder: Path, request: Request, stage: Stage) -> dict[str, Any]:
     if request.tasks is not None:
         task_files(request.tasks)
     checkpoint = Checkpoint(folder)
+    transformers_config(checkpoint)  # transformers reads it for the tokenizer too, whose error would name that
     parts = _windows(folder, checkpoint, request)
     teacher = None if request.teacher is None else _teacher(folder, request.teacher, parts)
     model, quantization = load(checkpoint)

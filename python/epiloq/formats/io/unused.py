@@ -107,7 +107,7 @@ def _missing_member(model: nn.Module, name: str) -> tuple[str, int, int] | None:
     for position, part in enumerate(parts):
         children = dict(place.named_children())
         if part not in children:
-            is_member = part.isdecimal() and "0" in children
+            is_member = part.isdecimal() and ("0" in children or isinstance(place, nn.ModuleList))
             return (".".join(parts[:position]), int(part), sum(map(str.isdecimal, children))) if is_member else None
         place = children[part]
     return None
