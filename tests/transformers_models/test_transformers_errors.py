@@ -77,7 +77,17 @@ def fewer(tensor: torch.Tensor) -> torch.Tensor:
             also("model.layers.2.mlp.up_proj.qweight", torch.zeros(3)),
             "up_proj in LlamaForCausalLM, found nothing",
         ),
-        ("awq", also("lm_head.qweight", torch.zeros(3)), "lm_head: expected .* ties it to another"),
+        (
+            "awq",
+            also("lm_head.qweight", torch.zeros(3)),
+            'lm_head: expected .* ties it to another.*write "tie_word_embeddings": false',
+        ),
+        (
+            "fp8",
+            also("model.layers.2.input_layernorm.weight", torch.ones(64)),
+            r"layers\.2\.input_layernorm\.weight: not a tensor .*model\.layers has 2 by config\.json",
+        ),
+        ("gptq", also("model.norm.bias", torch.ones(64)), r"model\.norm\.bias: not a tensor of this model"),
         ("pack-quantized", without(f"{UP}.weight_zero_point"), f"{UP}: weight_zero_point: expected a tensor"),
         ("pack-quantized", having(f"{UP}.weight_shape", lambda t: t + 1), r"weight_shape: expected \[192, 64\]"),
         ("pack-quantized", also(f"{UP}.weight_g_idx", torch.zeros(64)), f"{UP}: weight_g_idx: expected torch.int32"),

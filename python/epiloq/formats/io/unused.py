@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
@@ -34,19 +35,9 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
     for name in sorted(names):
         if ignores_tensor(model, name) or name.rpartition(".")[2] in buffers:
             continue
-        found = _beyond(model, name)
-        if found is not None:
-            raise FormatError(
-                f"{checkpoint.where(name)}: not a tensor of this model, whose {found[0]} has {found[1]} by "
-                "config.json: expected the config.json that belongs to the files"
-            )
-        layer, part = split_name(name)
-        if _is_leaf(model, layer) and not (part == "bias" and not bool(checkpoint.tensor(name).any())):
-            kind = type(model.get_submodule(layer)).__name__
-            raise FormatError(
-                f"{checkpoint.where(name)}: not a tensor of this model, whose {layer} is a plain {kind}: expected a "
-                "config.json that says what it is for (how layers are quantised, or that they have biases)"
-            )
+        why = why_another_model(model, name, partial(checkpoint.tensor, name))
+        if why:
+            raise FormatError(f"{checkpoint.where(name)}: {why}")
         left.append(name)
     if left:
         others = f" and {len(left) - _NAMED} others" if len(left) > _NAMED else ""
@@ -55,6 +46,25 @@ def check_unused(model: nn.Module, names: Collection[str], checkpoint: Checkpoin
             f"{', '.join(left[:_NAMED])}{others}",
             stacklevel=2,
         )
+
+
+def why_another_model(model: nn.Module, name: str, read: Callable[[], Tensor]) -> str:
+    """The end of an error message: why a tensor that a model lacks, by its name there, indicates a different model, or
+    an empty string. A bias is read, because one of zeros changes nothing.
+    """
+    found = _beyond(model, name)
+    if found is not None:
+        return (
+            f"not a tensor of this model, whose {found[0]} has {found[1]} by config.json: expected the config.json "
+            "that belongs to the files"
+        )
+    layer, part = split_name(name)
+    if _is_leaf(model, layer) and (part != "bias" or bool(read().any())):
+        return (
+            f"not a tensor of this model, whose {layer} is a plain {type(model.get_submodule(layer)).__name__}: "
+            "expected a config.json that says what it is for (how layers are quantised, or that they have biases)"
+        )
+    return ""
 
 
 def ignores_layer(model: nn.Module, layer: str) -> bool:

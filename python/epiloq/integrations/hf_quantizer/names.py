@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
+from epiloq.formats.io.unused import buffers_of, why_another_model
 from epiloq.formats.layouts.base import FormatError
 
 
-def check(model: Any, checkpoint: Checkpoint) -> None:
-    """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model.
+def check(model: Any, checkpoint: Checkpoint, unused: Collection[str]) -> None:
+    """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model, and none that
+    indicates a different model, except `unused` ones.
 
-    Unexpected tensors are reported by transformers itself.
+    Other unexpected tensors are reported by transformers itself.
     """
-    names, given = Names(model), set[str]()
+    names, given, unexpected = Names(model), set[str](), dict[str, str]()
     for name, entry in checkpoint.entries.items():
         targets, renamed = names.targets(name)
         given.update(targets)
+        if names.state.keys().isdisjoint(targets) and name not in unused:
+            unexpected[name] = targets[0]
         target: Tensor | None = names.state.get(targets[0]) if renamed else None
         if target is not None and not entry.fits(target):
             raise FormatError(
@@ -37,3 +44,10 @@ def check(model: Any, checkpoint: Checkpoint) -> None:
     for name in sorted(names.state.keys() - given):
         if not any(pattern.search(name) for pattern in optional):
             raise FormatError(f"{checkpoint.folder}: {name}: expected a tensor, found none")
+    buffers = buffers_of(model)
+    for name, own in unexpected.items():
+        if own.rpartition(".")[2] in buffers or ignores_tensor(model, own):
+            continue
+        why = why_another_model(model, own, partial(checkpoint.tensor, name))
+        if why:
+            raise FormatError(f"{checkpoint.where(name)}: {why}")

@@ -175,7 +175,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             raise FormatError(f"{checkpoint.folder}: {error}") from None
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, place)
-    check(model, checkpoint)
+    check(model, checkpoint, unused)
     return found
 
 
@@ -239,7 +239,10 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         raise FormatError(f"{origin}: expected a plain linear layer, but {type(linear).__name__} is not")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
-        raise FormatError(f"{origin}: expected a floating-point weight, for config.json ties it to another")
+        raise FormatError(
+            f"{origin}: expected a floating-point weight, because config.json ties it to another: if the files have "
+            'both, write "tie_word_embeddings": false there'
+        )
     return linear
 
 
