@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from epiloq.cli.output import display
+from epiloq.cli.output import display, unknown
 from epiloq.files import FULL_OR_FAILED, described
 
 if TYPE_CHECKING:
@@ -82,9 +81,7 @@ def create_app() -> typer.Typer:
     class LazyGroup(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args[0] not in COMMANDS and not args[0].startswith("-"):
-                near = get_close_matches(args[0], COMMANDS, 1)
-                meant = f" (did you mean {near[0]}?)" if near else ""
-                ctx.fail(f"no command {args[0]!r}{meant}; there are {', '.join(COMMANDS)}")
+                ctx.fail(f"no command {unknown(args[0], COMMANDS)}")
             return super().resolve_command(ctx, args)
 
         def list_commands(self, ctx: Any) -> list[str]:

@@ -6,14 +6,13 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from epiloq.cli.output import STDOUT
+from epiloq.cli.output import STDOUT, unknown
 from epiloq.files import described, why_not_written
 
 REQUIRED = ("transformers", "safetensors")
@@ -113,9 +112,7 @@ def choices(text: str, known: Iterable[str], name: str, metavar: str, default: s
 def one_of(value: str, known: dict[str, Any], option: str) -> str:
     """`value` if it is a name in a table; otherwise an error that names the nearest and lists them."""
     if value not in known:
-        near = get_close_matches(value, known, 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise typer.BadParameter(f"no {value!r}{meant}; there are {', '.join(known)}", param_hint=option)
+        raise typer.BadParameter(f"no {unknown(value, known)}", param_hint=option)
     return value
 
 

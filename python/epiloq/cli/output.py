@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,17 @@ class Display:
 
 
 display = Display()
+
+
+def unknown(value: str, known: Iterable[str]) -> str:
+    """The middle of an error message for a name that is not in a table: the nearest one, and all of them.
+
+    Names that continue the given one are nearer than those that look alike: w4a16-g128 than w8a16, for w4a16.
+    """
+    names = list(known)
+    near = [name for name in names if value and name.startswith(value)] or get_close_matches(value, names, 1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return f"{value!r}{meant}; there are {', '.join(names)}"
 
 
 def results_console(json_file: Path | None = None) -> Console:

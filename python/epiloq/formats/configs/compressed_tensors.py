@@ -121,7 +121,11 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         raise FormatError(f"{METHOD}: weights: expected scales in the files (tensor, channel, group or block)")
     if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
         actual = {key: value for key, value in group["weights"].items() if value is not None}
-        raise FormatError(f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got {actual!r}")
+        is_mxfp8 = weights.bits == 8 and weights.symmetric and "uint8" in str(group["weights"].get("scale_dtype"))
+        raise FormatError(
+            f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got "
+            f"{'MXFP8, ' if is_mxfp8 else ''}{actual!r}"
+        )
     if weights.kind == "int" and weights.block is not None:
         raise FormatError(f"{METHOD}: weights: strategy: no kernel supports integers in blocks of {weights.block}")
     layout = group.get("format") or (usual if usual != MIXED else None)
