@@ -150,9 +150,10 @@ def test_explain_names_the_product() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"x": torch.zeros(6, 6, 4)}, "x: expected 4 dimensions"),
+    ({"x": torch.zeros(6, 6, 4)}, r"x: expected \[B, Ci, H, W\], got \[6, 6, 4\]"),
     ({"x": torch.zeros(1, 5, 6, 6)}, "x: expected 4 channels"),
-    ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, "x: expected float32 or float16 or bfloat16"),
+    ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, r"x: expected torch\.float32 or .*float64 \[1, 4, 6, 6\]"),
+    ({"out": torch.zeros(1, 8, 4, 4)}, r"out: expected channels_last .*\[1, 8, 4, 4\] .*memory_format=torch.channels"),
     ({"bias": torch.zeros(7)}, r"bias: expected shape \[8\]"),
     ({"bias": torch.zeros(8).half()}, "bias: expected float32"),
     ({"groups": 3}, "groups: expected a divisor of 8"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
 
 from epiloq._torch.checks import is_int32
 
@@ -75,3 +78,25 @@ def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
 
 def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
+
+
+def check_output(operation: str, out: Tensor) -> None:
+    """Raise ValueError unless a caller's output is an image in channels_last memory.
+
+    C++, which sees its pixels as rows, would name their order and recommend contiguous().
+    """
+    if out.ndim != 4:
+        _refuse(operation, "out", "[B, Co, P, Q]", list(out.shape))
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        got = (
+            f"{list(out.shape)} with strides {list(out.stride())}; take .contiguous(memory_format=torch.channels_last)"
+        )
+        _refuse(operation, "out", "channels_last memory (stride 1 in the channels)", got)
+
+
+def check_input(operation: str, argument: str, x: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    """Raise ValueError unless an input is an image of one of some types, with the shape that the caller gave it."""
+    if x.ndim != 4:
+        _refuse(operation, argument, "[B, Ci, H, W]", list(x.shape))
+    if x.dtype not in dtypes:
+        _refuse(operation, argument, " or ".join(map(str, dtypes)), f"{x.dtype} {list(x.shape)}")

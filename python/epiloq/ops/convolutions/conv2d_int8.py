@@ -12,7 +12,7 @@ from epiloq import _core
 from epiloq._torch.checks import as_operator, for_operator
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, geometry
 from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
@@ -202,6 +202,9 @@ def convolve(
 def _run(
     x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
+    check_input(_NAME, "x_q", x, (torch.int8,))
+    if out is not None:
+        check_output(_NAME, out)
     result = _empty(x, weight, Geometry(*rest[7:]), out_dtype) if out is None else out
     (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(_pixels(result), _dense_pixels(x), weight, *rest)
     if out is not None:
@@ -247,7 +250,7 @@ def _run_on_cpu(
 
 
 def _empty(x: Tensor, weight: Tensor, where: Geometry, dtype: torch.dtype) -> Tensor:
-    if x.ndim != 4 or weight.ndim != 4:
+    if x.ndim != 4 or weight.ndim != 4:  # fake tensors come here first
         shapes = f"{list(x.shape)} and {list(weight.shape)}"
         raise ValueError(f"epiloq.{_NAME}: x_q: expected [B, Ci, H, W] and a weight [Co, Kh, Kw, C], got {shapes}")
     (batch, _, *image), (outputs, *kernel, _) = x.shape, weight.shape

@@ -20,8 +20,9 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, geometry
 from epiloq.ops.weight_only_mm import dense_product
+from epiloq.weights.computed import FLOAT_DTYPES
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
 
 _NAME = "conv2d_weight_only"
@@ -166,15 +167,13 @@ def _convolution(
 
 def _pixels(x: Tensor) -> Tensor:
     """x as ``[B, H, W, Ci]`` with contiguous channels; copied if necessary."""
-    if x.ndim != 4:
-        raise ValueError(f"epiloq.{_NAME}: x: expected 4 dimensions [B, Ci, H, W], got {list(x.shape)}")
+    check_input(_NAME, "x", x, FLOAT_DTYPES)
     return x.permute(0, 2, 3, 1).contiguous()
 
 
 def _rows(out: Tensor) -> Tensor:
     """out as ``[B, P, Q, Co]``."""
-    if out.ndim != 4:
-        raise ValueError(f"epiloq.{_NAME}: out: expected 4 dimensions [B, Co, P, Q], got {list(out.shape)}")
+    check_output(_NAME, out)
     return out.permute(0, 2, 3, 1)
 
 
