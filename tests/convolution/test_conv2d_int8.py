@@ -212,9 +212,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"output_scale": None, "output_zero": 3, "out_dtype": torch.float32}, ValueError, "output_zero: expected None"),
     ({"bias": torch.ones(7)}, ValueError, r"bias: expected shape \[8\]"),
     ({"bias": torch.ones(8, dtype=torch.float16)}, ValueError, "bias: expected a float32 tensor"),
-    ({"x_q": torch.zeros(1, 6, 6, 4)}, ValueError, r"x_q: expected torch\.int8, got torch\.float32 \[1, 6, 6, 4\]"),
+    ({"x_q": torch.zeros(1, 6, 6, 4)}, ValueError, r"x_q: expected torch\.int8, got torch\.float32 \[1, 4, 6, 6\]"),
     (
-        {"out": torch.zeros(1, 8, 4, 2, dtype=torch.int8)},
+        {"out": torch.zeros(1, 8, 4, 4, dtype=torch.int8).permute(0, 2, 3, 1)},
         ValueError,
         r"out: expected channels_last memory .*memory_format",
     ),

@@ -166,6 +166,13 @@ def test_scales_are_counted_by_size(seed: int) -> None:
     assert tally.blocks == ["a", "b"] and tally.resumed == 1
 
 
+def test_narrow_ranges_of_scales_have_labels_with_room() -> None:
+    """Labels of decades and of what is between them overlap within a decade."""
+    svg = figures.scales({"scales": {"counts": [1, 5, 2], "log2_edges": [-5.5, -4.5, -3.5, -2.5]}})
+    labels = re.findall(r"<!-- \$\\mathdefault\{(.*)\}\$ -->", svg)
+    assert [label for label in labels if "^" in label] == ["2^{-5}", "2^{-4}", "2^{-3}"]
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

@@ -114,7 +114,7 @@ def scales(report: Mapping[str, Any]) -> str:
     with canvas(2.6) as figure:
         axes = figure.subplots()
         axes.stairs(counts, edges, fill=True, color=COLOURS[0])
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=2)
         axes.set_xlabel("scale")
         axes.set_ylabel("groups")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
