@@ -119,8 +119,13 @@ def test_links_have_targets(page: Path) -> None:
 
 def test_nobody_is_sent_to_an_index() -> None:
     """epiloq is on no package index: texts say `pip install '.[extra]'`."""
-    for page in documents.PAGES:
-        assert not re.search(r"pip install ['\"]?epiloq\b", page.read_text(encoding="utf-8")), page
+    for page in (
+        *documents.PAGES,
+        *(documents.ROOT / "python").rglob("*.py"),
+        *(documents.ROOT / "examples").glob("*"),
+    ):
+        if page.is_file():
+            assert not re.search(r"pip install ['\"]?epiloq\b", page.read_text(encoding="utf-8")), page
 
 
 def test_the_readme_is_short() -> None:

@@ -170,7 +170,8 @@ WITHOUT_TYPER = (
 
 
 @pytest.mark.parametrize(
-    ("option", "code", "message"), [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "epiloq[cli]")]
+    ("option", "code", "message"),
+    [("--version", 0, "epiloq "), ("env", 0, "kernels"), ("demo", 1, "pip install '.[cli]'")],
 )
 def test_runs_without_typer(option: str, code: int, message: str) -> None:
     command = [sys.executable, "-c", WITHOUT_TYPER, option]

@@ -201,5 +201,5 @@ def test_absent_package_exits_1_and_changes_nothing(
     result = invoke("--teacher", str(folder))
     assert result.exit_code == 1
     assert "no_such_module_at_all" in result.output
-    assert "epiloq[demo]" in result.output
+    assert "pip install '.[demo]'" in result.output
     assert list(tmp_path.iterdir()) == []

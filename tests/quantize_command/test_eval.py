@@ -84,7 +84,7 @@ def test_absent_packages_are_named(teacher: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(command, "PACKAGES", ("no_such_harness",))
     result = run("eval", teacher, "--tasks", tmp_path)
-    assert result.exit_code == 1 and "needs no_such_harness: pip install 'epiloq[tasks]'" in result.output
+    assert result.exit_code == 1 and "needs no_such_harness: pip install '.[tasks]'" in result.output
 
 
 @pytest.fixture(scope="module")

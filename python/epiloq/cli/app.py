@@ -8,7 +8,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from epiloq.cli.output import display, unknown
+from epiloq.cli.output import display, installed_by, unknown
 from epiloq.files import FULL_OR_FAILED, described
 
 if TYPE_CHECKING:
@@ -146,4 +146,4 @@ def _without_typer(arguments: list[str], missing: str) -> None:
 
         print_plainly()
     else:
-        sys.exit(f"epiloq: the command line needs {missing}: pip install 'epiloq[cli]'")
+        sys.exit(f"epiloq: the command line needs {missing}: {installed_by('cli')}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from epiloq.cli.output import STDOUT, unknown
+from epiloq.cli.output import STDOUT, installed_by, unknown
 from epiloq.files import described, why_not_written
 
 REQUIRED = ("transformers", "safetensors")
@@ -55,7 +55,7 @@ def how_to_open(folder: Path, layout: str) -> str:
 def check_installed(what: str, missing: list[str], extra: str) -> None:
     """Leave with FAILED where packages are missing that an extra of epiloq would bring."""
     if missing:
-        complain(what, f"needs {', '.join(missing)}: pip install 'epiloq[{extra}]'")
+        complain(what, f"needs {', '.join(missing)}: {installed_by(extra)}")
         raise typer.Exit(FAILED)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import FAILED, check_target, complain, json_option
-from epiloq.cli.output import results_console, write_json
+from epiloq.cli.output import installed_by, results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import why_not_made, write_text
@@ -74,7 +74,7 @@ def check_packages(converts: bool) -> None:
 
     missing = [name for name in REQUIRED + REQUIRED_TO_CONVERT * converts if find_spec(name) is None]
     if missing:
-        raise DemoError(f"the demonstration needs {', '.join(missing)}: pip install 'epiloq[demo]'")
+        raise DemoError(f"the demonstration needs {', '.join(missing)}: {installed_by('demo')}")
 
 
 def results_table(results: Results) -> Table:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.output import write_json
+from epiloq.cli.output import installed_by, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import write_text
@@ -27,7 +27,7 @@ def check_packages() -> None:
 
     missing = [package for module, package in REQUIRED.items() if find_spec(module) is None]
     if missing:
-        raise DemoError(f"the demonstration needs {', '.join(missing)}: pip install 'epiloq[vision]'")
+        raise DemoError(f"the demonstration needs {', '.join(missing)}: {installed_by('vision')}")
     from epiloq.demo.vision import networks
 
     networks.find(networks.RECOGNISER)

@@ -41,6 +41,11 @@ def unknown(value: str, known: Iterable[str]) -> str:
     return f"{value!r}{meant}; there are {', '.join(names)}"
 
 
+def installed_by(extra: str) -> str:
+    """How to install what an extra brings: by no name, because epiloq is on no package index."""
+    return f"pip install '.[{extra}]' in epiloq's sources"
+
+
 def results_console(json_file: Path | None = None) -> Console:
     """Where results go: standard output, or standard error while ``--json -`` needs the former."""
     from rich.console import Console

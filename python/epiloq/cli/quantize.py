@@ -23,7 +23,7 @@ from epiloq.cli.common import (
     quiet,
     warn,
 )
-from epiloq.cli.output import display, summary_console, write_json
+from epiloq.cli.output import display, installed_by, summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.cli.quantize_summary import show
 from epiloq.files import write_text
@@ -307,7 +307,7 @@ def quantize(
         show(found, console)
         write_json(json_file, found)
         if absent:
-            console.print(f"No report: it needs {', '.join(absent)} (pip install 'epiloq[demo]')", soft_wrap=True)
+            console.print(f"No report: it needs {', '.join(absent)} ({installed_by('demo')})", soft_wrap=True)
         else:
             console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
             if report is not None:
