@@ -117,6 +117,12 @@ def test_links_have_targets(page: Path) -> None:
             assert anchor in documents.anchors(file), target
 
 
+@every_page
+def test_what_a_colon_announces_follows(page: Path) -> None:
+    """A heading after a colon is the rest of a section that was written anew elsewhere."""
+    assert not re.search(r":\n+#+ ", page.read_text(encoding="utf-8"))
+
+
 def test_nobody_is_sent_to_an_index() -> None:
     """epiloq is on no package index: texts say `pip install '.[extra]'`."""
     for page in (
