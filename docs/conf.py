@@ -28,6 +28,8 @@ version = release = epiloq.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"epiloq {release}"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 myst_heading_anchors = 3
 suppress_warnings = [
     "myst.xref_missing"
