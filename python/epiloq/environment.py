@@ -1,4 +1,4 @@
-"""What this installation contains and what this machine offers. Needs torch alone."""
+"""Describes this installation and this machine. Needs torch alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def arithmetic(device: str = "cpu") -> dict[str, str]:
-    """What decides the bits of floating-point results on "cpu" or "cuda" (with a number or without), by name.
+    """Return the facts, by name, that determine the bits of floating-point results on "cpu" or "cuda" (or "cuda:1").
 
     Processes that compute parts of one result must have the same: a CPU's kernels add in an order that depends on its
     instruction sets and on the number of threads, a GPU's in one that depends on its model.

@@ -49,7 +49,7 @@ def removed_if_failed(folder: Path) -> Iterator[None]:
 
 
 def described(error: OSError) -> str:
-    """What the system refused, and the file or folder, without the error's number."""
+    """Return the error's message and its file or folder, without its number."""
     if not error.strerror or error.filename is None:
         return str(error)
     return f"{error.filename2 or error.filename}: {error.strerror}"
@@ -80,7 +80,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def why_not_made(folder: Path) -> str | None:
-    """Why nothing can be created in a folder (read-only, or virtual), found by trying; None if it can."""
+    """Try to create a folder in `folder`, and return why that fails (read-only, or virtual); None if it does not."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".epiloq-", dir=folder))
     except OSError as error:
@@ -89,7 +89,7 @@ def why_not_made(folder: Path) -> str | None:
 
 
 def why_not_written(file: Path) -> str | None:
-    """Why `write_text` could not write a file in a folder that is there; None if it could."""
+    """Return why `write_text` could not write a file in an existing folder; None if it could."""
     file = file.resolve()
     if file.exists() and not file.is_file():
         return None if os.access(file, os.W_OK) else f"{file} cannot be written to"

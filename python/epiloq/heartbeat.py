@@ -1,4 +1,4 @@
-"""How a rank notices that another has died or failed, also while it waits for it in an exchange."""
+"""Lets a rank notice that another has died or failed, even while waiting for it in an exchange."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Heartbeat:
             self._say(_DONE if failure is None else f"{_FAILED} {failure}")
 
     def reason(self, seconds: float = GRACE) -> str:
-        """Why an exchange cannot go on, if it is found within some seconds."""
+        """Return why an exchange failed, after waiting up to `seconds` for a message from another rank."""
         until = time.monotonic() + seconds
         while self.lost is None and time.monotonic() < until:
             time.sleep(0.05)

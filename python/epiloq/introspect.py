@@ -1,4 +1,4 @@
-"""Which kernel a call would use, and whether there is one, without calling it."""
+"""Tells whether a call is supported, and by which kernel, without making it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def config(*, arch: str | None = None, batch_invariant: bool | None = None) -> I
 
 
 def set_batch_invariant(on: bool = True) -> None:
-    """In all threads, make the result of each row independent of the other rows, bit for bit: for any M, and for any
+    """Make the result of each row independent of the other rows, bit for bit, in all threads: for any M, and for any
     rows of other experts.
 
     epiloq's products then use only kernels that sum over K in one order. `explain` names them; operations without such

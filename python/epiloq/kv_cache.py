@@ -76,7 +76,7 @@ class _Scaled:
     key_scale: Any = None
     value_scale: Any = None
     config: Any = None
-    """Of the model, which says how it attends now."""
+    """The model's configuration, which names its current attention implementation."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Scaled:
         """Copy for the same model; the configuration is shared, unless it is being copied too."""

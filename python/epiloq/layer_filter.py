@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised by default, and patterns that exclude layers."""
+"""Chooses the layers that are quantised by default, and excludes layers by patterns."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ QuantisedConv2d: TypeAlias = Int8Conv2d | WeightOnlyConv2d
 
 @dataclass(frozen=True)
 class Scheme:
-    """How `quantize_` converts a layer: ``module.from_linear(linear, **options)``, or ``from_conv2d``.
+    """Conversion of a layer by `quantize_`: ``module.from_linear(linear, **options)``, or ``from_conv2d``.
 
     A static scheme, whose options contain ``activation="static"``, also passes ``input_scale`` and
     ``input_zero_point`` from calibration.

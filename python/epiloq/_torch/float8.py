@@ -1,4 +1,4 @@
-"""Which devices have FP8 x FP8 products."""
+"""Tells which devices have FP8 x FP8 products."""
 
 from __future__ import annotations
 

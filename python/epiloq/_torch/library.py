@@ -78,7 +78,8 @@ def register(operation: str, schema: str, implementation: Callable[..., Any], fa
 
 
 def _register_fake(name: str, fake: Callable[..., Any]) -> None:
-    """As `torch.library.register_fake`, which looks up its caller's source line: a quarter of an import's time."""
+    """Register a fake implementation. `torch.library.register_fake` would also look up its caller's source line,
+    which takes a quarter of an import's time."""
     try:
         entry = torch._library.simple_registry.singleton.find(name)
         entry.fake_impl.register(fake, __name__, lib=LIBRARY)
@@ -154,7 +155,8 @@ def is_transformed() -> bool:
 
 
 def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:
-    """For calls that take the dispatcher, whose own messages do not name the operation and the argument.
+    """Raise unless arguments are tensors (or None, if `optional`): the dispatcher's own messages name neither the
+    operation nor the argument.
 
     ``writes``: the call has outputs to write into, which as elsewhere in torch excludes gradients.
     """

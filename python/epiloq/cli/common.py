@@ -1,4 +1,4 @@
-"""What commands share: exit codes, error messages and the checks of options before any work."""
+"""Code that commands share: exit codes, error messages and the checks of options before any work."""
 
 from __future__ import annotations
 

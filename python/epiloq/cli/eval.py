@@ -26,10 +26,10 @@ ALL = 0
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure of a model.
+    """The measurements of a model that were requested.
 
     text, tokens, length
-        For perplexity and the divergence from `teacher`, a model directory; None leaves either out.
+        The text for perplexity and the divergence from `teacher`, a model directory; None leaves either out.
     tasks, limit
         Tasks of lm-evaluation-harness and how many documents of each at most (`ALL`: all); see `evaluation.tasks`.
     """

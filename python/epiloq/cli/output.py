@@ -1,4 +1,4 @@
-"""Where commands print: results and JSON. Needs nothing but the standard library to import."""
+"""Prints results and JSON. Importing it needs nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def installed_by(extra: str) -> str:
 
 
 def results_console(json_file: Path | None = None) -> Console:
-    """Where results go: standard output, or standard error while ``--json -`` needs the former."""
+    """Return the console for results: standard output, or standard error while ``--json -`` needs the former."""
     from rich.console import Console
 
     return Console(stderr=json_file == STDOUT, markup=False)

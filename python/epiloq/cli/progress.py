@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINES = 100
-"""At most so many lines a stage."""
+"""Largest number of lines per stage."""
 PAUSE = 1.0
-"""Seconds between two lines, but for the last of a stage."""
+"""Seconds between two lines, except before the last of a stage."""
 
 
 @contextmanager

@@ -81,7 +81,8 @@ def _end(reason: str) -> None:
 
 
 def budget_of(scheme: str | None, file_bytes: str | None, bits: float | None, candidates: str | None) -> Budget | None:
-    """What the options say; None for a scheme. Raises ValueError unless there is exactly one of both."""
+    """Return the size budget of the options, or None if they name a scheme. Raises ValueError unless they do exactly
+    one of these."""
     given = {"--scheme": scheme, "--bytes": file_bytes, "--bits": bits}
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1:

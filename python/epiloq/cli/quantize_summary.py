@@ -1,4 +1,4 @@
-"""What ``epiloq quantize`` prints of a finished run."""
+"""Lines that ``epiloq quantize`` prints after a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def vocabulary_lines(found: dict[str, Any] | None) -> list[str]:
-    """What became of the embedding and the output head, and what it cost."""
+    """Return how the embedding and the output head were quantised, and the error that this adds."""
     if found is None:
         return []
     schemes = ", ".join(f"{name} {found[name]}" for name in ("embedding", "head") if found[name])

@@ -83,7 +83,7 @@ def tune(
 
 
 def facts(found: Tuned) -> dict[str, Any]:
-    """What was measured, JSON-ready."""
+    """Return the measurements, ready for JSON."""
     rows = [{**vars(each), "problem": str(each.problem), "better": each.better} for each in found.measured]
     return {"card": str(found.card), "file": found.path and str(found.path), "measured": rows}
 

@@ -29,7 +29,7 @@ class _Kept(NamedTuple):
 
 
 _kept: dict[int, _Kept] = {}
-"""By the identity of the tensor of words."""
+"""Prepared weights by ``id`` of the tensor of words."""
 
 
 def awq_gemm(input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, split_k_iters: int) -> Tensor:

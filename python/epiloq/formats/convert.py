@@ -67,8 +67,8 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 
 def refusal(layers: Layers, layout: Format) -> str | None:
-    """Why a format cannot represent a checkpoint's layers, judging by sizes, kinds and channel orders; None if it
-    can."""
+    """Return why a format cannot represent a checkpoint's layers, judging by sizes, kinds and channel orders; None if
+    it can."""
     transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot represent a Conv1D, only torch.nn.Linear"

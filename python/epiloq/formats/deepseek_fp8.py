@@ -50,7 +50,7 @@ def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHAR
 
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """As `save`, directly into `folder`; `source` is the config.json to extend."""
+    """Do what `save` does, but directly in `folder`; `source` is the config.json to extend."""
     layers = {name: module for name, module in named_layers(model) if isinstance(module, Fp8BlockLinear)}
     if not layers:
         raise FormatError("deepseek_fp8: model: expected Fp8BlockLinear layers (scheme fp8-block), found none")

@@ -24,7 +24,7 @@ FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
 
 @dataclass(frozen=True)
 class Inputs:
-    """How activations are quantised: to 8 bits, or to 4 for FP4.
+    """Quantisation of activations: to 8 bits, or to 4 for FP4.
 
     strategy
         Granularity of scales: "token", "tensor", or "group" (of `group_size` features of a token).
@@ -44,7 +44,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Description:
-    """How a layer is quantised, and the layout of its tensors in files.
+    """Quantisation of a layer, and the layout of its tensors in files.
 
     layout
         The name of the layout of its tensors, a key of `layout_table.LAYOUTS`.
@@ -157,7 +157,7 @@ class Description:
 
     @property
     def loss(self) -> str | None:
-        """How epiloq's computation differs from the described one; None if it does not."""
+        """The difference between epiloq's computation and the described one; None if there is none."""
         if self.kind == "fp8" and self.strategy == "block" and self.inputs is not None and self.rows is None:
             assert self.block is not None
             rows, columns = self.block

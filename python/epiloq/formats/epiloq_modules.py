@@ -153,7 +153,7 @@ def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHAR
 
 
 def write(model: nn.Module, source: Mapping[str, Any], folder: Path, largest_shard: int = LARGEST_SHARD) -> None:
-    """As `save`, directly into `folder`; `source` is the config.json to extend."""
+    """Do what `save` does, but directly in `folder`; `source` is the config.json to extend."""
     quantization_config, shared = config_and_shared(model)
     writer = Writer(folder, largest_shard)
     for name, tensor in without(distinct(model), shared).items():

@@ -1,4 +1,4 @@
-"""How the quantised layers of a checkpoint are read, each by its own description."""
+"""Readers of a checkpoint's quantised layers, one for each layer's description."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ _MARKERS = frozenset(layout.marker for layout in LAYOUTS.values()) - {fp8.SCALE}
 
 @dataclass(frozen=True)
 class Reader:
-    """How one layer is read.
+    """Reader of one layer.
 
     described
-        How it is quantised; None in epiloq's own format.
+        Its quantisation; None in epiloq's own format.
     quantization
         The same for integers on a grid; None for other weights.
     from_tensors

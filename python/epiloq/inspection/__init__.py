@@ -1,1 +1,1 @@
-"""What ``epiloq inspect`` tells of model directories and GGUF files."""
+"""Descriptions of model directories and GGUF files for ``epiloq inspect``."""

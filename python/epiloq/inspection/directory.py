@@ -1,4 +1,4 @@
-"""What a model directory holds, told without running it."""
+"""Describes a model directory without running the model."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ _DEQUANTISED = {
 
 
 def _notes(layers: Layers) -> list[str]:
-    """What a user should know of how layers run."""
+    """Return notes for the user about how layers run."""
     modules = {reader.module[0] for reader in layers.readers.values() if reader.quantization is None}
     return [*(_DEQUANTISED[module] for module in sorted(modules & _DEQUANTISED.keys())), *_few_bits(layers)]
 
 
 def _few_bits(layers: Layers) -> list[str]:
-    """How layers of 2 and 3 bits run on a GPU."""
+    """Return notes about how layers of 2 and 3 bits run on a GPU."""
     found = set()
     for name, reader in layers.readers.items():
         options = reader.module[1]
@@ -115,7 +115,7 @@ def _rows(layers: Layers) -> list[dict[str, Any]]:
 
 
 def _columns(layers: Layers, name: str) -> dict[str, Any]:
-    """How one layer is quantised, in the words of the table."""
+    """Return one layer's quantisation, as columns of the table."""
     reader = layers.readers[name]
     if reader.quantization is not None:
         grid = reader.quantization.grid
@@ -129,13 +129,13 @@ def _columns(layers: Layers, name: str) -> dict[str, Any]:
 
 
 def _spans(block: Sequence[int]) -> str:
-    """What shares a scale, given its rows and columns, -1 for all."""
+    """Name what shares a scale, given its rows and columns (-1: all)."""
     named = {(-1, -1): "tensor", (1, -1): "channel"}
     return named.get((block[0], block[1]), "x".join("all" if size == -1 else str(size) for size in block))
 
 
 def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of integers with real offsets, and of those whose inputs are scaled first."""
+    """Return the columns for integers with real offsets, or with inputs that are scaled first."""
     bits, group = options["bits"], options["group_size"]
     return f"int{bits}", bits, "channel" if group == -1 else group, options["zeros"] == "none", None
 
@@ -166,7 +166,7 @@ _VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
 
 
 def _version(found: Mapping[str, Any]) -> str | int | None:
-    """Which of a format's versions or layouts a configuration names."""
+    """Return the format's version or layout that a configuration names."""
     keys = ("checkpoint_format", "version", "format_version", "format", "fmt")
     return next((found[key] for key in keys if key in found), None)
 

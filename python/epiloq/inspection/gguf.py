@@ -1,4 +1,4 @@
-"""What a GGUF file holds and how each kind of block runs, told without running it."""
+"""Describes a GGUF file, and how epiloq runs each kind of block, without running the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def inspect(path: Path, check: bool = False) -> dict[str, Any]:
 
 
 def how(kind: str, linear: bool) -> str:
-    """How the tensors of a kind of block run."""
+    """Return how epiloq runs tensors of a kind of block."""
     if kind == "F32":
         return "in floating point"
     if not linear or kind not in KINDS:

@@ -1,4 +1,4 @@
-"""Which layers of a model `quantize_` replaces, and which stay in floating point with a warning."""
+"""Chooses the layers that `quantize_` replaces, and those that stay in floating point with a warning."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def choose(
 
 
 def _reasons(model: nn.Module, filter_fn: Filter | None, kind: type[nn.Module]) -> Reason:
-    """Why a layer is not to be replaced, "" for one that was not chosen; None if it is."""
+    """Return a function that tells why a layer is not replaced ("" if `filter_fn` excludes it), or None if it is."""
     if filter_fn is None:
         return reasons(model) if kind is nn.Linear else reasons_against_conv2d(model)
     return lambda module, name: None if filter_fn(module, name) else ""

@@ -19,7 +19,7 @@ from torch import nn
 
 _UNKNOWN = object()
 _EACH = "*"
-"""In a path: every module of a list."""
+"""Stands in a path for every module of a list."""
 # Methods that construct a module, and code shared by all modules.
 _MAKING, _BASES = ("__init__", "post_init"), ("torch.nn.modules.", "transformers.modeling_utils")
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {

@@ -22,7 +22,7 @@ BEFORE = "before"
 
 
 def reason_against(module: nn.Module) -> str | None:
-    """Why stacked experts cannot be taken apart; None if they can."""
+    """Return why stacked experts cannot be taken apart; None if they can."""
     kind = type(module)
     without = kind.__name__ in _WITHOUT_MARKS and kind.__module__.startswith("transformers.")
     if not without and not all(hasattr(module, mark) for mark in _MARKS):
@@ -47,7 +47,7 @@ def reason_against(module: nn.Module) -> str | None:
 
 
 def says(module: nn.Module, mark: str) -> Any:
-    """What a module says of how its experts are stacked and run."""
+    """Return a module's attribute about how its experts are stacked and run, or the usual value."""
     return getattr(module, mark, _USUAL[mark])
 
 
@@ -57,12 +57,12 @@ def stacked_names(module: Any) -> tuple[str, str]:
 
 
 def in_one(module: nn.Module) -> int:
-    """How many matrices of an expert the first of these parameters holds."""
+    """Return the number of an expert's matrices in the first of these parameters."""
     return 2 if stacked_names(module)[0] == _GATE_UP else 1
 
 
 def identities(module: nn.Module) -> int:
-    """How many experts besides give their tokens back (LongCat's zero experts)."""
+    """Return the number of additional experts that return their tokens unchanged (LongCat's zero experts)."""
     return int(getattr(module, "zero_expert_num", 0)) if hasattr(module, "identity_expert") else 0
 
 
@@ -157,7 +157,7 @@ def _joined(module: nn.Module, each: list[list[Tensor]]) -> Tensor:
 
 
 def _act_fn(module: nn.Module) -> nn.Module:
-    """What gates. Raises ValueError for what cannot be."""
+    """Return the gating activation. Raises ValueError for a gate that is not supported."""
     gate = getattr(type(module), "_apply_gate", None)
     usual = gate is None or gate.__module__ == "transformers.integrations.moe"
     if (usual and says(module, "is_concatenated")) or in_one(module) == 1:

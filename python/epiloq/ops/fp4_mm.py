@@ -136,7 +136,7 @@ def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_giv
 
 
 def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
-    """On the CPU: a few rows of W at a time."""
+    """Multiply on the CPU, dequantising a few rows of W at a time."""
     n, k = out.shape[-1], x.shape[-1]
     with without_autocast("cpu"):
         for rows in row_chunks(n, k, _AT_ONCE["cpu"]):
@@ -146,7 +146,7 @@ def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> 
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
-    """On CUDA: W is dequantised to memory in x's dtype."""
+    """Multiply on CUDA, with W dequantised to memory in x's dtype."""
     n, k = out.shape[-1], x.shape[-1]
     dense = x.new_empty((n, k))
     for rows in row_chunks(n, k, _AT_ONCE["cuda"]):

@@ -139,7 +139,7 @@ def _by_chunks(
 def _dense_product(
     out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
 ) -> None:
-    """On CUDA, if the decode kernel does not apply: W is dequantised to memory in x's dtype."""
+    """Multiply on CUDA without the decode kernel, with W dequantised to memory in x's dtype."""
     dense = x.new_empty(weight[0].shape)
     _core.dequantize_fp8(dense, *weight, *block)
     multiply_dense(out, x, dense, bias)

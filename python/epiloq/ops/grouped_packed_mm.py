@@ -245,7 +245,7 @@ def explain(
 
 
 def _converted(out_dtype: torch.dtype | None, out: Tensor | None) -> str:
-    """What follows a product in bfloat16."""
+    """Describe, for `explain`, the conversion that follows a product in bfloat16."""
     dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
     return "" if dtype == torch.bfloat16 else f", then rounded to {str(dtype).removeprefix('torch.')}"
 

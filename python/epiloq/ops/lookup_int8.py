@@ -49,7 +49,7 @@ def _run(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _expect(x: Tensor, table: Tensor, out: Tensor) -> None:
-    """On CUDA, where torch computes."""
+    """Check the arguments on CUDA, where torch computes."""
     for name, tensor, shape in (("x", x, x.shape), ("table", table, (256,)), ("out", out, x.shape)):
         if tensor.dtype != torch.int8 or tensor.shape != shape or tensor.device != x.device:
             raise ValueError(

@@ -135,7 +135,7 @@ def run(
 
 
 def _launch(call: tuple[Any, ...], staged: bool) -> None:
-    """On CUDA, with the workspace of the staged pipeline."""
+    """Launch on CUDA, with a workspace if quantiser and product are separate kernels."""
     out, x, values, parameters, bias, in_features, group_size, bits, lo, hi = call
     products = sums = None
     if staged or _core.online_quant_mm_needs_staging(group_size):

@@ -156,7 +156,7 @@ def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: 
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
-    """On CUDA, if the decode kernel does not apply: W is dequantised to memory in x's dtype."""
+    """Multiply on CUDA without the decode kernel, with W dequantised to memory in x's dtype."""
     k = x.shape[-1]
     dense = x.new_empty((n, k))
     _core.dequantize_table(dense, *weight, n, k, block_size)

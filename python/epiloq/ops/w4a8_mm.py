@@ -165,7 +165,7 @@ def _may_be_float8(x_q: Tensor) -> bool:
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, weight: PackedWeight, call: Call) -> bool:
-    """On SM90, with weights converted to float8 in registers; False if there is no such kernel."""
+    """Multiply on SM90, with weights converted to float8 in registers. Returns False if there is no such kernel."""
     padded_k = -(-weight.k // PADDING) * PADDING
     scratch = x_q.new_empty((len(x_q), padded_k), dtype=torch.uint8)
     packed, numbers = (weight.q, weight.scale, weight.zero), (weight.n, weight.k, weight.group_size)

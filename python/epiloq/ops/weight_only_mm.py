@@ -78,7 +78,7 @@ def weight_only_mm(
 def _tensors(
     x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is required, and what is not."""
+    """Return the required and the optional tensors by name."""
     return {"x": x, **parts_of(w, "q", "scale")}, {**parts_of(w, "zero", "offset", "perm"), "bias": bias, "out": out}
 
 
@@ -154,7 +154,7 @@ def on_16_bytes(x: Tensor) -> Tensor:
 def dense_product(
     out: Tensor, x: Tensor, packed: _Packed, bias: Tensor | None, numbers: _Numbers, clamp: tuple[float, float]
 ) -> None:
-    """On CUDA, if there is no kernel: the weight is dequantised to memory in x's dtype."""
+    """Multiply on CUDA without a kernel for packed weights: the weight is dequantised to memory in x's dtype."""
     _, n, k, _ = numbers
     weight = x.new_empty((n, k))
     _core.dequantize_weight(weight, *packed, *numbers)

@@ -18,7 +18,7 @@ from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 CACHES = ("cache", "past_key_values")
-"""What versions of transformers call the cache."""
+"""Names of the cache's argument in versions of transformers."""
 
 
 def rotary_attention(

@@ -55,7 +55,7 @@ _NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear)
 
 
 def reason_against(layers: Sequence[Any]) -> str | None:
-    """Why layers cannot be merged, or None."""
+    """Return why layers cannot be merged, or None if they can."""
     first = layers[0]
     if any("forward" in vars(layer) for layer in layers):
         return "a layer's forward was replaced"

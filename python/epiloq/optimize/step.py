@@ -56,7 +56,7 @@ class _Parts(NamedTuple):
     output: Any
     mlp: Any
     down: Any
-    """Of the MLP; None if that is called as a module, as a mixture of experts is."""
+    """The MLP's last layer; None if the MLP is called as a module, as a mixture of experts is."""
     counts: list[int]
     """Heads of query, key and value."""
     halves: tuple[_Half, _Half]

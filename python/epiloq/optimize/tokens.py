@@ -27,7 +27,7 @@ class Quantized(NamedTuple):
     leading: torch.Size
     """Dimensions of the tokens before K."""
     dtype: torch.dtype
-    """Of the product."""
+    """Dtype of the product."""
 
 
 # Options of ``rms_norm_quant`` and ``silu_and_mul_quant``, in the order in which their ``run`` takes them.

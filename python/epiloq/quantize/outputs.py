@@ -1,4 +1,4 @@
-"""Which formats can represent a model quantised by a scheme."""
+"""Formats that can represent a model quantised by a scheme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schemes() -> dict[str, Scheme]:
 
 
 def refusals(scheme: str, symmetric: bool = False) -> dict[str, str | None]:
-    """For each format, in order of preference, why it cannot represent a scheme's layers; None if it can."""
+    """Return, for each format in order of preference, why it cannot represent a scheme's layers; None if it can."""
     target = TARGETS[scheme]
     quantization = target.quantization(symmetric)
     weight = target.blank((CONVENIENT, CONVENIENT), symmetric)

@@ -56,7 +56,7 @@ class Target:
         return replace(self.base, symmetric=self.base.symmetric or symmetric, scale_dtype=scale_dtype, widens=widens)
 
     def quantization(self, symmetric: bool = False, scale_dtype: torch.dtype = torch.float32) -> Quantization | None:
-        """How layers are quantised, for formats of integers; None for another grid."""
+        """Return the layers' quantisation for formats of integers; None for another grid."""
         grid = self.grid(symmetric, scale_dtype)
         return Quantization(grid, self.activations) if isinstance(grid, Grid) else None
 

@@ -36,8 +36,8 @@ def _described(target: Target, layout: Format, symmetric: bool) -> Description |
 def reasons_against(
     vocabulary: VocabularySchemes, outline: nn.Module, scheme: str, symmetric: bool
 ) -> dict[str, str | None]:
-    """For each format, why it cannot represent the embedding and the head together with layers of a scheme; None if it
-    can."""
+    """Return, for each format, why it cannot represent the embedding and the head together with layers of a scheme;
+    None if it can."""
 
     def reason(layout: Format) -> str | None:
         if not vocabulary.names:
@@ -59,7 +59,7 @@ def reasons_against(
 
 
 def _unlike(vocabulary: VocabularySchemes, layout: Format, scheme: str, symmetric: bool) -> str | None:
-    """Why transformers cannot open layers with several descriptions (5.24, with compressed-tensors 0.20)."""
+    """Return why transformers (5.24, with compressed-tensors 0.20) cannot open layers with several descriptions."""
     try:
         layers = _described(TARGETS[scheme], layout, symmetric)
     except FormatError:
@@ -75,14 +75,15 @@ def _unlike(vocabulary: VocabularySchemes, layout: Format, scheme: str, symmetri
 
 
 def of_one_scheme(layout: str) -> str:
-    """Why a format whose reader describes layers cannot represent a quantised embedding beside those of a budget."""
+    """Return why a format whose reader describes layers cannot represent a quantised embedding beside those of a
+    budget."""
     return f"{layout}: its reader supports only an embedding with the layers' scheme, and a budget has several"
 
 
 def settled(
     vocabulary: VocabularySchemes, layout: Format, scheme: str, symmetric: bool
 ) -> tuple[VocabularySchemes, tuple[str, ...]]:
-    """How a format stores the embedding and the head, and warnings about it, a sentence each."""
+    """Return how a format stores the embedding and the head, and warnings about it, a sentence each."""
     if not vocabulary.shared:
         return vocabulary, ()
     first, others = vocabulary.found.embeddings[0], ", ".join(vocabulary.shared)

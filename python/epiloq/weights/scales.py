@@ -9,7 +9,7 @@ _HALF = torch.finfo(torch.float16)
 SMALLEST_HALF = _HALF.tiny * _HALF.eps
 """The smallest positive float16 number, 2^-24."""
 FINE_HALF = 64 * SMALLEST_HALF
-"""From here on float16 represents a scale to one part in 64 or better, although subnormals have fewer bits."""
+"""Smallest scale that float16 represents to one part in 64 or better: subnormals have fewer bits."""
 
 
 def scales_in(scale: Tensor, dtype: torch.dtype) -> Tensor:

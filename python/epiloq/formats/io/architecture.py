@@ -148,7 +148,7 @@ def skeleton_without_parameters(checkpoint: Checkpoint) -> nn.Module | None:
 
 
 def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError | None:
-    """For a model that is too large: the first tensor that has another shape in the files, if any."""
+    """Return an error for the first tensor with another shape in the files, if any, of a model that is too large."""
     for name, target in model.state_dict(keep_vars=True).items():
         entry = checkpoint.entries.get(name)
         if entry is not None and target.numel() > 8 * max(1, entry.nbytes):

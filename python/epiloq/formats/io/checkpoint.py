@@ -60,7 +60,7 @@ class Checkpoint:
         self.stored: dict[str, str] = {}
         """Names in the files by the names used here, where they differ."""
         self.computed: dict[str, Callable[[], Tensor]] = {}
-        """What gives tensors that are not in the files but made of others, by name."""
+        """Functions that compute tensors that are not in the files from others, by name."""
         self._layers: dict[str, str] = {}
         self.described_by, self._quantization = description(self.folder, self.config, self.files)
         self._opened: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Where a model directory says how its layers are quantised: in config.json, at one of several places, or beside it."""
+"""Finds the description of a directory's quantised layers: at one of several places in config.json, or beside it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _is_dense(found: Any) -> bool:
 
 
 def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, dict[str, Any] | None]:
-    """How a directory's layers are quantised, or None, and the file that says so.
+    """Return the name of the file that describes how a directory's layers are quantised, and the description or None.
 
     `config` is a config.json as returned by `hoisted`, `names` are those of the tensors. Raises FormatError if it is no
     object.

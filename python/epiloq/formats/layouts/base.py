@@ -17,14 +17,14 @@ Activations = Literal["int8", "int8-azp", "int8-static", "fp8"] | None
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the layers of a checkpoint are quantised: all in the same way, except those in `dynamic` and `grids`."""
+    """Quantisation of a checkpoint's layers: the same for all, except those in `dynamic` and `grids`."""
 
     grid: Grid
     activations: Activations = None
     """Per token at run time, symmetric or with a zero point (azp), or FP8; static: one scale and zero point for all
     tokens. None leaves them in floating point."""
     dynamic: tuple[str, ...] = ()
-    """With static activations: the layers that have dynamic ones with a zero point (azp) instead."""
+    """Layers that have dynamic activations with a zero point (azp) in a checkpoint with static ones."""
     grids: Mapping[str, Grid] = field(default_factory=dict, compare=False)
     """Grids of layers, by name, that differ from `grid`."""
 
@@ -35,7 +35,7 @@ class Quantization:
         return self.grid.bits == 4 and self.activations in ("int8", "fp8")
 
     def of(self, layer: str) -> Quantization:
-        """How one layer is quantised."""
+        """Return the quantisation of one layer."""
         activations = "int8-azp" if layer in self.dynamic else self.activations
         return Quantization(self.grids.get(layer, self.grid), activations)
 
@@ -104,13 +104,13 @@ class Codes:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> Codes:
-        """From a calibrated weight."""
+        """Return the integers of a calibrated weight."""
         q, zero = unsigned(weight)
         return cls(q, weight.scale, zero, weight.perm, weight.bits, weight.group_size)
 
     @classmethod
     def of_packed(cls, packed: PackedWeight, layout: str) -> Codes:
-        """From a packed weight. Raises FormatError for real offsets, which layouts cannot store."""
+        """Return the integers of a packed weight. Raises FormatError for real offsets, which layouts cannot store."""
         if packed.offset is not None:
             raise FormatError(f"{layout}: expected integer zero points or none, got real offsets")
         q, scale, zero = packed.unpack()

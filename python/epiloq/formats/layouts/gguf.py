@@ -42,7 +42,7 @@ def to_packed(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None
 
 
 def to_online(weight: Tensor, *, kind: str, shape: tuple[int, int] | None = None) -> BlockQuantWeight:
-    """As `to_packed`, for ``epiloq.online_quant_mm``: integers times integers, activations in the same groups.
+    """Return the weight for ``epiloq.online_quant_mm``, which multiplies integers, with activations in the same groups.
 
     4-bit values become signed, so Q4_1 and Q4_K have the offset ``offset + 8 scale``, rounded once to float32.
     """

@@ -1,4 +1,4 @@
-"""How a GGUF block holds its integers, scales and offsets, for each kind of block whose values are on a regular grid.
+"""Integers, scales and offsets of GGUF blocks, for each kind of block whose values are on a regular grid.
 
 Defined by ggml (``ggml-common.h``; ``ggml-quants.c``, ``dequantize_row_*``). A K-quant's scale is a float16 times an
 integer of 4, 6 or 8 bits, at most 19 significant bits, so float32 represents it exactly; likewise an offset. Decoded

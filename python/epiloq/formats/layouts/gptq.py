@@ -76,7 +76,7 @@ def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dic
 
 
 def to_tensors(weight: Weight, version: str) -> dict[str, Tensor]:
-    """As `from_packed`, of a calibrated weight; scales are written in float16."""
+    """Return the tensors of a calibrated weight; scales are written in float16."""
     if not isinstance(weight, QuantizedWeight):
         raise FormatError("gptq: expected integers on a grid")
     tensors = _write(Codes.of(weight), version)

@@ -13,7 +13,7 @@ from epiloq.weights.grid import QuantizedWeight
 
 PARTS = frozenset({"weight", "weight_scale"})
 ASIDE = {"modelopt int4": frozenset[str](), INT4_FOR_FP8: frozenset({"weight_scale_2", "input_scale"})}
-"""By layout, tensors of a layer that nothing uses: what integers and activations would be rounded to FP8 by."""
+"""Unused tensors of a layer, by layout: scales for rounding integers and activations to FP8."""
 _MIDDLE = 8
 
 

@@ -15,7 +15,7 @@ from epiloq.weights.computed import FLOAT_DTYPES
 from epiloq.weights.grid import QuantizedWeight
 
 OPTION = "scaled_input"
-"""Of the constructor of the modules that run them."""
+"""Option of the constructor of modules that run such weights."""
 
 
 def without_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:

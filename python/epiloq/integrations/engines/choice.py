@@ -1,4 +1,4 @@
-"""Which of an engine's linear layers run on epiloq, depending on the user's choice and the GPU."""
+"""Chooses which of an engine's linear layers run on epiloq, by the user's choice and the GPU."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _IN_FILES = {held: method for method, held in HELD_AS.items()}
 
 
 class EpiloqConfig(QuantizationConfigMixin):
-    """How to quantise a floating-point model, or the description of a quantised directory.
+    """Scheme for quantising a floating-point model, or the description of a quantised directory.
 
     scheme
         One of ``epiloq.schemes.available()`` that needs no calibration, applied to the linear layers after loading.

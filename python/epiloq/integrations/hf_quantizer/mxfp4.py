@@ -45,7 +45,7 @@ class StoredExperts(nn.Module):
         self._parameters.clear()
 
     def opened_part(self, part: range) -> Fp4Experts:
-        """Only the experts of `part`; only their tensors are copied from the files."""
+        """Return only the experts of `part`, and copy only their tensors from the files."""
         outline: Fp4Experts = self.__dict__["outline"]
         read: Callable[[str], Tensor] = self.__dict__["read"]
         return outline.some(part, {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()})

@@ -56,7 +56,7 @@ def is_parallel(model: Any) -> bool:
 
 
 class Split:
-    """How a model is distributed over ranks: which layers are sharded, and with which style."""
+    """Distribution of a model over ranks: the sharded layers, and the style of each."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         """Exclude the quantised layers of a model from what transformers loads and shards.

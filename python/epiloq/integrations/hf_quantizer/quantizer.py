@@ -42,13 +42,13 @@ class EpiloqQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.readers: dict[str, Reader] = {}
         self.scales: dict[str, Tensor] = {}
-        """Of a quantised key-value cache, or of activations, which are not used."""
+        """Tensors of a quantised key-value cache or of activations, which are not used."""
         self.sharing: dict[str, str] = {}
         """Layers without a weight of their own, and the embeddings whose weights they share."""
         self.unstacked_weights: list[str] = []
-        """Weights of experts that are apart, which transformers would stack."""
+        """Weights of unstacked experts, which transformers would stack."""
         self.split: Split | None = None
-        """How several ranks share the model."""
+        """The distribution of the model over ranks, if there are several."""
 
     @property
     def _is_mxfp4(self) -> bool:
@@ -76,7 +76,7 @@ class EpiloqQuantizer(HfQuantizer):
         return dtype
 
     def _convert_model_for_quantization(self, model: Any) -> None:
-        """Nothing: experts are unstacked where the files have one matrix per expert, whatever the method is."""
+        """Do nothing: experts are unstacked where the files have one matrix per expert, whatever the method is."""
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -16,7 +16,7 @@ _INTEGER = "an integer below 2^31"
 
 
 class Geometry(NamedTuple):
-    """In the order of the operators' schemas; padding is top, bottom, left, right."""
+    """Numbers in the order of the operators' schemas; padding is top, bottom, left, right."""
 
     stride: tuple[int, int]
     padding: tuple[int, int, int, int]

@@ -85,7 +85,7 @@ def conv2d_weight_only(
 def _tensors(
     x: Tensor, w: PackedConv2dWeight, bias: Tensor | None, out: Tensor | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is required, and what is not."""
+    """Return the required and the optional tensors by name."""
     return {"x": x, **parts_of(w, "q", "scale")}, {**parts_of(w, "zero", "offset"), "bias": bias, "out": out}
 
 

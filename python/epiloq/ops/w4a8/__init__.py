@@ -1,1 +1,1 @@
-"""How `w4a8_mm` multiplies where `weight_only_mm` and its own kernel do not."""
+"""Products of `w4a8_mm` for which neither `weight_only_mm` nor its own kernel is used."""

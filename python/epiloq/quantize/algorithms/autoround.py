@@ -20,7 +20,7 @@ STEPS = 200
 BATCH = 4
 """Windows in a step."""
 CHECKS = 10
-"""How often the error is measured."""
+"""Number of times the error is measured."""
 HELD_OUT = 4
 """One window in four is held out of training and used to measure the error."""
 INSIDE = 0.1

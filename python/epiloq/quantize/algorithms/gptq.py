@@ -108,7 +108,7 @@ def _walk(weight: Tensor, upper: Tensor, groups: _Groups, block: int) -> _Walked
 
 
 def _better(one: _Walked, other: _Walked, rows: int) -> _Walked:
-    """For each set of rows that share parameters, the result with the smaller error."""
+    """Return the result with the smaller error for each set of rows that share parameters."""
     first = together(one.errors, rows, torch.sum) <= together(other.errors, rows, torch.sum)
     scale, shift = torch.where(first[:, None], one.parameters.scale, other.parameters.scale), None
     if one.parameters.shift is not None and other.parameters.shift is not None:

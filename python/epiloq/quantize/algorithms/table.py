@@ -8,10 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How weights are prepared and rounded.
+    """Preparation and rounding of weights.
 
     fold
-        What is folded between a block's norms (or linear layers) and the linear layers that read them.
+        The factors or rotations that are folded between a block's norms (or linear layers) and the linear layers that
+        read them.
     compensate
         Round by GPTQ rather than to nearest.
     clip

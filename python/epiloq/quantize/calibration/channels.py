@@ -24,7 +24,7 @@ become subnormal."""
 
 @torch.no_grad()
 def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object]) -> Tensor | None:
-    """For each input channel of `consumer`, the output channel of `producer` to which it is proportional, int64
+    """Return the output channel of `producer` to which each input channel of `consumer` is proportional, int64
     ``[K]``.
 
     The producer's rows are multiplied by powers of two, which are exact in floating point, and every channel of the

@@ -210,7 +210,7 @@ def _fill(
 def _collected(
     sums: list[list[InputStatistics]], index: int, owner: int, counts: Sequence[list[list[int]]], ranks: Ranks
 ) -> InputStatistics | None:
-    """On the owner: the sum over all ranks, in order, of one input's statistics. Statistics that were sent are
+    """Return, on the owner, the sum of one input's statistics over all ranks, in order. Statistics that were sent are
     released."""
     own, sums[index] = sums[index], []
     total: InputStatistics | None = None

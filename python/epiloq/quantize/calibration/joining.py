@@ -17,7 +17,7 @@ from epiloq.heartbeat import PATIENCE, Heartbeat
 from epiloq.quantize.calibration.ranks import Group, Ranks
 
 MEETING = timedelta(minutes=5)
-"""How long ranks wait for each other to start."""
+"""Longest time that ranks wait for each other to start."""
 _FOREVER = timedelta(days=30)
 _READABLE = frozenset({"device", "instruction sets", "threads", "torch", "epiloq"})
 """Facts whose values are shown in messages."""

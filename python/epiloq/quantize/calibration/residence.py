@@ -1,4 +1,4 @@
-"""Where a model's blocks are stored while they are not being processed."""
+"""Places for a model's blocks while they are not being processed."""
 
 from __future__ import annotations
 

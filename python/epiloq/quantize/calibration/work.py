@@ -34,7 +34,7 @@ class Block:
 
     name: str
     weights: dict[str, Calibrated]
-    """By layer, named as in the model."""
+    """Calibrated weights by the layer's name in the model."""
     state: dict[str, Tensor]
     """The block's other parameters and buffers by their names in the block; folding may have changed them."""
     errors: dict[str, float]
