@@ -10,50 +10,56 @@ import numpy as np
 import pytest
 
 import epiloq
-import online_quant_fit
-from times_fit import MEMORY, Bools, Floats, Model, Problems, Subject, climb, cost, fit
+from online_quant_fit import (
+    HEADER,
+    MEMORY,
+    SWEEPS,
+    Bools,
+    Floats,
+    Model,
+    Problems,
+    climb,
+    cost,
+    fit,
+    is_among,
+    numbers_in,
+    with_numbers,
+)
+from online_quant_sweep import name_of
 
-SUBJECTS = {"online_quant_mm": online_quant_fit.SUBJECT}
-NAMED = pytest.mark.parametrize("name", SUBJECTS)
 LAYERS = ((100, 128), (576, 1536), (2112, 7168), (4096, 4096), (4096, 14336), (28672, 4096), (24576, 1536))
 pytestmark = pytest.mark.skipif(
-    not all(path.exists() for subject in SUBJECTS.values() for path in (subject.path, *subject.sweeps))
+    not all(path.exists() for path in (HEADER, *SWEEPS))
     or shutil.which(os.environ.get("CXX", "c++").split()[0]) is None,
     reason="needs the checkout and a compiler",
 )
 
 
-def model_of(subject: Subject) -> Model:
-    return Model(subject, subject.path.read_text())
+def header_model() -> Model:
+    return Model(HEADER.read_text())
 
 
-@NAMED
-def test_numbers_are_those_of_the_header(seed: int, name: str) -> None:
+def test_numbers_are_those_of_the_header(seed: int) -> None:
     """In its order; and others take their places, and nothing else's."""
-    subject = SUBJECTS[name]
-    text = subject.path.read_text()
-    before = [float(found[0]) for found in subject.numbers_in(text)]
-    assert np.array_equal(model_of(subject).numbers(), before) and len(before) > 50
+    text = HEADER.read_text()
+    before = [float(found[0]) for found in numbers_in(text)]
+    assert np.array_equal(header_model().numbers(), before) and len(before) > 50
     others = np.array(before) * np.random.default_rng(seed).uniform(0.5, 30, len(before))
-    changed = subject.with_numbers(text, others.tolist())
-    assert np.allclose(Model(subject, changed).numbers(), others, rtol=5e-3)
-    assert subject.with_numbers(changed, before) == text
+    changed = with_numbers(text, others.tolist())
+    assert np.allclose(Model(changed).numbers(), others, rtol=5e-3)
+    assert with_numbers(changed, before) == text
 
 
-@NAMED
 @pytest.mark.parametrize("memory", MEMORY.values())
-def test_the_least_time_is_what_the_library_chooses(name: str, memory: int) -> None:
-    subject = SUBJECTS[name]
-    model, families = model_of(subject), set()
+def test_the_least_time_is_what_the_library_chooses(memory: int) -> None:
+    model, families = header_model(), set()
     for bits, m, (n, k) in itertools.product((4, 8), (1, 2, 3, 8, 9, 16, 64, 100, 500, 2000), LAYERS):
         problem = {"bits": bits, "m": m, "n": n, "k": k}
-        explained = epiloq.explain(name, **problem, group_size=128, arch="sm90", memory_gb_s=memory)
-        if explained.startswith("dequantise"):
-            continue  # a dense product, whose time is no kernel's
+        explained = epiloq.explain("online_quant_mm", **problem, group_size=128, arch="sm90", memory_gb_s=memory)
         families.add(explained.split()[0])
         first = len(model.times(model.numbers()))
         names = model.add(problem, memory)
-        assert names[int(model.times(model.numbers())[first:].argmin())] == subject.name(explained), problem
+        assert names[int(model.times(model.numbers())[first:].argmin())] == name_of(explained), problem
     assert families == {"sm80", "sm90"}
 
 
@@ -68,13 +74,11 @@ def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Fl
     return next(start for start in starts if cost_of(model, problems, start) > 0.2)
 
 
-@NAMED
-def test_fit_reduces_the_loss(name: str) -> None:
+def test_fit_reduces_the_loss() -> None:
     """From one bad start, always the same: of any start no more is certain than that the fit is not worse."""
-    subject = SUBJECTS[name]
-    model = model_of(subject)
-    card = next(path for path in subject.sweeps if "h200" in path.name)
-    problems, now = Problems(model, subject, [card]), model.numbers()
+    model = header_model()
+    card = next(path for path in SWEEPS if "h200" in path.name)
+    problems, now = Problems(model, [card]), model.numbers()
     assert len(problems.rows) >= 30
     start = bad_start(model, problems, np.ones(len(now), bool), 0)
     assert cost_of(model, problems, fit(model, problems, start, 20)) < 0.9 * cost_of(model, problems, start)
@@ -82,33 +86,25 @@ def test_fit_reduces_the_loss(name: str) -> None:
 
 def test_fit_changes_only_selected_parameters(seed: int) -> None:
     """Of some tokens, the times of WGMMA steps: no others change. A climb goes on from there, in written numbers."""
-    subject = SUBJECTS["online_quant_mm"]
-    text, model = subject.path.read_text(), model_of(subject)
-    card = next(path for path in subject.sweeps if "h100.json" in path.name)
-    problems, now = Problems(model, subject, [card], range(1, 129)), model.numbers()
+    text, model = HEADER.read_text(), header_model()
+    card = next(path for path in SWEEPS if "h100.json" in path.name)
+    problems, now = Problems(model, [card], range(1, 129)), model.numbers()
     assert problems.rows and all(row["m"] <= 128 for row in problems.rows)
-    steps = subject.is_among(text, "kSm90Steps")
-    assert 0 < steps.sum() < len(steps) and subject.is_among(text, "").all()
+    steps = is_among(text, "kSm90Steps")
+    assert 0 < steps.sum() < len(steps) and is_among(text, "").all()
     start = now * np.exp(np.random.default_rng(seed).normal(0, 0.3, len(now)) * steps)
     found = fit(model, problems, start, 20, steps)
     assert np.array_equal(found[~steps], now[~steps]) and not np.array_equal(found[steps], start[steps])
     higher = climb(model, problems, found, 300, steps)
     assert np.array_equal(higher[~steps], now[~steps])
     assert problems.losses(model.times(higher)).mean() <= problems.losses(model.times(found)).mean()
-    assert np.array_equal(Model(subject, subject.with_numbers(text, higher.tolist())).numbers(), higher)
+    assert np.array_equal(Model(with_numbers(text, higher.tolist())).numbers(), higher)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "mean", "most", "unknown"),
-    [("online_quant_mm", 297, 0.0045, 0.083, 20)],
-)
-def test_choices_are_near_the_fastest_of_all_sweeps(
-    name: str, count: int, mean: float, most: float, unknown: int
-) -> None:
+def test_choices_are_near_the_fastest_of_all_sweeps() -> None:
     """The bounds are what the fits left: they say when a kernel or a number that is changed no longer fits."""
-    subject = SUBJECTS[name]
-    model = model_of(subject)
-    problems, times = Problems(model, subject, subject.sweeps), model.times(model.numbers())
+    model = header_model()
+    problems, times = Problems(model, SWEEPS), model.times(model.numbers())
     lost = problems.losses(times)
-    assert len(problems.rows) == count and lost.mean() <= mean and lost.max() <= most
-    assert problems.unknown(times) <= unknown
+    assert len(problems.rows) == 297 and lost.mean() <= 0.0045 and lost.max() <= 0.083
+    assert problems.unknown(times) <= 20
