@@ -54,8 +54,10 @@ struct GroupwiseMmProblem {
 EPILOQ_API void check(GroupwiseMm const& call);
 EPILOQ_API void groupwise_mm(GroupwiseMm const& call, Stream stream);
 EPILOQ_API void groupwise_mm(GroupwiseMm const& call);  // on the CPU
-EPILOQ_API std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
-EPILOQ_API std::string explain(GroupwiseMm const& call);
-EPILOQ_API KernelCandidates candidates(GroupwiseMmProblem const& problem, int device);  // as of scaled_mm.h
+// As in scaled_mm.h.
+EPILOQ_API std::string explain_groupwise_mm(GroupwiseMmProblem const& problem, Arch arch, int sm_count,
+                                            bool terms = false);
+EPILOQ_API std::string explain(GroupwiseMm const& call, bool terms = false);
+EPILOQ_API KernelCandidates candidates(GroupwiseMmProblem const& problem, int device);
 
 }  // namespace epiloq

@@ -57,9 +57,10 @@ EPILOQ_API void scaled_mm(ScaledMm const& call, Stream stream);
 // On the CPU.
 EPILOQ_API void scaled_mm(ScaledMm const& call);
 
-// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
-EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count);
-EPILOQ_API std::string explain(ScaledMm const& call);
+// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build. `terms`: with the
+// terms of the cost model, for it and for the runner-up.
+EPILOQ_API std::string explain_scaled_mm(ScaledMmProblem const& problem, Arch arch, int sm_count, bool terms = false);
+EPILOQ_API std::string explain(ScaledMm const& call, bool terms = false);
 // The kernels to choose from on a device; for kNoDevice, on the reference card of the forced architecture.
 EPILOQ_API KernelCandidates candidates(ScaledMmProblem const& problem, int device);
 

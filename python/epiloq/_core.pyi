@@ -66,53 +66,6 @@ def check_decode_attention(
 def check_fp8_weight_mm(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
 ) -> None: ...
-def check_grouped_weight_only_mm(
-    out: Tensor,
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    factor: Tensor | None,
-    counts: Tensor | None,
-    masked: bool,
-    format: str,
-    bits: int,
-    n: int,
-    k: int,
-    group_size: int,
-    kernel: tuple[int, int] | None = None,
-) -> None: ...
-def check_groupwise_mm(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    rows_per_scale: int = 1,
-    columns_per_scale: int = 128,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    depth_per_scale: int = 128,
-    constant_b: bool = False,
-    threads: int = 1,
-) -> None: ...
-def check_online_quant_mm(
-    out: Tensor,
-    x: Tensor,
-    values: Tensor,
-    parameters: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    bits: int,
-    lo: float,
-    hi: float,
-    staged: bool,
-    kernel: tuple[str, int, int, bool] | None = None,
-) -> None: ...
 def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
@@ -133,27 +86,6 @@ def check_rotate_and_store(
     value_cache: Tensor,
     position: Tensor | None,
 ) -> None: ...
-def check_scaled_bmm(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    scale_out: Tensor | None = None,
-    threads: int = 1,
-) -> None: ...
-def check_scaled_mm(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    azp_adj: Tensor | None = None,
-    azp: Tensor | None = None,
-    fast_accum: bool = False,
-    constant_b: bool = False,
-) -> None: ...
 def check_table_mm(
     out: Tensor,
     x: Tensor,
@@ -164,23 +96,6 @@ def check_table_mm(
     n: int,
     k: int,
     block_size: int,
-) -> None: ...
-def check_weight_only_mm(
-    out: Tensor,
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    n: int,
-    k: int,
-    group_size: int,
-    lo: float,
-    hi: float,
-    kernel: tuple[str, int, int] | None = None,
-    threads: int = 1,
 ) -> None: ...
 def clear_tuned_kernels(device: int) -> None: ...
 def conv2d_int8(
@@ -380,6 +295,22 @@ def explain_groupwise_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
     has_experts: bool = False,
+    terms: bool = False,
+) -> str: ...
+def explain_groupwise_mm_terms(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    rows_per_scale: int = 1,
+    columns_per_scale: int = 128,
+    offs: Tensor | None = None,
+    masked_m: Tensor | None = None,
+    depth_per_scale: int = 128,
+    constant_b: bool = False,
+    threads: int = 1,
 ) -> str: ...
 def explain_online_quant_mm(
     out: Tensor,
@@ -460,6 +391,19 @@ def explain_scaled_mm_problem(
     int8_out: bool = False,
     arch: str = "sm90",
     sm_count: int = 0,
+    terms: bool = False,
+) -> str: ...
+def explain_scaled_mm_terms(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+    fast_accum: bool = False,
+    constant_b: bool = False,
 ) -> str: ...
 def explain_silu_and_mul_quant(
     q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool

@@ -67,8 +67,9 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
     first GPU), for the last two operations ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others;
     an unknown option raises an error that lists them.
 
-    For `weight_only_mm`, ``terms=True`` adds the cost model's estimates for the kernel and the runner-up: bytes,
-    waves, and microseconds for memory, arithmetic, loads, reduction and store.
+    For `scaled_mm`, `scaled_mm_azp`, `groupwise_mm`, `grouped_mm` and `weight_only_mm`, ``terms=True`` adds the cost
+    model's estimates for the kernel and the runner-up: waves and microseconds per K step, and for `weight_only_mm` also
+    bytes, and microseconds for memory, arithmetic, loads, reduction and store.
 
     Raises what the call itself would raise.
     """

@@ -219,7 +219,7 @@ Target target_of(GroupwiseMm const& call) {
 ops::groupwise_mm::Choice choice_of(GroupwiseMm const& call, Sizes const& sizes) {
   GroupwiseMmProblem const problem = problem_of(call, sizes);
   int const device = tuning::index_of(call.a.device);
-  return gemm::remembered_choice(problem, device, [&] {
+  return gemm::cached_choice(problem, device, [&] {
     return tuning::choose<ops::groupwise_mm::Selection>(problem, target_of(call), device).choice;
   });
 }
@@ -280,8 +280,8 @@ void groupwise_mm(GroupwiseMm const& call) {
                                  call.threads);
 }
 
-std::string explain_groupwise_mm(GroupwiseMmProblem const& asked, Arch arch, int sm_count) {
-  GroupwiseMmProblem problem = asked;
+std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch, int sm_count, bool terms) {
+  GroupwiseMmProblem problem = requested;
   problem.batch_invariant |= batch_invariant();
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
@@ -291,10 +291,13 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& asked, Arch arch, int
                           std::string(name(problem.a)));
   }
   constexpr int kH100 = 132;
-  return ops::groupwise_mm::describe(ops::groupwise_mm::choose(problem, arch, sm_count > 0 ? sm_count : kH100));
+  Target const target{arch, sm_count > 0 ? sm_count : kH100, 0};
+  auto const choice = ops::groupwise_mm::choose(problem, target.arch, target.sm_count);
+  if (!terms) return ops::groupwise_mm::describe(choice);
+  return tuning::explain_terms<ops::groupwise_mm::Selection>(problem, target, {choice});
 }
 
-std::string explain(GroupwiseMm const& call) {
+std::string explain(GroupwiseMm const& call, bool terms) {
   Sizes const sizes = checked(call);
   if (is_empty(sizes)) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
@@ -304,7 +307,7 @@ std::string explain(GroupwiseMm const& call) {
     return has_experts(call) ? words + ", expert by expert" : words;
   }
   return tuning::explain<ops::groupwise_mm::Selection>(problem_of(call, sizes), target_of(call),
-                                                       tuning::index_of(call.a.device));
+                                                       tuning::index_of(call.a.device), terms);
 }
 
 KernelCandidates candidates(GroupwiseMmProblem const& problem, int device) {

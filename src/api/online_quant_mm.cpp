@@ -99,10 +99,10 @@ online::Choice choose(OnlineQuantMm const& call, Sizes const& sizes) {
   return tuning::choose<online::Selection>(problem, target_of(call), tuning::index_of(call.x.device)).choice;
 }
 
-online::Choice remembered_choice(OnlineQuantMm const& call, Sizes const& sizes) {
+online::Choice cached_choice(OnlineQuantMm const& call, Sizes const& sizes) {
   auto const chosen = [&] { return choose(call, sizes); };
   if (call.staged || call.kernel) return chosen();
-  return gemm::remembered_choice(problem_of(call, sizes), call.x.device.index, chosen);
+  return gemm::cached_choice(problem_of(call, sizes), call.x.device.index, chosen);
 }
 
 // The call's operands, without a workspace.
@@ -166,7 +166,7 @@ void online_quant_mm(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
   expect_device("online_quant_mm", "x", call.x, Device::Type::kCuda);
   check_workspace(call, workspace, sizes);
   if (sizes.x.rows == 0 || sizes.n == 0) return;
-  online::Choice const choice = remembered_choice(call, sizes);
+  online::Choice const choice = cached_choice(call, sizes);
   if (choice.family == online::Family::kStaged && !call.staged) {
     throw Unsupported("epiloq.online_quant_mm: group_size: no fused kernel supports this size, and staged is false");
   }

@@ -145,7 +145,7 @@ Target target_of(ScaledMm const& call) {
 ops::scaled_mm::Choice choice_of(ScaledMm const& call, Sizes const& sizes) {
   ScaledMmProblem const problem = problem_of(call, sizes);
   int const device = tuning::index_of(call.a.device);
-  return gemm::remembered_choice(problem, device, [&] {
+  return gemm::cached_choice(problem, device, [&] {
     return tuning::choose<ops::scaled_mm::Selection>(problem, target_of(call), device).choice;
   });
 }
@@ -194,8 +194,8 @@ void scaled_mm(ScaledMm const& call) {
                               call.azp_adj.has_value(), call.threads);
 }
 
-std::string explain_scaled_mm(ScaledMmProblem const& asked, Arch arch, int sm_count) {
-  ScaledMmProblem problem = asked;
+std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int sm_count, bool terms) {
+  ScaledMmProblem problem = requested;
   problem.batch_invariant |= batch_invariant();
   for (DType operand : {problem.a, problem.b}) {
     if (operand != DType::kInt8 && operand != DType::kFloat8E4M3 && operand != DType::kFloat8E5M2) {
@@ -210,17 +210,19 @@ std::string explain_scaled_mm(ScaledMmProblem const& asked, Arch arch, int sm_co
   }
   Target target = nominal(kernels_of(problem.a), arch);
   if (sm_count > 0) target.sm_count = sm_count;
-  return ops::scaled_mm::describe(ops::scaled_mm::choose(problem, target));
+  auto const choice = ops::scaled_mm::choose(problem, target);
+  if (!terms) return ops::scaled_mm::describe(choice);
+  return tuning::explain_terms<ops::scaled_mm::Selection>(problem, target, {choice});
 }
 
-std::string explain(ScaledMm const& call) {
+std::string explain(ScaledMm const& call, bool terms) {
   Sizes const sizes = checked(call);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return "nothing to launch: the output is empty";
   if (call.a.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return is_float8(call) ? std::string("cpu, ") + float8_routine(sizes.a.rows).name : describe_int8(sizes.a.rows);
   }
   return tuning::explain<ops::scaled_mm::Selection>(problem_of(call, sizes), target_of(call),
-                                                    tuning::index_of(call.a.device));
+                                                    tuning::index_of(call.a.device), terms);
 }
 
 KernelCandidates candidates(ScaledMmProblem const& problem, int device) {

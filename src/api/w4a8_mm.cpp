@@ -78,7 +78,7 @@ bool w4a8_mm(W4a8Mm const& call, Stream stream) {
   if (unsupported_reason(problem, target) != nullptr || product.weight.k == 0) return false;
   if (product.m == 0 || product.weight.n == 0) return true;
   int const device = call.x_q.device.index;
-  Choice const choice = gemm::remembered_choice(problem_of(problem, call), device, [&] {
+  Choice const choice = gemm::cached_choice(problem_of(problem, call), device, [&] {
     return tuning::choose<ops::w4a8_mm::Selection>(problem_of(problem, call), *target, device).choice;
   });
   ops::w4a8_mm::launch(choice, problem, call.out.dtype, device, stream);

@@ -73,9 +73,9 @@ wo::Choice choice_of(wo::Problem const& problem, WeightOnlyMm const& call) {
   return tuning::choose<wo::Selection>(p, target_of(call), tuning::index_of(call.x.device)).choice;
 }
 
-wo::Choice remembered_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
+wo::Choice cached_choice(wo::Problem const& problem, WeightOnlyMm const& call) {
   auto const choose = [&] { return choice_of(problem, call); };
-  return call.kernel ? choose() : gemm::remembered_choice(problem_of(problem, call), call.x.device.index, choose);
+  return call.kernel ? choose() : gemm::cached_choice(problem_of(problem, call), call.x.device.index, choose);
 }
 
 bool is_empty(wo::Problem const& p) { return p.m == 0 || p.weight.n == 0; }
@@ -92,7 +92,7 @@ bool weight_only_mm(WeightOnlyMm const& call, Stream stream) {
     wo::multiply_on_host(problem, call.x.dtype, call.threads);
     return true;
   }
-  wo::Choice const choice = remembered_choice(problem, call);
+  wo::Choice const choice = cached_choice(problem, call);
   if (choice.family == wo::Family::kDense) return false;
   wo::launch(choice, problem, call.x.dtype, call.x.device.index, stream);
   return true;
@@ -112,7 +112,7 @@ std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
   wo::Choice const choice = wo::Selection::choose(problem, target);
-  return terms ? wo::explain_terms(problem, target, choice, false) : wo::describe(choice);
+  return terms ? wo::explain_terms(problem, target, {choice}) : wo::describe(choice);
 }
 
 std::string explain(WeightOnlyMm const& call, bool terms) {
@@ -126,8 +126,7 @@ std::string explain(WeightOnlyMm const& call, bool terms) {
   Target const target = target_of(call);
   int const device = tuning::index_of(call.x.device);
   if (!terms) return tuning::explain<wo::Selection>(p, target, device);
-  auto const chosen = tuning::choose<wo::Selection>(p, target, device);
-  return wo::explain_terms(p, target, chosen.choice, chosen.tuned);
+  return wo::explain_terms(p, target, tuning::choose<wo::Selection>(p, target, device));
 }
 
 KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device) {

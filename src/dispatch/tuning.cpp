@@ -1,6 +1,7 @@
 #include "dispatch/tuning.h"
 
 #include <atomic>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <set>
@@ -73,6 +74,12 @@ std::optional<std::string> tuned_kernel(int device, std::string const& key) {
   auto const found = table().names.find({device, key});
   if (found == table().names.end()) return std::nullopt;
   return found->second;
+}
+
+std::string fixed(double value, int decimals) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*f", decimals, value);
+  return text;
 }
 
 Tokens tokens_of(std::int64_t m) {

@@ -9,8 +9,12 @@
 //   candidates(Problem, Target) -> vector<Timed<Choice>>; empty: there is nothing to choose
 //   choose(Problem, Target) -> Choice       by rules or the cost model
 //   describe(Choice, Problem) -> string     unique among candidates
+// and, for explain_terms,
+//   rank(Timed<Choice>, Problem, Target) -> double   what the cost model minimises, in us; infinite: not by default
+//   terms(Choice, Problem, Target) -> string         the cost model's terms, in lines indented by two spaces
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -78,11 +82,38 @@ Chosen<typename Selection::Choice> choose(typename Selection::Problem const& pro
   return {Selection::choose(problem, target)};
 }
 
+// The chosen kernel and the runner-up, each with the terms of the cost model. `note`: a line about the choice.
 template <class Selection>
-std::string explain(typename Selection::Problem const& problem, Target const& target, int device) {
+std::string explain_terms(typename Selection::Problem const& problem, Target const& target,
+                          Chosen<typename Selection::Choice> const& chosen, std::string const& note = "") {
+  std::string const name = Selection::describe(chosen.choice, problem);
+  std::string text = "chosen: " + name + '\n' + Selection::terms(chosen.choice, problem, target);
+  text += chosen.tuned ? "  chosen as measured on this card by epiloq.tune\n" : note;
+  std::optional<typename Selection::Choice> next;
+  double least = std::numeric_limits<double>::infinity();
+  for (auto const& candidate : Selection::candidates(problem, target)) {
+    if (candidate.us == 0 || Selection::describe(candidate.choice, problem) == name) continue;
+    double const us = Selection::rank(candidate, problem, target);
+    if (us < least) least = us, next = candidate.choice;
+  }
+  if (next) {
+    text += "runner-up: " + Selection::describe(*next, problem) + '\n' + Selection::terms(*next, problem, target);
+  }
+  text.pop_back();  // the last line's end
+  return text;
+}
+
+template <class Selection>
+std::string explain(typename Selection::Problem const& problem, Target const& target, int device, bool terms = false) {
   auto const chosen = choose<Selection>(problem, target, device);
+  if constexpr (requires { &Selection::terms; }) {
+    if (terms) return explain_terms<Selection>(problem, target, chosen);
+  }
   return Selection::describe(chosen.choice, problem) + (chosen.tuned ? " (tuned: measured on this card)" : "");
 }
+
+// A number of microseconds or the like, for `terms`.
+std::string fixed(double value, int decimals = 1);
 
 template <class Selection>
 KernelCandidates candidates(typename Selection::Problem const& problem, Target const& target) {

@@ -24,7 +24,7 @@ SCHEMES = {
     "int8": ({"dtype": "int8", "per_row_scales": True}, 1.018, 1.1),
 }
 TILE = re.compile(
-    r"sm90 (?:whole-row|group-wise) wgmma, (\d+) tokens x (\d+) weights(?:, 3 warpgroups)?"
+    r"sm90 (?:per-row|group-wise) wgmma, (\d+) tokens x (\d+) weights(?:, 3 warpgroups)?"
     r"(, K over clusters of 2 in a last wave)?"
 )
 

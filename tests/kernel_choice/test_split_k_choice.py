@@ -18,7 +18,7 @@ SCHEMES = {
     "groups": {"dtype": "float8_e4m3fn"},
 }
 TILE = re.compile(
-    r"sm90 (?:whole-row|group-wise) wgmma, 64 tokens x (\d+) weights, 2 warpgroups along K"
+    r"sm90 (?:per-row|group-wise) wgmma, 64 tokens x (\d+) weights, 2 warpgroups along K"
     r"(, K over clusters of 2)?"
 )
 

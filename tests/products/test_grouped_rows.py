@@ -191,7 +191,7 @@ def test_explain() -> None:
     for dtype, tiles in TILES.items():
         whole_rows = {"k": 4096, "per_row_scales": True, "dtype": dtype}
         kernels = {explain("grouped_mm", m=m, n=n, experts=e, **whole_rows) for m, n, e in sizes}
-        assert len(kernels) == tiles and all("whole-row wgmma" in kernel for kernel in kernels), kernels
+        assert len(kernels) == tiles and all("per-row wgmma" in kernel for kernel in kernels), kernels
     p = make(12, 16, 32, 2, INT8)
     operands = (p.a, p.b, p.scale_a, p.scale_b)
     assert "cpu, int8 products" in explain("grouped_mm", *operands, offs=ends_of([4, 8], "cpu"), recipe=RECIPE)

@@ -89,7 +89,12 @@ def test_numpy_through_dlpack() -> None:
     tensors = product(zero_point=False)
     good = {name: tensors[name].numpy() for name in ("a", "b", "scale_a", "scale_b")}
     good["out"] = np.full((6, 10), 7, np.float32)
-    _core.check_scaled_mm(**good)
+    rest = {"bias": None, "azp_adj": None, "azp": None, "threads": 1}
+    _core.scaled_mm_on_host(**good, **rest)
+    sums = good["a"].astype(int) @ good["b"].astype(int)
+    expected = sums * good["scale_a"].reshape(-1, 1) * good["scale_b"].ravel()
+    np.testing.assert_allclose(good["out"], expected, rtol=4 * np.finfo(np.float32).eps)
+    good["out"][:] = 7
     k_first = np.asfortranarray(good["a"])
     for name, wrong, text in (
         ("a", good["a"][::-1], "do not overlap"),
@@ -103,14 +108,14 @@ def test_numpy_through_dlpack() -> None:
         ("out", np.broadcast_to(np.float32(7), (6, 10)).copy().reshape(1, 1, 1, 1, 1, 6, 10), "6 dimensions, got 7"),
     ):
         with pytest.raises(ValueError, match=f"epiloq.scaled_mm: {name}: .*{re.escape(text)}"):
-            _core.check_scaled_mm(**{**good, name: wrong})
+            _core.scaled_mm_on_host(**{**good, name: wrong}, **rest)
     assert (good["out"] == 7).all()
     frozen = good["a"].copy()
     frozen.flags.writeable = False
     with pytest.raises(BufferError, match="readonly"):
-        _core.check_scaled_mm(**{**good, "a": frozen})
+        _core.scaled_mm_on_host(**{**good, "a": frozen}, **rest)
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        _core.check_scaled_mm(**{**good, "a": [1, 2]})
+        _core.scaled_mm_on_host(**{**good, "a": [1, 2]}, **rest)
 
 
 def test_numpy_values() -> None:

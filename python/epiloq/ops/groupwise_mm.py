@@ -124,8 +124,9 @@ def _run(
     return result
 
 
-def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `groupwise_mm` and `grouped_mm`, given the arguments of a call."""
+def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, **kwargs: Any) -> str:
+    """`epiloq.explain` for `groupwise_mm` and `grouped_mm`, given the arguments of a call; with `terms`, the terms of
+    the cost model for the chosen kernel and the runner-up."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         given = signature.bind(*args, **kwargs)
@@ -142,7 +143,8 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)
     if out is None:
         out = empty_result(name, call["a"], call["b"], out_dtype)
-    return _core.explain_groupwise_mm(out, **call, **scales)
+    ask = _core.explain_groupwise_mm_terms if terms else _core.explain_groupwise_mm
+    return ask(out, **call, **scales)
 
 
 def fake_of(operation: str) -> Callable[..., Tensor]:

@@ -178,8 +178,9 @@ def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
         _core.scaled_mm_on_host(*call, threads_for(call[0]))
 
 
-def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for a product, given the arguments of a call."""
+def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, **kwargs: Any) -> str:
+    """`epiloq.explain` for a product, given the arguments of a call; with `terms`, the terms of the cost model for the
+    chosen kernel and the runner-up."""
     name, signature = operation.__name__, inspect.signature(operation)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -194,7 +195,8 @@ def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     out = given.pop("out")
     if out is None:
         out = _empty(name, given["a"], given["b"], out_dtype)
-    return _core.explain_scaled_mm(out, **given, fast_accum=fast_accum)
+    ask = _core.explain_scaled_mm_terms if terms else _core.explain_scaled_mm
+    return ask(out, **given, fast_accum=fast_accum)
 
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:

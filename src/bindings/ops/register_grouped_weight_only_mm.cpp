@@ -39,7 +39,6 @@ void register_grouped_weight_only_mm(py::module_& module) {
   define("grouped_weight_only_mm", [](GroupedWeightOnlyMm const& call, TensorArg const& x) {
     return grouped_weight_only_mm(call, current_stream(x));
   });
-  define("check_grouped_weight_only_mm", [](GroupedWeightOnlyMm const& call, TensorArg const&) { check(call); });
   define("explain_grouped_weight_only_mm",
          [](GroupedWeightOnlyMm const& call, TensorArg const&) { return explain(call); });
 }

@@ -26,19 +26,20 @@ void register_groupwise_mm(py::module_& module) {
     py::gil_scoped_release const released;
     groupwise_mm(call);
   });
-  define("check_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { check(call); });
   define("explain_groupwise_mm", [](GroupwiseMm const& call, TensorArg const&) { return explain(call); });
+  define("explain_groupwise_mm_terms", [](GroupwiseMm const& call, TensorArg const&) { return explain(call, true); });
   module.def(
       "explain_groupwise_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts,
-         bool per_row_scales, std::string const& dtype, std::string const& arch, int sm_count, bool has_experts) {
+         bool per_row_scales, std::string const& dtype, std::string const& arch, int sm_count, bool has_experts,
+         bool terms) {
         GroupwiseMmProblem const problem{
             m, n, k, column_scales, aligned, experts, per_row_scales, parse_dtype(dtype), has_experts};
-        return explain_groupwise_mm(problem, parse_arch(arch), sm_count);
+        return explain_groupwise_mm(problem, parse_arch(arch), sm_count, terms);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,
       py::arg("experts") = 1, py::arg("per_row_scales") = false, py::arg("dtype") = "float8_e4m3fn",
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false, py::arg("terms") = false);
 }
 
 }  // namespace epiloq::bindings

@@ -27,17 +27,6 @@ void register_online_quant_mm(py::module_& module) {
                py::arg("in_features"), py::arg("group_size"), py::arg("bits"), py::arg("lo"), py::arg("hi"),
                py::arg("staged"), more...);
   };
-  auto const ask = [&define](char const* name, auto question) {
-    define(
-        name,
-        [question](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
-                   Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo,
-                   float hi, bool staged, KernelArg const& kernel) {
-          return question(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
-                                        group_size, bits, lo, hi, staged, 1, kernel_of(kernel)});
-        },
-        py::arg("kernel") = py::none());
-  };
   define(
       "online_quant_mm",
       [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
@@ -62,8 +51,15 @@ void register_online_quant_mm(py::module_& module) {
                          lo, hi, staged, threads});
       },
       py::arg("threads"));
-  ask("check_online_quant_mm", [](OnlineQuantMm const& call) { check(call); });
-  ask("explain_online_quant_mm", [](OnlineQuantMm const& call) { return explain(call); });
+  define(
+      "explain_online_quant_mm",
+      [](TensorArg const& out, TensorArg const& x, TensorArg const& values, TensorArg const& parameters,
+         Optional const& bias, std::int64_t in_features, std::int64_t group_size, int bits, float lo, float hi,
+         bool staged, KernelArg const& kernel) {
+        return explain(OnlineQuantMm{out.view, x.view, values.view, parameters.view, view_of(bias), in_features,
+                                     group_size, bits, lo, hi, staged, 1, kernel_of(kernel)});
+      },
+      py::arg("kernel") = py::none());
   module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"));
   module.def(
       "explain_online_quant_mm_problem",

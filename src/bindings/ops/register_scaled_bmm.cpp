@@ -20,7 +20,6 @@ void register_scaled_bmm(py::module_& module) {
     py::gil_scoped_release const released;
     scaled_bmm(call);
   });
-  define("check_scaled_bmm", [](ScaledBmm const& call, TensorArg const&) { check(call); });
   define("explain_scaled_bmm", [](ScaledBmm const& call, TensorArg const&) { return explain(call); });
 }
 

@@ -42,21 +42,21 @@ void register_scaled_mm(py::module_& module) {
       },
       py::arg("out"), py::arg("a"), py::arg("b"), py::arg("scale_a"), py::arg("scale_b"), py::arg("bias"),
       py::arg("azp_adj"), py::arg("azp"), py::arg("threads"));
-  define("check_scaled_mm", [](ScaledMm const& call, TensorArg const&) { check(call); });
   define("explain_scaled_mm", [](ScaledMm const& call, TensorArg const&) { return explain(call); });
+  define("explain_scaled_mm_terms", [](ScaledMm const& call, TensorArg const&) { return explain(call, true); });
 
   module.def(
       "explain_scaled_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool aligned, std::string const& dtype, bool fast_accum,
-         std::int64_t batches, bool int8_out, std::string const& arch, int sm_count) {
+         std::int64_t batches, bool int8_out, std::string const& arch, int sm_count, bool terms) {
         DType const operand = parse_dtype(dtype);
         bool const whole = aligned && k % 16 == 0 && n % 8 == 0;  // as rows of contiguous operands would be
         return explain_scaled_mm({m, n, k, whole, operand, operand, fast_accum, batches, int8_out}, parse_arch(arch),
-                                 sm_count);
+                                 sm_count, terms);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("aligned") = true, py::arg("dtype") = "int8",
       py::arg("fast_accum") = false, py::arg("batches") = 1, py::arg("int8_out") = false, py::arg("arch") = "sm90",
-      py::arg("sm_count") = 0);
+      py::arg("sm_count") = 0, py::arg("terms") = false);
   module.def(
       "evaluate_epilogue",
       [](TensorArg const& out, TensorArg const& acc, TensorArg const& scale_a, TensorArg const& scale_b,

@@ -60,7 +60,6 @@ void register_weight_only_mm(py::module_& module) {
     if (x.view.device.type == Device::Type::kCpu) released.emplace();
     return weight_only_mm(call, stream);
   });
-  define("check_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { check(call); });
   define("explain_weight_only_mm", [](WeightOnlyMm const& call, TensorArg const&) { return explain(call); });
   define("explain_weight_only_mm_terms",
          [](WeightOnlyMm const& call, TensorArg const&) { return explain(call, true); });

@@ -64,7 +64,7 @@ bool serves_wgmma(Problem const& p, Target const& t) {
   return t.has_wgmma && p.weight.offset == nullptr && halves && conv2d::image_map_of(s, kElementBytes);
 }
 
-bool is_there(Family family, int row, Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
+bool is_available(Family family, int row, Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   if (row < 0) return false;
   if (family == Family::kWgmma) {
     bool const is_row = row < static_cast<int>(kWgmmaRows.size());
@@ -102,7 +102,7 @@ Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target cons
   Choice best = dense("many pixels");
   double least = time_of_dense(product);
   for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
-    if (!is_there(Family::kWgmma, row, p, product, t)) continue;
+    if (!is_available(Family::kWgmma, row, p, product, t)) continue;
     for (int split = 1; split <= most_splits(product, t); ++split) {
       double const time = time_of(row, product, split, t);
       if (time < least) best = {Family::kWgmma, row, split}, least = time;
@@ -114,7 +114,7 @@ Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target cons
 Choice patches_choice(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   if (product.m >= kDensePixels) return dense("many pixels");
   for (int row = 0; row < static_cast<int>(kRows.size()); ++row) {
-    if (!is_there(Family::kPatches, row, p, product, t)) continue;
+    if (!is_available(Family::kPatches, row, p, product, t)) continue;
     wo::TiledConfig const& c = kRows[row];
     std::int64_t const blocks = ceil_div(product.m, c.tokens) * ceil_div(product.n, c.rows());
     int const split = wo::best_split(blocks, ceil_div(product.k, wo::kPadding), 4, c.blocks, t);
@@ -139,7 +139,7 @@ Choice choose(Problem const& p, Target const& t) {
 Choice choose(Problem const& p, Target const& t, Conv2dWeightOnlyKernel const& kernel) {
   WeightOnlyMmProblem const product = product_of(p);
   char const* why = p.depthwise ? "a depthwise convolution" : why_dense(p, product, t);
-  if (why == nullptr && !is_there(kernel.family, kernel.row, p, product, t)) {
+  if (why == nullptr && !is_available(kernel.family, kernel.row, p, product, t)) {
     why =
         "no such row, not built for this architecture, not made for this image or for offsets, or too large for its "
         "shared memory";

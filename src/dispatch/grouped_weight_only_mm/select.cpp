@@ -16,8 +16,8 @@ namespace {
 using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
-constexpr int kStepsPerCta = 4;  // minimum number of K steps per CTA with split-K
-constexpr int kFewTokens = 16;   // of a tile that is limited by memory
+constexpr int kStepsPerCta = 4;         // minimum number of K steps per CTA with split-K
+constexpr int kMemoryBoundTokens = 16;  // tiles of at most as many are limited by memory
 
 // Average number of rows of x per expert that has any; with masked_m the capacity per expert.
 int typical_rows(Problem const& p) {
@@ -85,7 +85,7 @@ int split_of(Problem const& p, Config const& c, Target const& target) {
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
   int const room = c.blocks * target.sm_count;
   int wanted = std::max(1, room / ctas);
-  bool const reads_weights = c.tokens <= kFewTokens;  // rather than multiplies, most of its time
+  bool const reads_weights = c.tokens <= kMemoryBoundTokens;  // rather than multiplies, most of its time
   if (wanted == 1 && ctas <= room && reads_weights) {
     int const longest = ceil_div(ctas, target.sm_count), longest_of_halves = ceil_div(2 * ctas, target.sm_count);
     if (longest_of_halves < 2 * longest) wanted = 2;

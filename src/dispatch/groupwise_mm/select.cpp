@@ -28,24 +28,31 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 // the fastest choice for small M.
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
-// The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile. Few tokens are bound by memory,
-// which larger tiles do not read faster.
+// Few tokens are bound by memory, which larger tiles do not read faster.
+bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
+  constexpr int kDecodeTokens = 64;
+  return rows_of_expert(p) > kDecodeTokens || tile.config.tokens() <= kDecodeTokens;
+}
+
+// int8 sums are exact in any order.
+bool needs_one_order(GroupwiseMmProblem const& p) { return p.batch_invariant && p.a != DType::kInt8; }
+
+// The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile.
 template <class Tiles>
 PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
-  constexpr int kFewTokens = 64;
-  bool const one_order = p.batch_invariant && p.a != DType::kInt8;  // sums of int8 are exact
+  bool const one_order = needs_one_order(p);
   auto const best_of = [&](int split_k) {
     PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-      if (rows_of_expert(p) <= kFewTokens && tiles[row].config.tokens() > kFewTokens) continue;
+      if (!suits(tiles[row], p)) continue;
       if (one_order && !keeps_order(tiles[row].config)) continue;
-      double const ns = expected_ns(tiles[row], p, sm_count, split_k);
+      double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (ns <= best.ns) best = {{family, row, split_k}, ns};
     }
     return best;
   };
   auto const late_next = [&](Choice const& choice) {
-    return late_next_ns(tiles_of(tiles[choice.row], p) * choice.split_k, sm_count);
+    return cost_of(tiles[choice.row], p, sm_count, choice.split_k).late_next_ns;
   };
   auto const alone = best_of(1);
   if (one_order) return alone;  // which tiles are split depends on M
@@ -62,11 +69,29 @@ std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmP
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     if (tiles[row].config.tokens() > 2 * std::max(rows_of_expert(p), kFewest)) continue;
     for (int split_k : {1, 2}) {
-      double const ns = expected_ns(tiles[row], p, sm_count, split_k);
+      double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (std::isfinite(ns)) all.push_back({{family, row, split_k}, 1e-3 * ns});
     }
   }
   return all;
+}
+
+// The tile of a choice with a cost model, or null.
+Tile const* tile_of(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kSm90:
+      return &kTiles[choice.row];
+    case Family::kSm90ColumnScales:
+      return &kColumnScaleTiles[choice.row];
+    case Family::kSm90Int8Rows:
+      return &kInt8RowTiles[choice.row];
+    case Family::kSm90Float8Rows:
+      return &kFloat8RowTiles[choice.row];
+    case Family::kGeneric:
+    case Family::kMma:
+      break;
+  }
+  return nullptr;
 }
 
 // mma.sync has a tile for few rows or columns, and one for many.
@@ -108,17 +133,47 @@ PerRowChoice choose_per_row(GroupwiseMmProblem const& p, int sm_count) {
   return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
 }
 
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int split_k) {
-  std::int64_t const tiles = tiles_of(tile, p), steps = ceil_div(p.k, 128);
-  std::int64_t const whole_ns = steps * tile.step_ns + tile.end_ns;
-  if (split_k == 1) return static_cast<double>(ceil_div(tiles, sm_count) * whole_ns);
-  std::int64_t const shared = gemm::split_tiles(tile.config, tiles, sm_count);
-  bool const may_share = tile.split_ns > 0 && !p.has_experts && p.experts == 1 && shared > 0 && steps >= split_k;
-  if (!may_share) return std::numeric_limits<double>::infinity();
-  std::int64_t const waves = (tiles - shared) / (sm_count / 2 * 2);
+Cost cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int split_k) {
+  Cost cost{.tiles = tiles_of(tile, p), .steps = ceil_div(p.k, 128)};
+  cost.late_next_ns = late_next_ns(cost.tiles * split_k, sm_count);
+  double const whole_ns = static_cast<double>(cost.steps * tile.step_ns + tile.end_ns);
+  if (split_k == 1) {
+    cost.waves = ceil_div(cost.tiles, sm_count);
+    cost.ns = static_cast<double>(cost.waves) * whole_ns;
+    return cost;
+  }
+  cost.split_tiles = gemm::split_tiles(tile.config, cost.tiles, sm_count);
+  bool const may_split =
+      tile.split_ns > 0 && !p.has_experts && p.experts == 1 && cost.split_tiles > 0 && cost.steps >= split_k;
+  if (!may_split) {
+    cost.ns = std::numeric_limits<double>::infinity();
+    return cost;
+  }
+  cost.waves = (cost.tiles - cost.split_tiles) / (sm_count / 2 * 2);
+  cost.split_steps = ceil_div(cost.steps, split_k);
   std::int64_t const tokens = std::min<std::int64_t>(p.m, tile.config.tokens());
-  return static_cast<double>(waves * whole_ns + ceil_div(steps, split_k) * tile.split_ns + tile.end_ns +
-                             tile.reduction_ns + tokens * tile.reduction_token_ns);
+  cost.reduction_ns = static_cast<double>(tile.reduction_ns + tokens * tile.reduction_token_ns);
+  cost.ns = static_cast<double>(cost.waves) * whole_ns +
+            static_cast<double>(cost.split_steps * tile.split_ns + tile.end_ns) + cost.reduction_ns;
+  return cost;
+}
+
+std::string terms_of(Tile const& tile, Cost const& c, int sm_count) {
+  auto const us = [](double ns) { return tuning::fixed(1e-3 * ns, 2) + " us"; };
+  auto const steps = [&](std::int64_t count, int ns) {
+    return std::to_string(count) + " K steps of " + tuning::fixed(1e-3 * ns, 3) + " us + end " + us(tile.end_ns);
+  };
+  std::ostringstream text;
+  text << "  expected " << us(c.ns) << ": " << c.tiles << " CTA tiles on " << sm_count << " SMs\n";
+  if (c.waves > 0) {
+    text << "  " << c.waves << (c.waves == 1 ? " wave, " : " waves, each ") << steps(c.steps, tile.step_ns) << '\n';
+  }
+  if (c.split_tiles > 0) {
+    text << "  " << c.split_tiles << " tiles with K over 2 CTAs, " << steps(c.split_steps, tile.split_ns)
+         << " + reduction " << us(c.reduction_ns) << '\n';
+  }
+  text << "  delay of the next kernel " << us(c.late_next_ns) << " (decides only whether K is split)\n";
+  return text.str();
 }
 
 std::string Selection::key(GroupwiseMmProblem const& p) {
@@ -148,6 +203,22 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
   return {};
 }
 
+double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& p, Target const& t) {
+  Tile const* const tile = tile_of(candidate.choice);
+  bool const in_order = tile != nullptr && keeps_order(tile->config) && candidate.choice.split_k == 1;
+  if (tile == nullptr || !suits(*tile, p) || (needs_one_order(p) && !in_order)) {
+    return std::numeric_limits<double>::infinity();
+  }
+  Cost const cost = cost_of(*tile, p, t.sm_count, candidate.choice.split_k);
+  return 1e-3 * (cost.ns + cost.late_next_ns);
+}
+
+std::string Selection::terms(Choice const& choice, GroupwiseMmProblem const& p, Target const& t) {
+  Tile const* const tile = tile_of(choice);
+  if (tile == nullptr) return "  no cost model: the only kernel, or the tile that M and N fit (select.cpp)\n";
+  return terms_of(*tile, cost_of(*tile, p, t.sm_count, choice.split_k), t.sm_count);
+}
+
 std::string describe(Choice const& choice) {
   switch (choice.family) {
     case Family::kGeneric:
@@ -158,11 +229,11 @@ std::string describe(Choice const& choice) {
     case Family::kSm90:
       return describe(kTiles[choice.row].config, "group-wise", choice.split_k);
     case Family::kSm90ColumnScales:
-      return describe(kColumnScaleTiles[choice.row].config, "a-scale-a-column", choice.split_k);
+      return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
     case Family::kSm90Int8Rows:
-      return describe(kInt8RowTiles[choice.row].config, "whole-row", choice.split_k);
+      return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);
     case Family::kSm90Float8Rows:
-      return describe(kFloat8RowTiles[choice.row].config, "whole-row", choice.split_k);
+      return describe(kFloat8RowTiles[choice.row].config, "per-row", choice.split_k);
   }
   return "";
 }

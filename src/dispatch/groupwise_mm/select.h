@@ -21,14 +21,26 @@ struct Choice {
 };
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
-// SM90 with per-row scales whose rows start on 16 bytes, with or without experts; and the expected time of any tile in
-// waves, the last or only one possibly with split K. (Without the cost for the next kernel.)
+// SM90 with per-row scales whose rows start on 16 bytes, with or without experts.
 struct PerRowChoice {
   Choice choice;
   double ns;
 };
 PerRowChoice choose_per_row(GroupwiseMmProblem const& problem, int sm_count);
-double expected_ns(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);
+
+// Expected time of a kernel: whole waves of CTA tiles, then a last or only wave with split K.
+struct Cost {
+  std::int64_t tiles = 0, split_tiles = 0;  // CTA tiles; those whose K is split
+  std::int64_t waves = 0;                   // of tiles that are not split
+  std::int64_t steps = 0, split_steps = 0;  // K steps of 128 per CTA
+  double reduction_ns = 0;                  // of split K
+  double ns = 0;                            // infinite if K cannot be split
+  // What the next kernel loses because this one fills the SMs. Decides only whether K is split.
+  double late_next_ns = 0;
+};
+Cost cost_of(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);
+// A tile's cost as lines of text, for tuning::explain_terms.
+std::string terms_of(Tile const& tile, Cost const& cost, int sm_count);
 std::string describe(Choice const& choice);
 
 // For dispatch/tuning.h.
@@ -43,6 +55,8 @@ struct Selection {
     return groupwise_mm::choose(problem, target.arch, target.sm_count);
   }
   static std::string describe(Choice const& choice, Problem const&) { return groupwise_mm::describe(choice); }
+  static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
+  static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
 }  // namespace epiloq::ops::groupwise_mm

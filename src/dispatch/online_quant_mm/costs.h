@@ -39,6 +39,6 @@ inline constexpr struct {
 } kSm90Time;
 // The last wave is split only behind at most this many others.
 inline constexpr int kSm90MostWaves = 9;
-inline constexpr int kFewTokens = 32;  // tiles of up to twice as many were measured with fewer
+inline constexpr int kSmallM = 32;  // below it, tiles of up to 2 * kSmallM tokens are candidates, and were timed
 
 }  // namespace epiloq::ops::online_quant_mm

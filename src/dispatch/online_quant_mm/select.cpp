@@ -48,17 +48,17 @@ std::int64_t at_once(int split, Target const& t) {
 
 // Of a family's table, for this target.
 template <class Tiles>
-bool is_there(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
+bool is_available(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
   return row >= 0 && row < static_cast<int>(tiles.size()) &&
          tiles[row].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
 }
-bool is_there(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Target const& t) {
+bool is_available(OnlineQuantKernel const& kernel, OnlineQuantProblem const& p, Target const& t) {
   if (!has_fused_kernel(p.group_size)) return false;
   switch (kernel.family) {
     case Family::kSm75:
-      return t.arch == Arch::kSm75 && is_there(kSm75Tiles, kernel.row, p, t);
+      return t.arch == Arch::kSm75 && is_available(kSm75Tiles, kernel.row, p, t);
     case Family::kSm80:
-      return t.arch != Arch::kSm75 && is_there(kTiles, kernel.row, p, t);
+      return t.arch != Arch::kSm75 && is_available(kTiles, kernel.row, p, t);
     case Family::kSm90:
       return t.has_wgmma && p.group_size == kSm90Group && kernel.row >= 0 &&
              kernel.row < static_cast<int>(kSm90Tokens.size());
@@ -129,13 +129,13 @@ double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
 }
 
 // Wider tiles were not measured.
-bool suits(int tokens, OnlineQuantProblem const& p) { return tokens <= 2 * std::max<std::int64_t>(p.m, kFewTokens); }
+bool suits(int tokens, OnlineQuantProblem const& p) { return tokens <= 2 * std::max<std::int64_t>(p.m, kSmallM); }
 
 // Tiles, and for WGMMA the ways to split K: in clusters, or for the last wave only.
 template <class Act>
 void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const& act) {
   for (int row = 0; row < static_cast<int>(kTiles.size()); ++row) {
-    if (is_there(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
+    if (is_available(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
   }
   if (p.group_size != kSm90Group) return;
   std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster);
@@ -193,7 +193,7 @@ Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel co
   bool const shares = kernel.split != 1 || kernel.last_wave;
   std::int64_t whole = 0;
   char const* why = nullptr;
-  if (!is_there(kernel, p, t)) {
+  if (!is_available(kernel, p, t)) {
     why = "no such row, not for this architecture or group size, or too large for its shared memory";
   } else if (shares && (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > kMaxCluster ||
                         kernel.split > steps_of(p))) {
@@ -223,7 +223,7 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(OnlineQuantProblem cons
   }
   auto const add = [&](Family family, auto const& tiles) {
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-      if (is_there(tiles, row, p, t) && suits(tiles[row].tile_m(), p)) all.push_back({{family, row}});
+      if (is_available(tiles, row, p, t) && suits(tiles[row].tile_m(), p)) all.push_back({{family, row}});
     }
   };
   t.arch == Arch::kSm75 ? add(Family::kSm75, kSm75Tiles) : add(Family::kSm80, kTiles);

@@ -1,6 +1,7 @@
 #include "dispatch/scaled_mm/select.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/ceil_div.h"
 #include "dispatch/scaled_mm/rules.h"
@@ -115,14 +116,27 @@ GroupwiseMmProblem per_row_problem(ScaledMmProblem const& p) {
   return {.m = p.m, .n = p.n, .k = p.k, .per_row_scales = true, .a = p.a, .batch_invariant = p.batch_invariant};
 }
 
-double expected_ns(LargeMTile const& large, ScaledMmProblem const& p, Target const& t) {
-  GroupwiseMmProblem in_boxes = per_row_problem(p);
-  if (p.m % large.tokens != 0) in_boxes.m += std::int64_t{large.more_rows} * large.tokens;
-  groupwise_mm::Tile const timed{{large.tokens / 64, 1, large.weights}, large.step_ns, large.end_ns};
-  return groupwise_mm::expected_ns(timed, in_boxes, t.sm_count);
+groupwise_mm::Tile timed_tile(LargeMTile const& large) {
+  return {{large.tokens / 64, 1, large.weights}, large.step_ns, large.end_ns};
 }
 
-// One of groupwise_mm's tiles with per-row scales, or a TileForMany.
+groupwise_mm::Cost cost_of(LargeMTile const& large, ScaledMmProblem const& p, Target const& t) {
+  GroupwiseMmProblem in_boxes = per_row_problem(p);
+  if (p.m % large.tokens != 0) in_boxes.m += std::int64_t{large.more_rows} * large.tokens;
+  return groupwise_mm::cost_of(timed_tile(large), in_boxes, t.sm_count);
+}
+
+// The costs of a CUTLASS tile that competes with groupwise_mm's, or null.
+LargeMTile const* large_m_tile(Choice const& choice) {
+  auto const find = [&](auto const& large_m_tiles) {
+    auto const found = std::ranges::find(large_m_tiles, choice.row, &LargeMTile::tile);
+    return found == large_m_tiles.end() ? nullptr : &*found;
+  };
+  if (choice.family == Family::kSm90) return find(kSm90LargeMTiles);
+  return choice.family == Family::kSm90Float8 ? find(kSm90FastLargeMTiles) : nullptr;
+}
+
+// One of groupwise_mm's tiles with per-row scales, or a LargeMTile.
 Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
   GroupwiseMmProblem const product = per_row_problem(p);
@@ -132,7 +146,7 @@ Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
   auto const consider = [&](Family family, auto const& large_m_tiles) {
     for (LargeMTile const& large : large_m_tiles) {
       if (p.m <= large.tokens) continue;
-      double const ns = expected_ns(large, p, t);
+      double const ns = cost_of(large, p, t).ns;
       if (ns >= best_ns) continue;
       best = {family, large.tile};
       best_ns = ns;
@@ -164,17 +178,12 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
   std::vector<Timed> all;
   constexpr double kUs = 1e-3;
   bool const is_int8 = p.a == DType::kInt8;
-  auto const model = [&](int row, auto const& timed) {
-    for (LargeMTile const& large : timed) {
-      if (large.tile == row) return kUs * expected_ns(large, p, t);
-    }
-    return 0.0;
-  };
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     WgmmaConfig const& c = tiles[row];
     int const tokens = c.swap ? c.tile.n : c.tile.m;
     if ((c.fast_accum && !p.fast_accum) || tokens > 2 * std::max<std::int64_t>(p.m, 32)) continue;
-    all.push_back({{family, row}, is_int8 ? model(row, kSm90LargeMTiles) : model(row, kSm90FastLargeMTiles)});
+    LargeMTile const* const large = large_m_tile({family, row});
+    all.push_back({{family, row}, large == nullptr ? 0 : kUs * cost_of(*large, p, t).ns});
   }
   for (auto const& [own, us] : groupwise_mm::Selection::candidates(per_row_problem(p), t)) {
     all.push_back({{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.row, own.split_k}, us});
@@ -273,6 +282,22 @@ std::string Selection::key(ScaledMmProblem const& p) {
   if (p.batches > 1) text += " batches=" + std::to_string(p.batches);
   if (p.int8_out) text += " int8_out";
   return text;
+}
+
+double Selection::rank(Timed const& candidate, ScaledMmProblem const& p, Target const& t) {
+  if (auto const own = groupwise_choice(candidate.choice)) {
+    return groupwise_mm::Selection::rank({*own, candidate.us}, per_row_problem(p), t);
+  }
+  LargeMTile const* const large = large_m_tile(candidate.choice);
+  bool const considered = large != nullptr && p.m > large->tokens && (p.a == DType::kInt8 || !p.batch_invariant);
+  return considered ? candidate.us : std::numeric_limits<double>::infinity();
+}
+
+std::string Selection::terms(Choice const& choice, ScaledMmProblem const& p, Target const& t) {
+  if (auto const own = groupwise_choice(choice)) return groupwise_mm::Selection::terms(*own, per_row_problem(p), t);
+  LargeMTile const* const large = large_m_tile(choice);
+  if (large == nullptr || p.m <= large->tokens) return "  no cost model: chosen by M and N (scaled_mm/rules.h)\n";
+  return groupwise_mm::terms_of(timed_tile(*large), cost_of(*large, p, t), t.sm_count);
 }
 
 std::vector<Timed> Selection::candidates(ScaledMmProblem const& p, Target const& t) {

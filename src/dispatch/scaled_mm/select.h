@@ -50,6 +50,8 @@ struct Selection {
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
   static Choice choose(Problem const& problem, Target const& target) { return scaled_mm::choose(problem, target); }
   static std::string describe(Choice const& choice, Problem const&) { return scaled_mm::describe(choice); }
+  static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
+  static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
 }  // namespace epiloq::ops::scaled_mm

@@ -21,7 +21,7 @@ bool is_built(Family family, int row, Target const& t) {
 }
 
 template <class Rows>
-bool row_is_there(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+bool row_is_available(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t) && fits(rows[row], p, t);
 }
 
@@ -42,7 +42,7 @@ void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMm
   std::int64_t const steps = ceil_div(p.k, kPadding);
   int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
-    if (!weight_only_mm::is_there(family, row, p, t) || !suits(rows[row], p)) continue;
+    if (!weight_only_mm::is_available(family, row, p, t) || !suits(rows[row], p)) continue;
     for (int split = 1; split <= most; ++split) {
       if (may_split(family, row, split, p, t)) all.push_back({family, row, split});
     }
@@ -51,16 +51,16 @@ void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMm
 
 }  // namespace
 
-bool is_there(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
+bool is_available(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   switch (family) {
     case Family::kGemv:
-      return row_is_there(kGemvRows, family, row, p, t);
+      return row_is_available(kGemvRows, family, row, p, t);
     case Family::kTiled:
-      return row_is_there(kTiledRows, family, row, p, t);
+      return row_is_available(kTiledRows, family, row, p, t);
     case Family::kDecode:
-      return !p.offsets && row_is_there(kDecodeRows, family, row, p, t);
+      return !p.offsets && row_is_available(kDecodeRows, family, row, p, t);
     case Family::kWgmma:
-      return !p.offsets && row_is_there(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
+      return !p.offsets && row_is_available(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
     default:
       return false;
   }

@@ -21,7 +21,7 @@ struct Choice {
 };
 
 // Whether the target has the row and its shared memory suffices.
-bool is_there(Family family, int row, WeightOnlyMmProblem const& problem, Target const& target);
+bool is_available(Family family, int row, WeightOnlyMmProblem const& problem, Target const& target);
 // Whether `split` CTAs of it may split K.
 bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& problem, Target const& target);
 

@@ -1,33 +1,17 @@
-#include <algorithm>
-#include <cstdio>
 #include <sstream>
-#include <vector>
 
 #include "dispatch/weight_only_mm/cost/measured.h"
 #include "dispatch/weight_only_mm/cost/model.h"
 #include "dispatch/weight_only_mm/select.h"
 
 namespace epiloq::ops::weight_only_mm {
-namespace {
 
-std::string fixed(double value, int digits = 1) {
-  char text[64];
-  std::snprintf(text, sizeof text, "%.*f", digits, value);
-  return text;
-}
-
-// A candidate's terms, a line each (cost/model.h).
-void add_terms(std::ostringstream& text, char const* label, Choice const& choice, WeightOnlyMmProblem const& p,
-               Target const& t) {
-  text << label << ": " << describe(choice) << '\n';
-  if (choice.family == Family::kTiled) {
-    text << "  no cost model: the narrowest tile that holds all tokens\n";
-    return;
-  }
-  if (choice.family == Family::kDense) {
-    text << "  expected " << fixed(time_of_dense(p)) << " us\n";
-    return;
-  }
+// Of cost/model.h.
+std::string Selection::terms(Choice const& choice, Problem const& p, Target const& t) {
+  using tuning::fixed;
+  if (choice.family == Family::kTiled) return "  no cost model: the narrowest tile that holds all tokens\n";
+  if (choice.family == Family::kDense) return "  expected " + fixed(time_of_dense(p)) + " us\n";
+  std::ostringstream text;
   Cost const c = cost_of(choice, p, t);
   text << "  expected " << fixed(c.us) << " us: start " << fixed(c.start) << " + first load " << fixed(c.first_load)
        << " + the longer of memory and SMs\n"
@@ -37,28 +21,14 @@ void add_terms(std::ostringstream& text, char const* label, Choice const& choice
        << ", " << c.resident << " per SM; of each " << c.steps << " K steps: arithmetic " << fixed(c.arithmetic)
        << ", loads " << fixed(c.load) << ", cluster " << fixed(c.cluster) << ", store " << fixed(c.store) << '\n';
   if (c.power > 0) text << "  tensor cores at the power limit " << fixed(c.power) << " us\n";
+  return text.str();
 }
 
-}  // namespace
-
-std::string explain_terms(WeightOnlyMmProblem const& p, Target const& t, Choice const& chosen, bool tuned) {
-  std::ostringstream text;
-  add_terms(text, "chosen", chosen, p, t);
+std::string explain_terms(WeightOnlyMmProblem const& p, Target const& t, tuning::Chosen<Choice> const& chosen) {
   auto const measured = measured_choice(p, t);
-  if (tuned) {
-    text << "  chosen as measured on this card by epiloq.tune\n";
-  } else if (measured && describe(*measured) == describe(chosen)) {
-    text << "  chosen as measured on this model of card (cost/measured.h)\n";
-  }
-  auto all = Selection::candidates(p, t);
-  std::erase_if(all, [&](auto const& each) {
-    return each.us == 0 || describe(each.choice) == describe(chosen);  // without a cost model
-  });
-  auto const next = std::min_element(all.begin(), all.end(), [](auto const& a, auto const& b) { return a.us < b.us; });
-  if (next != all.end()) add_terms(text, "runner-up", next->choice, p, t);
-  std::string result = text.str();
-  result.pop_back();
-  return result;
+  bool const by_measurement = measured && describe(*measured) == describe(chosen.choice);
+  return tuning::explain_terms<Selection>(
+      p, t, chosen, by_measurement ? "  chosen as measured on this model of card (cost/measured.h)\n" : "");
 }
 
 std::string describe(Choice const& choice) {

@@ -40,7 +40,7 @@ Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
 Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   int chosen = -1;
   for (int row = 0; row < static_cast<int>(kTiledRows.size()); ++row) {
-    if (!is_there(Family::kTiled, row, p, t)) continue;
+    if (!is_available(Family::kTiled, row, p, t)) continue;
     bool const wider = chosen < 0 || kTiledRows[row].tokens > kTiledRows[chosen].tokens;
     if (chosen < 0 || (wider && kTiledRows[chosen].tokens < p.m)) chosen = row;
   }
@@ -62,7 +62,7 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
     Best best;
     for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
       WgmmaConfig const& c = kWgmmaRows[row];
-      if (!keeps_order(c) || !is_there(Family::kWgmma, row, problem, t)) continue;
+      if (!keeps_order(c) || !is_available(Family::kWgmma, row, problem, t)) continue;
       if (c.tokens != few && c.tokens >= 2 * problem.m) continue;
       for (int split = first_split; split <= last_split; ++split) {
         Choice const choice{Family::kWgmma, row, split};
@@ -115,7 +115,7 @@ Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
   char const* why = why_dense(p, t);
-  if (why == nullptr && !is_there(kernel.family, kernel.row, p, t)) {
+  if (why == nullptr && !is_available(kernel.family, kernel.row, p, t)) {
     why =
         "no such row, not built for this architecture, not made for so many tokens or for offsets, or too large for "
         "its shared memory";

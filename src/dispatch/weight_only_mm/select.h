@@ -22,7 +22,8 @@ Choice choose_batch_invariant(WeightOnlyMmProblem const& problem, Target const& 
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
 // The cost model's terms of the chosen kernel and of the runner-up, a line each.
-std::string explain_terms(WeightOnlyMmProblem const& problem, Target const& target, Choice const& chosen, bool tuned);
+std::string explain_terms(WeightOnlyMmProblem const& problem, Target const& target,
+                          tuning::Chosen<Choice> const& chosen);
 
 // All candidates with the times that the cost model expects; empty if no kernel supports the problem.
 std::vector<tuning::Timed<Choice>> timed_candidates(WeightOnlyMmProblem const& problem, Target const& target,
@@ -42,6 +43,8 @@ struct Selection {
     return batch_invariant() ? choose_batch_invariant(problem, target) : weight_only_mm::choose(problem, target);
   }
   static std::string describe(Choice const& choice, Problem const&) { return weight_only_mm::describe(choice); }
+  static double rank(tuning::Timed<Choice> const& candidate, Problem const&, Target const&) { return candidate.us; }
+  static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
 }  // namespace epiloq::ops::weight_only_mm

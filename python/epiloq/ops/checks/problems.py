@@ -15,8 +15,8 @@ _SIZES = ("m", "n", "k")
 
 @dataclass(frozen=True)
 class _Question:
-    """The C++ function, its options besides ``m, n, k``, fixed arguments, and the largest K of int8, whether or not
-    there are zero points."""
+    """How to explain an operation by sizes: the C++ function, its options besides ``m, n, k``, fixed arguments, and the
+    largest K of int8, whether or not there are zero points."""
 
     ask: Callable[..., str]
     options: tuple[str, ...]
@@ -24,7 +24,7 @@ class _Question:
     most_k: int = 2**31 - 1
 
 
-_MM = ("dtype", "aligned", "arch", "sm_count")
+_MM = ("dtype", "aligned", "arch", "sm_count", "terms")
 # What int32 holds (src/api/scaled_mm.cpp).
 _MOST_K, _MOST_K_AZP = 131071, 65793
 _GROUPWISE = ("column_scales", "per_row_scales", *_MM)

@@ -12,7 +12,7 @@ std::optional<Choice> measured_choice(WeightOnlyMmProblem const& p, Target const
     auto const own = tuning::tokens_of(p.m), measured = tuning::tokens_of(row.m);
     if (own.bucket != measured.bucket || own.whole != measured.whole) continue;
     auto const& [family, index, split, why] = row.choice;
-    if (is_there(family, index, p, t) && may_split(family, index, split, p, t)) return row.choice;
+    if (is_available(family, index, p, t) && may_split(family, index, split, p, t)) return row.choice;
   }
   return std::nullopt;
 }
