@@ -105,7 +105,7 @@ std::int64_t LayerCall::number(Name const& name) {
   return -1;
 }
 
-bool LayerCall::is(Name const& name, char const* text) {
+bool LayerCall::is(Name const& name, char const* text) const {
   py::handle const value = attribute(name);
   return value && PyUnicode_Check(value.ptr()) && PyUnicode_CompareWithASCIIString(value.ptr(), text) == 0;
 }

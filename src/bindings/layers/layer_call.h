@@ -32,7 +32,7 @@ class LayerCall {
   void read_made(std::initializer_list<Optional*> to);
   std::int64_t number(Name const& attribute);
   // Whether an attribute is this string.
-  bool is(Name const& attribute, char const* text);
+  bool is(Name const& attribute, char const* text) const;
   // An attribute, or null if the layer has none of its own.
   py::handle attribute(Name const& name) const;
   void refuse() { is_direct_ = false; }

@@ -21,15 +21,22 @@
 namespace epiloq::bindings {
 namespace {
 
-// quantise(stream), then multiply(stream); without a stream on the CPU.
-template <class Quantise, class Multiply>
-bool run(TensorArg const& x, Quantise const& quantise, Multiply const& multiply) {
-  Stream const stream = current_stream(x);
-  if (x.view.device.type == Device::Type::kCuda) {
-    quantise(stream), multiply(stream);
-  } else {
+// One operation of a layer, on a stream or, without one, on the CPU.
+void launch(QuantizeInt8 const& call, Stream stream) { quantize_int8(call, stream); }
+void launch(QuantizeFp8 const& call, Stream stream) { quantize_fp8(call, stream); }
+void launch(ScaledMm const& call, auto... stream) { scaled_mm(call, stream...); }
+void launch(GroupwiseMm const& call, auto... stream) { groupwise_mm(call, stream...); }
+
+template <class Quantize, class Product>
+bool run(LayerCall const& call, Quantize const& quantize, Product product) {
+  Stream const stream = current_stream(call.x());
+  product.constant_b = true;
+  if (call.is_cpu()) {
+    product.threads = threads();
     py::gil_scoped_release const released;
-    quantise(stream), multiply();
+    launch(quantize, stream), launch(product);
+  } else {
+    launch(quantize, stream), launch(product, stream);
   }
   return true;
 }
@@ -43,58 +50,64 @@ bool suits(LayerCall const& call, Optional const& weight, Optional const& bias, 
   return !bias || bias->view.dtype == call.x().view.dtype;
 }
 
+// The call of a layer whose tokens and weights have a scale per row or one for all; `inputs` receive its other parts,
+// in the order of the layer's PARTS.
+struct RowScaledLayer {
+  RowScaledLayer(py::handle layer, py::handle x, auto*... inputs) : call(layer, x) {
+    static Name const out_features("out_features");
+    call.read_made({&weight, &bias, &weight_scale, inputs...});
+    n = call.number(out_features);
+    is_supported = suits(call, weight, bias, weight_scale, n) && (call.is_cpu() ? call.is_float() : call.is_half());
+  }
+
+  ScaledMm product(TensorArg const& out, TensorView const& q, TensorView const& scale) const {
+    return {rows_of(out.view), q, transposed(weight->view), scale, weight_scale->view, view_of(bias)};
+  }
+
+  LayerCall call;
+  Optional weight, bias, weight_scale;
+  std::int64_t n = 0;
+  bool is_supported = false;
+};
+
 py::object int8_linear(py::handle layer, py::handle x) {
-  static Name const out_features("out_features");
-  LayerCall call(layer, x);
-  Optional weight, bias, weight_scale, azp_adj, input_scale, input_zero_point;
-  call.read_made({&weight, &bias, &weight_scale, &azp_adj, &input_scale, &input_zero_point});
-  std::int64_t const n = call.number(out_features);
-  if (!suits(call, weight, bias, weight_scale, n) || !(call.is_cpu() ? call.is_float() : call.is_half()))
-    return py::none();
-  TensorView const tokens = rows_of(call.x().view), b = transposed(weight->view);
-  std::int64_t const m = tokens.shape[0];
+  Optional azp_adj, input_scale, input_zero_point;
+  RowScaledLayer const row_scaled(layer, x, &azp_adj, &input_scale, &input_zero_point);
+  if (!row_scaled.is_supported) return py::none();
+  LayerCall const& call = row_scaled.call;
+  TensorView const tokens = rows_of(call.x().view);
+  std::int64_t const m = tokens.shape[0], k = row_scaled.weight->view.shape[1];
   bool const is_static = input_scale.has_value(), measures_azp = azp_adj.has_value() && !is_static;
-  return call.output(n, [&](TensorArg const& out) {
-    Scratch const scratch(call.x(), {{DType::kInt8, m, b.shape[0]},
-                                     {DType::kFloat32, is_static ? 0 : m, 1},
-                                     {DType::kInt32, measures_azp ? m : 0, 1}});
+  return call.output(row_scaled.n, [&](TensorArg const& out) {
+    Scratch const scratch(
+        call.x(),
+        {{DType::kInt8, m, k}, {DType::kFloat32, is_static ? 0 : m, 1}, {DType::kInt32, measures_azp ? m : 0, 1}});
     std::optional<TensorView> const azp = measures_azp ? std::optional(scratch[2]) : std::nullopt;
     QuantizeInt8 const quantize{scratch[0], tokens, is_static ? input_scale->view : scratch[1],
                                 is_static ? view_of(input_zero_point) : azp, is_static};
-    // A static zero point is a factor of azp_adj.
-    ScaledMm product{rows_of(out.view), scratch[0],       b,  quantize.scale, weight_scale->view,
-                     view_of(bias),     view_of(azp_adj), azp};
-    if (call.is_cpu()) product.threads = threads();
-    product.constant_b = true;
-    return run(
-        call.x(), [&](Stream stream) { quantize_int8(quantize, stream); },
-        [&](auto... stream) { scaled_mm(product, stream...); });
+    ScaledMm product = row_scaled.product(out, scratch[0], quantize.scale);
+    product.azp_adj = view_of(azp_adj);  // a static zero point is a factor of it
+    product.azp = azp;
+    return run(call, quantize, product);
   });
 }
 
 py::object fp8_linear(py::handle layer, py::handle x) {
-  static Name const out_features("out_features"), activation("activation");
-  LayerCall call(layer, x);
-  Optional weight, bias, weight_scale, input_scale;
-  call.read_made({&weight, &bias, &weight_scale, &input_scale});
-  std::int64_t const n = call.number(out_features);
-  if (!suits(call, weight, bias, weight_scale, n) || !(call.is_cpu() ? call.is_float() : call.is_half()))
-    return py::none();
+  static Name const activation("activation");
+  Optional input_scale;
+  RowScaledLayer const row_scaled(layer, x, &input_scale);
+  if (!row_scaled.is_supported) return py::none();
+  LayerCall const& call = row_scaled.call;
   bool const per_token = call.is(activation, "token"), of_all = !per_token && !input_scale;
   if (!multiplies_float8(call.x().view.device) || (of_all && batch_invariant())) return py::none();
-  TensorView const tokens = rows_of(call.x().view), b = transposed(weight->view);
+  TensorView const tokens = rows_of(call.x().view), &weight = row_scaled.weight->view;
   std::int64_t const m = tokens.shape[0], scales = input_scale ? 0 : per_token ? m : 1;
-  return call.output(n, [&](TensorArg const& out) {
-    Scratch const scratch(call.x(), {{b.dtype, m, b.shape[0]}, {DType::kFloat32, scales, 1}});
+  return call.output(row_scaled.n, [&](TensorArg const& out) {
+    Scratch const scratch(call.x(), {{weight.dtype, m, weight.shape[1]}, {DType::kFloat32, scales, 1}});
     QuantizeFp8 quantize{scratch[0], tokens, input_scale ? input_scale->view : scratch[1]};
     quantize.granularity = per_token ? Granularity::kToken : Granularity::kTensor;
     quantize.is_static = input_scale.has_value();
-    ScaledMm product{rows_of(out.view), scratch[0], b, quantize.scale, weight_scale->view, view_of(bias)};
-    if (call.is_cpu()) product.threads = threads();
-    product.constant_b = true;
-    return run(
-        call.x(), [&](Stream stream) { quantize_fp8(quantize, stream); },
-        [&](auto... stream) { scaled_mm(product, stream...); });
+    return run(call, quantize, row_scaled.product(out, scratch[0], quantize.scale));
   });
 }
 
@@ -120,12 +133,7 @@ py::object fp8_block_linear(py::handle layer, py::handle x) {
     QuantizeFp8 quantize{scratch[0], tokens, scale};
     quantize.granularity = Granularity::kGroup;
     quantize.group_size = kGroup;
-    GroupwiseMm product{rows_of(out.view), scratch[0], b, scale, scale_b, view_of(bias)};
-    if (call.is_cpu()) product.threads = threads();
-    product.constant_b = true;
-    return run(
-        call.x(), [&](Stream stream) { quantize_fp8(quantize, stream); },
-        [&](auto... stream) { groupwise_mm(product, stream...); });
+    return run(call, quantize, GroupwiseMm{rows_of(out.view), scratch[0], b, scale, scale_b, view_of(bias)});
   });
 }
 
