@@ -182,5 +182,5 @@ def test_a_half_precision_model_keeps_its_type(teacher: Path, tmp_path: Path) ->
 
 def test_schemes_without_integers_are_refused(teacher: Path, tmp_path: Path) -> None:
     result = quantize(teacher, tmp_path / "out", "--scheme", "fp8-token", "--tune", 4)
-    assert result.exit_code == 2 and "--tune: requires a scheme of integers" in result.output
+    assert result.exit_code == 2 and "--tune: expected a scheme of integers" in result.output
     assert not (tmp_path / "out").exists()

@@ -59,8 +59,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "no layer matches '*.wide_proj'"),
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
-    "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "awq has no alpha"),
-    "zero points that are not there": (("--scheme", "fp8", "--symmetric"), "no integers with zero points"),
+    "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "--alpha: expected an algorithm with"),
+    "zero points that are not there": (
+        ("--scheme", "fp8", "--symmetric"),
+        "expected a scheme of integers with zero points",
+    ),
     "a device that is not there": ((*W4, "--device", "quantum"), "expected auto, cpu"),
     "figures into a folder that is not there": ((*W4, "--json", "absent/figures.json"), "does not exist"),
 }

@@ -25,7 +25,7 @@ def expect_positive(operation: str, **numbers: int) -> None:
 
 
 def expect_int32(operation: str, **numbers: int) -> None:
-    """Raise ValueError for what the C++ functions cannot take; they check the range of each argument themselves."""
+    """Raise ValueError unless arguments are integers of 32 bits; the C++ functions check the range of each."""
     for argument, number in numbers.items():
         if not is_int32(number):
             wanted = f"an integer from {_LEAST} to {_MOST}"
@@ -33,7 +33,7 @@ def expect_int32(operation: str, **numbers: int) -> None:
 
 
 def is_int32(number: object) -> TypeGuard[int]:
-    """Whether it is an integer, NumPy's and symbolic ones included, that C++ functions take.
+    """Whether a value is a 32-bit integer, also NumPy's or a symbolic one.
 
     Asks for the type, rather than try `operator.index`: torch 2.11's compiler fails to trace the TypeError that this
     raises on a tuple."""
@@ -45,7 +45,7 @@ def is_int32(number: object) -> TypeGuard[int]:
 
 
 def as_number(operation: str, argument: str, number: float) -> float:
-    """A number, of any type that converts to float, as one that torch and the C++ functions take. Raises ValueError."""
+    """Convert a number of any type to float or int. Raises ValueError for other values."""
     if type(number) is float or isinstance(number, torch.SymFloat):
         return number
     try:
@@ -56,7 +56,7 @@ def as_number(operation: str, argument: str, number: float) -> float:
 
 
 def limits(operation: str, clamp: tuple[float, float] | None) -> tuple[float, float]:
-    """The limits that a result is clamped to; infinite without a ``clamp``."""
+    """Return the limits that a result is clamped to; infinite without a ``clamp``."""
     if clamp is None:
         return -math.inf, math.inf
     try:
@@ -77,7 +77,7 @@ def for_operator(arguments: tuple[Any, ...], at: int) -> tuple[Any, ...]:
 
 
 def as_operator(run: Callable[..., T], at: int) -> Callable[..., T]:
-    """`run`, called with arguments as `for_operator` gives them."""
+    """Return a function that calls `run` with the arguments of `for_operator`."""
 
     def operator(*arguments: Any, **named: Any) -> T:
         lo, hi = arguments[at : at + 2]

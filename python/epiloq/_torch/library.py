@@ -28,7 +28,7 @@ _increment_version = torch._C._increment_version
 
 
 def _share_torch() -> None:
-    """Pass what the C++ side asks torch for in each direct call, and torch's fastest functions for memory."""
+    """Pass C++ the objects of torch that it reads in each direct call, and torch's fastest functions for memory."""
     base, guards = torch._C.TensorBase, getattr(torch._C._dynamo, "guards", None)
     read = ("layout", "requires_grad", "dtype", "is_meta", "is_nested")
     _core.use_torch(
@@ -137,7 +137,7 @@ def refuse_batch_invariant(where: str, reason: str) -> None:
 
 
 def mark_written(*tensors: Tensor | None) -> None:
-    """Count a write into tensors of the caller's, so that autograd refuses those that it had saved before.
+    """Increment the versions of tensors that were written to, so that autograd refuses those that it saved before.
 
     The schemas' ``Tensor(a!)`` does not: a kernel by the name of CPU or CUDA is not asked for one of ADInplaceOrView.
     """
@@ -145,7 +145,7 @@ def mark_written(*tensors: Tensor | None) -> None:
 
 
 def is_traced() -> bool:
-    """Whether torch.jit records what is called."""
+    """Whether torch.jit traces calls."""
     return not is_dynamo_compiling() and _tracing_state() is not None
 
 
@@ -183,12 +183,12 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
 
 
 def parts_of(weight: Any, *names: str) -> dict[str, Any]:
-    """Tensors of a packed weight by the names that messages have for them."""
+    """Return tensors of a packed weight by their names in messages."""
     return {f"weight.{name}": getattr(weight, name) for name in names}
 
 
 def refuse_backward(operation: str, output: Tensor) -> Tensor:
-    """``output``, which raises when a gradient reaches it: torch by itself warns and goes on without the gradient."""
+    """Return ``output`` such that a gradient that reaches it raises; torch alone only warns and drops it."""
 
     def refuse(_: Tensor) -> None:
         raise NotImplementedError(

@@ -17,7 +17,7 @@ class FrozenParameter(nn.Parameter):
         return super().__new__(cls, data, False)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Itself, without a gradient."""
+        """Return the parameter unchanged: it never has a gradient."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

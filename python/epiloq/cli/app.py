@@ -42,7 +42,7 @@ def version() -> str:
 
 
 def interruptible(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """The command, which ends with one line when it is interrupted, or when a disk is full or fails."""
+    """Wrap a command to end with one line when it is interrupted, or when a disk is full or fails."""
 
     @wraps(function)
     def command(*arguments: Any, **options: Any) -> None:
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def _without_typer(arguments: list[str], missing: str) -> None:
-    """The version and the environment, which need no package of the extra; one sentence for all else."""
+    """Handle ``--version`` and ``env``, which need no package of the extra; print one sentence for everything else."""
     if arguments == ["--version"]:
         print(version())
     elif arguments == ["env"]:

@@ -28,7 +28,7 @@ def json_option() -> Any:
 
 
 def complain(command: str, message: str) -> None:
-    """Print on standard error why a command ends."""
+    """Print an error message on standard error."""
     from rich.console import Console
 
     text = f"epiloq {command}: {message}"
@@ -43,7 +43,7 @@ def warn(message: str) -> None:
 
 
 def how_to_open(folder: Path, layout: str) -> str:
-    """The line that says how a model directory is opened that was written in a format."""
+    """Return the line that says how to open a model directory of a format."""
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
     alone = " (transformers alone refuses this format)" if layout == "epiloq" else ""
     return (
@@ -53,14 +53,14 @@ def how_to_open(folder: Path, layout: str) -> str:
 
 
 def check_installed(what: str, missing: list[str], extra: str) -> None:
-    """Leave with FAILED where packages are missing that an extra of epiloq would bring."""
+    """Exit with FAILED if packages of an extra of epiloq are missing."""
     if missing:
         complain(what, f"needs {', '.join(missing)}: {installed_by(extra)}")
         raise typer.Exit(FAILED)
 
 
 def _disk_failures() -> tuple[type[Exception], ...]:
-    """Exceptions of a disk that fails or is full: safetensors has its own."""
+    """Return the exceptions of a disk that fails or is full: safetensors has its own."""
     from safetensors import SafetensorError
 
     return OSError, SafetensorError
@@ -68,7 +68,7 @@ def _disk_failures() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def failures(command: str, hint: str = "") -> Iterator[None]:
-    """Say in a sentence what went wrong, and leave with BAD_INPUT, FAILED or INTERRUPTED.
+    """Print an exception as one sentence, and exit with BAD_INPUT, FAILED or INTERRUPTED.
 
     `hint` says what can be done when the machine or the user, not a wrong request, ended it.
     """
@@ -93,12 +93,12 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
 
 
 def _sentence(message: Warning | str, *_: Any, **__: Any) -> str:
-    """A warning without the place in the code that it comes from."""
+    """Format a warning without its place in the code."""
     return f"warning: {' '.join(str(message).split())}\n"
 
 
 def choices(text: str, known: Iterable[str], name: str, metavar: str, default: str = "") -> Any:
-    """An option whose value is one of the `known` names: they are in its help, and the shell completes them."""
+    """Return an option whose value is one of the `known` names, which its help lists and the shell completes."""
     names = list(known)
     return typer.Option(
         name,
@@ -117,7 +117,7 @@ def one_of(value: str, known: dict[str, Any], option: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
+    """Raise unless the device exists."""
     import torch
 
     kind = device.partition(":")[0]

@@ -140,7 +140,7 @@ def span(part: dict[str, Any]) -> str:
 
 
 def perform(settings: Settings, output: Path, json_file: Path | None, converts: bool, console: Console) -> None:
-    """Convert if need be, measure, print and write. Arguments were checked before."""
+    """Quantise if necessary, measure, print and write. Arguments have been checked."""
     from epiloq.demo import report, teacher
     from epiloq.demo.measure import measure
 

@@ -45,7 +45,7 @@ class Request:
 
 
 def measure(folder: Path, request: Request, stage: Stage) -> dict[str, Any]:
-    """The figures as a JSON-ready dictionary. Raises ValueError for too little text, unless forced."""
+    """Return the figures, ready for JSON. Raises ValueError for too little text, unless forced."""
     from epiloq.demo.layers import weight_bytes
     from epiloq.evaluation.tasks import scores, task_files
     from epiloq.evaluation.text import load_tokenizer
@@ -81,7 +81,7 @@ def measure(folder: Path, request: Request, stage: Stage) -> dict[str, Any]:
 
 
 def _windows(folder: Path, checkpoint: Checkpoint, request: Request) -> list[Tensor]:
-    """The windows of the text, if there is one. Raises ValueError for too little, unless forced."""
+    """Return the windows of the text, if there is one. Raises ValueError for too little, unless forced."""
     from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
     from epiloq.quantize.texts import check_positions, too_little_to_evaluate
 
@@ -97,7 +97,7 @@ def _windows(folder: Path, checkpoint: Checkpoint, request: Request) -> list[Ten
 
 
 def _teacher(folder: Path, teacher: Path, parts: list[Tensor]) -> nn.Module:
-    """The model to compare with. Raises ValueError for one that cuts text otherwise, or is no language model."""
+    """Load the model to compare with. Raises ValueError if its tokenizer differs, or if it is no language model."""
     import torch
 
     from epiloq.evaluation.text import load_tokenizer

@@ -54,14 +54,14 @@ def results_console(json_file: Path | None = None) -> Console:
 
 
 def summary_console(json_file: Path | None = None) -> Console:
-    """The same for a command whose result is a directory: ``--quiet`` leaves its summary out."""
+    """Return the console for the summary of a command that writes a directory; ``--quiet`` suppresses it."""
     from rich.console import Console
 
     return Console(stderr=json_file == STDOUT, quiet=display.quiet, markup=False)
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:
-    """Write the figures for ``--json``, if it was given: to a file, or to standard output for ``-``.
+    """Write the figures for ``--json``, if given: to a file, or to standard output for ``-``.
 
     NaN and infinities, which JSON cannot represent, become null.
     """

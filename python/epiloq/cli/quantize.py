@@ -53,7 +53,7 @@ GO_ON = "; finished blocks are kept, and the same command continues from there"
 
 
 def run(settings: Settings) -> dict[str, Any] | None:
-    """Do what settings say, whose names are all known, and give the report; None on other ranks than the first."""
+    """Quantise by checked settings and return the report; None on ranks other than the first."""
     from epiloq.quantize.calibration.joining import joined
     from epiloq.quantize.job import perform, prepare
 
@@ -75,7 +75,7 @@ def run(settings: Settings) -> dict[str, Any] | None:
 
 
 def _end(reason: str) -> None:
-    """End the process from another thread, for the main thread waits for a rank that will not answer."""
+    """End the process from another thread: the main thread waits for a rank that will not answer."""
     complain("quantize", f"{reason}{GO_ON}")
     os._exit(FAILED)
 

@@ -93,7 +93,7 @@ def _line(each: Measured) -> str:
 
 
 def show(found: Tuned, console: Console) -> None:
-    """Print the largest gains, and what all are worth."""
+    """Print the largest gains, and the total."""
     better = sorted((each for each in found.measured if each.better), key=lambda each: each.us / each.default_us)
     lines = [f"{found.card}: {len(found.measured)} products, {len(better)} have a faster kernel than the default"]
     lines += [_line(each) for each in better[:SHOWN]]

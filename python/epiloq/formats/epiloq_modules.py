@@ -54,7 +54,7 @@ class Group:
 
     @property
     def kind(self) -> Kind:
-        """Its row in the table."""
+        """The class's row in the table."""
         return KINDS[self.module]
 
     @property

@@ -23,7 +23,7 @@ from epiloq.weights.grid import Grid
 
 
 def inspect(layers: Layers) -> dict[str, Any]:
-    """The facts as a JSON-ready dictionary; tensors are read only where headers do not tell.
+    """Return the facts, ready for JSON; tensors are read only where headers do not suffice.
 
     kinds
         Layers that share the last part of their name, shapes and quantisation: a row each.
@@ -57,7 +57,7 @@ def inspect(layers: Layers) -> dict[str, Any]:
 
 
 def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Decode every quantised layer and read every other tensor, one at a time: what is wrong, by name.
+    """Decode every quantised layer and read every other tensor, one at a time; return the errors by name.
 
     A layer that its format's rules do not hold for, or values that are not finite.
     """
@@ -172,7 +172,7 @@ def _version(found: Mapping[str, Any]) -> str | int | None:
 
 
 def _scheme(layers: Layers) -> str | None:
-    """The scheme that quantises layers so; None if they follow none, or several."""
+    """Return the scheme of the layers; None if they have none, or several."""
 
     def named(reader: Reader) -> str | None:
         if reader.quantization is None:

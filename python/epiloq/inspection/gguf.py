@@ -14,7 +14,7 @@ from epiloq.nn.base.packed_linear import few_bits_note
 
 
 def inspect(path: Path, check: bool = False) -> dict[str, Any]:
-    """The facts as a JSON-ready dictionary. With `check`, every value is decoded too.
+    """Return the facts, ready for JSON. With `check`, every value is decoded too.
 
     kinds
         For each kind of block: how many tensors of how many bytes, and how they run.

@@ -24,7 +24,7 @@ def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether the values of tensors, or None, are those of their memory; `direct` also asks what else is at work."""
+    """Whether each tensor (or None) is plain, so that its values are those of its memory. `direct` checks more."""
     return all(t is None or (type(t) in PLAIN and t.layout is torch.strided and not t.is_neg()) for t in tensors)
 
 

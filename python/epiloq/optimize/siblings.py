@@ -88,7 +88,7 @@ def reason_against(layers: Sequence[Any]) -> str | None:
 
 
 def _multiple(layer: Any) -> int:
-    """The number of which every layer but the last must have a multiple of rows."""
+    """Return the number of which every layer's rows, except the last one's, must be a multiple."""
     rows = ROWS[type(layer)]
     return lcm(rows, layer.block[0]) if isinstance(layer, Fp8WeightOnlyLinear) and layer.block[0] > 1 else rows
 
@@ -179,7 +179,7 @@ class _Sources:
 
 
 class _Offloaded(Exception):
-    """Some layers have no values now, because hooks of accelerate bring them for one layer at a time."""
+    """Raised if layers have no values now, because hooks of accelerate load one layer at a time."""
 
 
 class Siblings:

@@ -195,6 +195,6 @@ def _is_made_of(block: Any, ours: tuple[Callable[..., Any], ...]) -> bool:
 
 
 def _is(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether `module` has this ``forward`` of its own."""
+    """Whether the instance `module` has this ``forward``."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is function and forward.args[0] is module

@@ -165,7 +165,7 @@ def same_input(kind: Any, projections: tuple[str, ...]) -> bool:
 
 
 def asks_for_sdpa(kinds: Iterable[Any]) -> str | None:
-    """The name of a class that does something else where attention is called "sdpa", but for what its constructor does.
+    """Return the name of a class that compares its attention's name with "sdpa" outside its constructor.
 
     As the sparse attention of DeepSeek-V3.2, which then puts into the mask what it hands on to other kernels.
     """

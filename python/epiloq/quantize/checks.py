@@ -43,7 +43,10 @@ def check_request(settings: Settings) -> None:
     choose(settings.scheme, settings.layout, settings.symmetric)
     output, target = settings.output, TARGETS[settings.scheme]
     if settings.budget is not None and ALGORITHMS[settings.algorithm].learn:
-        raise ValueError(f"{settings.algorithm}: trains all layers of a block in one scheme and cannot have a budget")
+        raise ValueError(
+            f"--algorithm {settings.algorithm}: expected --scheme, as it trains all layers of a block in one scheme, "
+            "got a budget"
+        )
     for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
         if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
             raise ValueError(f"{option} {CHOSEN}: expected --bytes as well, which counts all weights")
@@ -51,19 +54,27 @@ def check_request(settings: Settings) -> None:
     if not 0 <= settings.seed < SEEDS:
         raise ValueError(f"seed: expected 0 to {SEEDS - 1}, got {settings.seed} (--seed)")
     if settings.keep_dynamic is not None and not target.static:
-        raise ValueError(f"{settings.scheme} has no static scales to keep a layer from (--keep-dynamic)")
+        raise ValueError(
+            f"--keep-dynamic: expected a scheme with static scales, got {settings.scheme}; leave the option out"
+        )
     if settings.symmetric and not isinstance(target.base, Grid):
-        raise ValueError(f"{settings.scheme} has no integers with zero points to leave out (--symmetric)")
+        raise ValueError(
+            f"--symmetric: expected a scheme of integers with zero points, got {settings.scheme}; leave the option out"
+        )
     if ALGORITHMS[settings.algorithm].learn and not isinstance(target.base, Grid):
-        raise ValueError(f"{settings.algorithm} requires integers with zero points; {settings.scheme} has none")
+        raise ValueError(
+            f"--algorithm {settings.algorithm}: expected a scheme of integers with zero points, got {settings.scheme}"
+        )
     if settings.tune < 0:
         raise ValueError(f"--tune: expected at least 0 steps, got {settings.tune}")
     if settings.tune and not isinstance(target.base, Grid):
-        raise ValueError(f"--tune: requires a scheme of integers, whose scales it trains; {settings.scheme} has none")
+        raise ValueError(f"--tune: expected a scheme of integers, whose scales it trains, got {settings.scheme}")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
     if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
-        raise ValueError(f"{settings.algorithm} has no alpha: expected no --alpha")
+        raise ValueError(
+            f"--alpha: expected an algorithm with SmoothQuant, got {settings.algorithm}; leave the option out"
+        )
     if needs_text(settings) and settings.calibration is None:
         reader = "--tune" if settings.tune else f"{settings.scheme} by {settings.algorithm}"
         without = replace(settings, algorithm="rtn")

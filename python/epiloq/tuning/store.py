@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("cards"), dict):
-        raise ValueError(f"{path} is not a file of tuned kernels of format {FORMAT}")
+        raise ValueError(f"{path}: expected a file of tuned kernels of format {FORMAT}; run epiloq.tune to write one")
     return dict(content["cards"])
 
 

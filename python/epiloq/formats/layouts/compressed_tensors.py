@@ -53,7 +53,7 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
 
 
 def _one(tensors: Mapping[str, Tensor], weight: QuantizedWeight, middle: int) -> dict[str, Tensor]:
-    """The parameters of a whole tensor. Raises FormatError if channels differ."""
+    """Return the parameters of a whole tensor. Raises FormatError if channels differ."""
     zero = weight.zero
     if bool((weight.scale != weight.scale[0, 0]).any()) or (zero is not None and bool((zero != zero[0, 0]).any())):
         raise FormatError(f"{_NAME}: expected one scale for the tensor, but channels differ")

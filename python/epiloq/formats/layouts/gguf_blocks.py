@@ -93,7 +93,7 @@ def _q8_0(block: Tensor) -> Decoded:
 
 
 def _scaled(factor: Tensor, scales: Tensor) -> Tensor:
-    """Exact in float32."""
+    """Multiply in float32, which is exact."""
     return factor.float() * scales.float()
 
 
