@@ -1,8 +1,9 @@
-"""What runs on a change: the linters, the tests and the matrix agree with what the package promises."""
+"""Habits: what runs on a change, the size of folders, and no binding without a caller."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,33 @@ def test_the_matrix_has_every_python_and_the_oldest_torch() -> None:
     assert matrix["python"] == promised
     oldest = re.search(r'"torch>=([\d.]+)"', project)
     assert oldest and {row["torch"] for row in matrix["include"]} == {f"torch=={oldest.group(1)}.*"}
+
+
+LARGEST = 15
+FLAT = "include/epiloq"
+"""Public headers: a subfolder would break users' includes (docs/source_tour.md)."""
+
+
+def test_no_folder_is_large() -> None:
+    """The Python package has its own test (test_packages.py)."""
+    counts: Counter[str] = Counter()
+    for top in ("benchmarks", "cmake", "docs", "examples", "include", "src", "tests", "tools"):
+        for path in (ROOT / top).rglob("*"):
+            folder = path.parent.relative_to(ROOT)
+            if path.is_file() and "__pycache__" not in folder.parts and not path.name.startswith("."):
+                counts[str(folder)] += 1
+    assert counts["src/api"] > 10
+    assert {folder: count for folder, count in counts.items() if count > LARGEST and folder != FLAT} == {}
+
+
+def test_every_binding_has_a_caller() -> None:
+    """Of the package, or of tests and tools for what users do not need."""
+    stub = (ROOT / "python" / "epiloq" / "_core.pyi").read_text(encoding="utf-8")
+    bindings = set(re.findall(r"^def (\w+)", stub, re.MULTILINE))
+    # Names are looked up by the operation's name in some places.
+    made = {f"{kind}_{name}" for name in bindings for kind in ("candidates", "explain")}
+    called = set(made)
+    for top in ("python", "tests", "tools", "benchmarks"):
+        for path in (ROOT / top).rglob("*.py"):
+            called |= set(re.findall(r"\b(?:_core|core)\.(\w+)", path.read_text(encoding="utf-8")))
+    assert len(bindings) > 50 and sorted(bindings - called) == []

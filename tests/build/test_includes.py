@@ -59,6 +59,19 @@ def test_operations_do_not_include_each_other() -> None:
     assert between == set(SHARED.items())
 
 
+def test_an_operation_includes_its_own_dispatch() -> None:
+    """src/api has a file for each operation."""
+    batches = {("scaled_bmm", "scaled_mm")}  # a batch of that operation's products, by the same kernels
+    found = set()
+    for file, names in INCLUDES.items():
+        operation = re.fullmatch(r"api/(?:\w+/)?(\w+)\.cpp", file)
+        if operation:
+            folders = [re.match(r"dispatch/(\w+)/", name) for name in names]
+            found |= {(operation[1], folder[1]) for folder in folders if folder}
+    assert ("scaled_mm", "scaled_mm") in found
+    assert {(one, other) for one, other in found if one != other} == batches
+
+
 def test_architectures_do_not_include_each_other() -> None:
     """Kernels share code in kernels/common, and folders of one operation."""
     folders = {f"kernels/{name}" for name in ARCHITECTURES}

@@ -40,6 +40,21 @@ def test_no_circles_between_folders() -> None:
     assert list(TopologicalSorter(needs).static_order())
 
 
+def test_formats_never_import_quantize() -> None:
+    """Nor inside functions or for type checkers: quantize depends on formats, never the reverse."""
+    found = []
+    for path in (ROOT / "formats").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name.name}" for name in node.names]
+            elif isinstance(node, ast.Import):
+                names = [name.name for name in node.names]
+            else:
+                continue
+            found += [(path.name, name) for name in names if f"{name}.".startswith("epiloq.quantize.")]
+    assert found == []
+
+
 def test_no_circles_between_modules() -> None:
     """The same between modules. `_core` is compiled and imports none of them."""
     files = {path: ".".join(("epiloq", *path.relative_to(ROOT).with_suffix("").parts)) for path in ROOT.rglob("*.py")}
