@@ -170,6 +170,16 @@ def decode_attention(
 def decode_attention_workspace(
     batches: int, heads: int, key_heads: int, tokens: int, width: int, device: int
 ) -> int: ...
+def dequantize_fp4(
+    out: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    row_scale: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+) -> None: ...
 def dequantize_fp8(
     out: Tensor,
     weight: Tensor,

@@ -6,6 +6,7 @@
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "dispatch/grouped_weight_only_mm/launch.h"
+#include "epiloq/batch_invariant.h"
 
 namespace epiloq {
 namespace {
@@ -88,7 +89,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
 }
 
 // Why no kernel takes a problem; null if one does.
-char const* unsupported_reason(Checked const& c, WeightFormat format, Target const& target) {
+char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
   wo::Weight const& w = c.problem.product.weight;
   if (c.x == DType::kFloat32) return "float32";
   if (c.x == DType::kBFloat16 && target.arch == Arch::kSm75) return "bfloat16 on sm75";
@@ -96,14 +97,19 @@ char const* unsupported_reason(Checked const& c, WeightFormat format, Target con
   // A CTA's offsets into an expert have 32 bits.
   std::int64_t const bytes = std::int64_t{w.n} * w.padded_k * w.bits / 8;
   if (bytes > std::numeric_limits<std::int32_t>::max()) return "experts this large";
-  if (!grouped::format_of(w, format)) return "this format of weights";
+  std::optional<grouped::Format> const format = grouped::format_of(w, call.weight.format);
+  if (!format) return "this format of weights";
+  // Tiles of mma.sync would read and convert each weight for every 64 rows.
+  bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kWgmmaFromRows;
+  bool const is_dense = call.weight.format != WeightFormat::kInteger && is_large && !call.kernel && !batch_invariant();
+  if (is_dense && !grouped::has_wgmma(c.problem, c.x, *format, target)) return "more than 64 rows";
   return nullptr;
 }
 
 grouped::Choice choice_of(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
   grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
   return call.kernel ? grouped::choose(c.problem, format, target, *call.kernel)
-                     : grouped::choose(c.problem, format, target);
+                     : grouped::choose(c.problem, c.x, format, target);
 }
 
 bool is_empty(grouped::Problem const& p) { return p.product.m == 0 || p.product.weight.n == 0; }
@@ -117,7 +123,7 @@ bool grouped_weight_only_mm(GroupedWeightOnlyMm const& call, Stream stream) {
   expect_device("grouped_weight_only_mm", "x", call.x, Device::Type::kCuda);
   if (is_empty(c.problem)) return true;
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  if (c.problem.product.weight.k == 0 || unsupported_reason(c, call.weight.format, target) != nullptr) return false;
+  if (c.problem.product.weight.k == 0 || unsupported_reason(c, call, target) != nullptr) return false;
   grouped::launch(choice_of(c, call, target), c.problem, c.x, call.x.device.index, stream);
   return true;
 }
@@ -126,7 +132,7 @@ std::string explain(GroupedWeightOnlyMm const& call) {
   Checked const c = checked(call);
   if (is_empty(c.problem)) return "nothing to launch: the output is empty";
   Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  char const* const why = unsupported_reason(c, call.weight.format, target);
+  char const* const why = unsupported_reason(c, call, target);
   if (why != nullptr) return std::string("no kernel: ") + why;
   return grouped::describe(choice_of(c, call, target));
 }

@@ -73,6 +73,7 @@ PYBIND11_MODULE(_core, module) {
   register_conv2d_int8(module);
   register_conv2d_weight_only(module);
   register_decode_attention(module);
+  register_dequantize_fp4(module);
   register_grouped_weight_only_mm(module);
   register_fp8_weight_mm(module);
   register_groupwise_mm(module);

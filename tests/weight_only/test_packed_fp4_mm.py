@@ -13,7 +13,7 @@ from torch import Tensor
 import epiloq
 import fp4_reference
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
-from reference import assert_rounded_product
+from reference import assert_rounded_product, poisoned
 
 E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
 KINDS = {"mxfp4": E8M0, "nvfp4": E4M3}
@@ -65,6 +65,73 @@ def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, see
         assert_rounded_product(epiloq.packed_fp4_mm(x, weight, bias), x, exact, bias)
         if device == "cuda":
             assert ("GEMV" in epiloq.explain("packed_fp4_mm", x, weight)) == (m <= 8)
+
+
+# One and two tiles of rows and the rest of one, of weight rows too, K of part of a step, and splits of K.
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(65, 1, 8), (128, 129, 264), (129, 300, 1000), (256, 1029, 136), (300, 64, 4096), (513, 40, 72)]
+)
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows(m: int, n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
+    """More than 64 rows: on SM90 a kernel converts the codes in registers, without rounding W."""
+    weight, exact = packed(n, k, form, device)
+    x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    for of_bias in (None, bias):
+        wide = poisoned((m, n + 8), dtype, device)
+        before, out = wide.clone(), wide[:, :n]
+        assert epiloq.packed_fp4_mm(x, weight, of_bias, out=out) is out
+        assert_rounded_product(out, x, exact, of_bias)
+        assert torch.equal(wide[:, n:].isnan(), before[:, n:].isnan())
+        assert_rounded_product(epiloq.packed_fp4_mm(x[:, None], weight, of_bias)[:, 0], x, exact, of_bias)
+    if device == "cuda":
+        converts = torch.cuda.get_device_capability() == (9, 0) and reads_many(form, dtype)
+        assert ("wgmma" in epiloq.explain("packed_fp4_mm", x, weight)) == converts
+
+
+def reads_many(form: str, dtype: torch.dtype) -> bool:
+    """Whether products of code and scale are exact, so that a kernel multiplies them beside the tensor cores."""
+    return dtype == torch.bfloat16 or (form == "nvfp4" and dtype == torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k", "matrices"), [(1, 1, 1), (33, 100, 1), (64, 4096, 4), (1029, 33, 1), (16, 640, 1)])
+def test_dequantised_on_a_gpu(n: int, k: int, matrices: int, form: str, dtype: torch.dtype, seed: int) -> None:
+    """By one kernel: the bits of `fp4_dequantize` on the CPU."""
+    codes, scale, _ = fp4_reference.weight(n, k, KINDS[form])
+    scale.view(torch.uint8).flatten()[-1] = 255 if form == "mxfp4" else 127
+    factor = torch.rand(matrices) + 0.1 if form == "nvfp4" else None
+    each = None if factor is None else factor.repeat_interleave(n // matrices)
+    expected = epiloq.fp4_dequantize(codes, scale, in_features=k, global_scale=each, dtype=dtype)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor).to("cuda")
+    found = weight.dequantize(dtype).cpu()
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", KINDS)
+def test_every_code_by_every_scale_among_many_rows(form: str, seed: int) -> None:
+    """Rows of the unit matrix pick the weight's numbers, which bfloat16 represents."""
+    kind = KINDS[form]
+    block = fp4_reference.BLOCK[kind]
+    codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(256, block // 16)
+    scale = torch.arange(256).to(torch.uint8).view(256, 1)
+    if form == "nvfp4":
+        codes, scale = codes[:128], scale[:128]
+    weight = epiloq.pack_fp4_weight(codes.cuda(), scale.cuda().view(kind), in_features=block)
+    x = torch.eye(block, device="cuda", dtype=torch.bfloat16).repeat(5, 1)
+    found = epiloq.packed_fp4_mm(x, weight).float().view(5, block, -1)
+    picked = epiloq.fp4_dequantize(codes, scale.view(kind), in_features=block).bfloat16().float().cuda().t()
+    # Of others products with zeros are NaN, or they are smaller than what some products take for 0.
+    fits = (picked == 0) | (picked.abs() > 2.0**-100) & (picked.abs() < 2.0**120)
+    rows = fits.all(0) & picked.isfinite().all(0)
+    assert rows.sum() > 100
+    for each in found:
+        assert torch.equal(each[:, rows], picked[:, rows])
+    assert found[..., -1].isnan().all()  # a NaN scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

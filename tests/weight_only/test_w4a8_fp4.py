@@ -13,6 +13,7 @@ from torch import Tensor
 
 import epiloq
 import fp4_reference
+from epiloq.ops.w4a8 import unpacked
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from reference import poisoned, ulp
 from w4a8_reference import ACTIVATIONS, make_activations
@@ -111,6 +112,54 @@ def test_the_same_as_the_dequantised_activations(seed: int, form: str) -> None:
     assert torch.equal(epiloq.w4a8_mm(product.x_q, product.weight, one, out_dtype=torch.float32), expected)
     each = epiloq.w4a8_mm(product.x_q[None], product.weight, one.expand(1, 9, 1), out_dtype=torch.float32)
     assert torch.equal(each[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 640), (129, 144), (520, 4096), (33, 1000)])
+def test_many_tokens(seed: int, n: int, k: int, dtype: torch.dtype, form: str) -> None:
+    """MXFP4 becomes float8 rows, where K is a multiple of 16."""
+    for m in (unpacked.MANY_FP4_TOKENS, 600):
+        for bias in (None, dtype):
+            product = Product(m, n, k, form, torch.float8_e4m3fn, bias, "cuda")
+            run_and_check(product, dtype)
+            by_8_bits = "unpacked to 8 bits" in epiloq.explain("w4a8_mm", *product.arguments, out_dtype=dtype)
+            assert by_8_bits == (form == "mxfp4" and k % 16 == 0 and torch.cuda.get_device_capability() >= (8, 9))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (33, 4096), (100, 100), (1029, 64), (17, 8 * 512)])
+@pytest.mark.parametrize("spread", [0, 14, 40])
+def test_rows_of_float8(seed: int, n: int, k: int, spread: int) -> None:
+    """Exact where a row's scales differ by at most 2^14, and within 2^-16 of the largest elsewhere."""
+    codes = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8)
+    low = torch.randint(1, 254 - spread, (n, 1))
+    scale = (low + torch.randint(0, spread + 1, (n, -(-k // 32)))).to(torch.uint8)
+    codes[0] = 0  # zeros, of any scales
+    codes[-1, :16] = 0x88  # a block of zeros, and of the largest scale
+    scale[-1, 0] = 254
+    dense = fp4_reference.dequantized(codes, scale, None, k)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k).to("cuda")
+    rows, row_scale = weight.float8_rows()
+    found = (rows.cpu().double() * row_scale.cpu().double())[:, :k]
+    blocks = torch.nn.functional.pad(dense, (0, -k % 32)).view(n, -1, 32)
+    counts = torch.where(blocks.any(2), scale.double(), -1).amax(1, keepdim=True)
+    bound = torch.where(counts < 0, 0.0, (counts - 127 - 16).exp2()) * (spread > 14)
+    assert ((found - dense).abs() <= bound).all()
+    assert (row_scale > 0).all()
+
+
+@pytest.mark.gpu
+def test_a_nan_scale_makes_its_row_nan(seed: int) -> None:
+    """Of a block of zeros, too."""
+    codes = torch.randint(0, 256, (40, 64), dtype=torch.uint8)
+    codes[5, 16:32] = 0
+    scale = torch.full((40, 4), 127, dtype=torch.uint8)
+    scale[5, 1] = scale[20, 3] = 255
+    rows, row_scale = epiloq.pack_fp4_weight(codes, scale, in_features=128).to("cuda").float8_rows()
+    assert row_scale.isnan().nonzero()[:, 0].tolist() == [5, 20]
+    assert rows.float().isfinite().all()
 
 
 @pytest.mark.parametrize("form", KINDS)

@@ -29,10 +29,11 @@ from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
 
-# Rows of an expert, on average, up to which the kernel reads the codes; above, W is dequantised first.
+# Rows of an expert, on average, up to which a kernel reads the codes. One matrix has such kernels for more rows, too,
+# where the library says so; otherwise W is dequantised first.
 _DECODE_ROWS = 64
-# Weights that are dequantised at once: 4 MiB of float32 on a CPU, which caches hold, and 64 MiB on a GPU.
-_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
+_AT_ONCE = 1 << 20
 
 
 def packed_fp4_mm(
@@ -116,9 +117,10 @@ def run(
 
 
 def _takes_kernel(x: Tensor, counts: Tensor | None) -> bool:
-    """Whether to use the kernel that reads codes: because it is faster, or for batch invariance."""
-    experts = 1 if counts is None else counts.numel()
-    return x.is_cuda and (is_batch_invariant() or prod(x.shape[:-1]) <= _DECODE_ROWS * experts)
+    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance."""
+    if not x.is_cuda or counts is None or is_batch_invariant():
+        return x.is_cuda
+    return prod(x.shape[:-1]) <= _DECODE_ROWS * counts.numel()
 
 
 def _refuse_dense(x: Tensor) -> None:
@@ -185,23 +187,19 @@ def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
 
 def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
     """Rows ``[M, K]`` times one matrix, which is dequantised a few rows at a time; as a whole on CUDA."""
-    parts = weight.row_chunks(_AT_ONCE[x.device.type])
+    if x.is_cuda:
+        multiply_dense(out, x, weight.dequantize(x.dtype), bias)
+        return
     with without_autocast(x.device.type):
-        if not x.is_cuda:
-            for rows in parts:
-                of_bias, part = None if bias is None else bias[rows], weight.rows(rows, x.dtype)
-                if not is_batch_invariant():
-                    out[:, rows] = torch.nn.functional.linear(x, part, of_bias)
-                    continue
-                for token in range(len(x)):
-                    # Alone, and in memory that always begins alike.
-                    alone = x[token : token + 1].clone()
-                    out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
-            return
-        dense = x.new_empty(weight.shape)
-        for rows in parts:
-            dense[rows] = weight.rows(rows, x.dtype)
-        multiply_dense(out, x, dense, bias)
+        for rows in weight.row_chunks(_AT_ONCE):
+            of_bias, part = None if bias is None else bias[rows], weight.rows(rows, x.dtype)
+            if not is_batch_invariant():
+                out[:, rows] = torch.nn.functional.linear(x, part, of_bias)
+                continue
+            for token in range(len(x)):
+                # Alone, and in memory that always begins alike.
+                alone = x[token : token + 1].clone()
+                out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
 
 
 def explain(

@@ -149,11 +149,10 @@ def multiply(call: Call) -> None:
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).contiguous()
     scale_a = scale_a if len(scale_a) == m else scale_a.repeat(m, 1)
-    if isinstance(weight, PackedWeight):
-        if not is_batch_invariant() and unpacked.fits(x_q, weight):
-            return unpacked.multiply(out, x_q, weight, scale_a, call.bias)
-        if _may_be_float8(x_q) and _by_float8_kernel(out, x_q, weight, call):
-            return
+    if not is_batch_invariant() and unpacked.fits(x_q, weight):
+        return unpacked.multiply(out, x_q, weight, scale_a, call.bias)
+    if isinstance(weight, PackedWeight) and _may_be_float8(x_q) and _by_float8_kernel(out, x_q, weight, call):
+        return
     step = max(_AT_ONCE // max(weight.n, weight.k), TOKENS)
     for first in range(0, m, step):
         rows = slice(first, first + step)
@@ -258,12 +257,13 @@ def explain(
         return "nothing to launch: the output is empty"
     dtype = _floating(x_q)
     x, how = x_q.new_empty((m, w.k), dtype=dtype), f"activations as {str(dtype).removeprefix('torch.')}"
+    if not is_batch_invariant() and unpacked.fits(x_q.view(m, w.k), w):
+        what = "integers" if isinstance(w, PackedWeight) else "FP4 numbers"
+        return f"the weight's {what} unpacked to 8 bits, then a product of 8-bit operands"
     if isinstance(w, PackedFp4Weight):
         return f"{how}: {explain_fp4(x, w)}"
     if _multiplies_integers(x_q, w):
         return "CPU: int8 products of each group, summed in fp32"
-    if not is_batch_invariant() and unpacked.fits(x_q.view(m, w.k), w):
-        return "the weight's integers unpacked to 8 bits, then a product of 8-bit operands"
     if _may_be_float8(x_q.view(m, w.k)):
         padded_k = -(-w.k // PADDING) * PADDING
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from epiloq import _core
 from epiloq._torch.library import direct, expect_tensors, register
 from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, row_chunks
 from epiloq.weights.packed_layout import (
@@ -99,6 +100,19 @@ class PackedFp4Weight:
         """Dequantise rows of one matrix, beginning with a panel."""
         codes, scale, global_scale = self.row_slice(rows.start, rows.stop).unpack()
         return dequantized_rows(codes, scale, global_scale, self.k, dtype, slice(None))
+
+    def float8_rows(self) -> tuple[Tensor, Tensor]:
+        """An MXFP4 weight on CUDA as float8_e4m3fn ``[n, k]`` and scales ``[n, 1]``, a power of two for each row.
+
+        Exact if the scales of a row's blocks that are not all zeros differ by at most 2^14; smaller numbers are rounded
+        to multiples of 2^-15 times the largest of these scales.
+        """
+        rows = self.q.new_empty((self.n, self.k), dtype=torch.float8_e4m3fn)
+        row_scale = self.q.new_empty(self.n, dtype=torch.float32)
+        _core.dequantize_fp4(rows, self.q, self.scale, None, row_scale, self.format, self.n, self.k)
+        if self.global_scale is not None:
+            row_scale.mul_(self.global_scale)
+        return rows, row_scale[:, None]
 
     def __repr__(self) -> str:
         return f"PackedFp4Weight({list(self.shape)}, {self.format}, {self.q.device})"
@@ -206,6 +220,9 @@ def _dequantize(
             check_memory(name, tensor, q.device, "dequantize_packed_fp4")
     weight = PackedFp4Weight(q, scale, global_scale, format, n, k)
     out = q.new_empty((n, k), dtype=dtype)
+    if out.is_cuda:
+        _core.dequantize_fp4(out, q, scale, global_scale, None, format, n, k)
+        return out
     matrices = 1 if global_scale is None else global_scale.numel()
     for first in range(0, n, max(n // matrices, 1)):
         one = weight.row_slice(first, first + n // matrices)

@@ -51,9 +51,6 @@ bool suits_cuda(LayerCall const& call, Optional const& bias) {
   return call.is_direct() && !call.is_cpu() && call.is_half() && suits_kernels(call, bias);
 }
 
-// On CUDA, up to this many rows, a kernel reads the codes of FP4 (epiloq.ops.packed_fp4_mm).
-constexpr std::int64_t kDecodeRows = 64;
-
 py::object fp4_linear(py::handle layer, py::handle x) {
   static Name const out_features("out_features"), in_features("in_features"), format("format");
   LayerCall call(layer, x);
@@ -62,7 +59,6 @@ py::object fp4_linear(py::handle layer, py::handle x) {
   std::int64_t const n = call.number(out_features), k = call.number(in_features);
   if (!suits_cuda(call, bias) || !q || !scale || call.x().view.numel() == 0) return py::none();
   TensorView const tokens = rows_of(call.x().view);
-  if (tokens.shape[0] > kDecodeRows && !batch_invariant()) return py::none();
   bool const is_nvfp4 = call.is(format, "nvfp4");
   PackedWeight weight{q->view,
                       scale->view,

@@ -48,12 +48,42 @@ constexpr std::array<ByType, sizeof...(kRow)> gemv_table(std::integer_sequence<i
 }
 constexpr auto kGemvTable = gemv_table(std::make_integer_sequence<int, static_cast<int>(kGemvRows.size())>{});
 
+// WGMMA is compiled for FP4 alone; MXFP4 for bfloat16 alone, which has its exponents.
+#if EPILOQ_HAS_SM90
+template <int kRow>
+constexpr ByType wgmma_by_type() {
+  ByType all{};
+  all[0][static_cast<int>(Format::kNvfp4)] = &launch_wgmma<kRow, DType::kFloat16, Format::kNvfp4>;
+  all[1][static_cast<int>(Format::kNvfp4)] = &launch_wgmma<kRow, DType::kBFloat16, Format::kNvfp4>;
+  all[1][static_cast<int>(Format::kMxfp4)] = &launch_wgmma<kRow, DType::kBFloat16, Format::kMxfp4>;
+  return all;
+}
+template <int... kRow>
+constexpr std::array<ByType, sizeof...(kRow)> wgmma_table(std::integer_sequence<int, kRow...>) {
+  return {wgmma_by_type<kRow>()...};
+}
+constexpr auto kWgmmaTable =
+    wgmma_table(std::make_integer_sequence<int, static_cast<int>(kWgmmaRows.size())>{});
+#else
+constexpr std::array<ByType, kWgmmaRows.size()> kWgmmaTable{};
+#endif
+
+ByType const& row_of(Choice const& choice) {
+  switch (choice.family) {
+    case Family::kGemv:
+      return kGemvTable[choice.row];
+    case Family::kWgmma:
+      return kWgmmaTable[choice.row];
+    default:
+      return kTable[choice.row];
+  }
+}
+
 }  // namespace
 
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
-  ByType const& row = choice.gemv ? kGemvTable[choice.row] : kTable[choice.row];
-  Launch const launch = row[x == DType::kBFloat16][static_cast<int>(choice.format)];
+  Launch const launch = row_of(choice)[x == DType::kBFloat16][static_cast<int>(choice.format)];
   if (launch == nullptr)
     throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.tiles, choice.split, device, stream);

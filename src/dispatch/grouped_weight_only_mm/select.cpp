@@ -1,10 +1,12 @@
 #include "dispatch/grouped_weight_only_mm/select.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 #include "core/ceil_div.h"
 #include "core/checks.h"
+#include "dispatch/wgmma_cycles.h"
 #include "epiloq/batch_invariant.h"
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/split_k.h"
@@ -18,6 +20,8 @@ using weight_only_mm::Weight;
 
 constexpr int kStepsPerCta = 4;         // minimum number of K steps per CTA with split-K
 constexpr int kMemoryBoundTokens = 16;  // tiles of at most as many are limited by memory
+
+bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
 
 // Average number of rows of x per expert that has any; with masked_m the capacity per expert.
 int typical_rows(Problem const& p) {
@@ -35,9 +39,8 @@ int most_tiles(Problem const& p, int tokens) {
 
 // Shared memory of a K step of one panel, with its scales and zero points; and of tokens.
 int panel_bytes(Weight const& w, Format format) {
-  bool const is_byte = format == Format::kMxfp4 || format == Format::kNvfp4;
   int const groups = std::max(1, kPadding / w.group),
-            scale_bytes = is_byte ? 1 : static_cast<int>(size_of(w.scale_dtype));
+            scale_bytes = is_fp4(format) ? 1 : static_cast<int>(size_of(w.scale_dtype));
   return weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
 }
 int token_bytes(int tokens) { return tokens * kPadding * 2; }
@@ -57,8 +60,7 @@ bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
 
 // The largest GEMV CTAs of which all can run at a time, if they fit shared memory; else the smallest.
 std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& target) {
-  bool const is_fp4 = format == Format::kMxfp4 || format == Format::kNvfp4;
-  if (!is_fp4 || p.counts != nullptr || p.product.m > weight_only_mm::kGemvTokens) return std::nullopt;
+  if (!is_fp4(format) || p.counts != nullptr || p.product.m > weight_only_mm::kGemvTokens) return std::nullopt;
   Weight const& w = p.product.weight;
   int const steps = w.padded_k / kPadding, rows = static_cast<int>(kGemvRows.size());
   for (int row = 0; row < rows; ++row) {
@@ -71,9 +73,29 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
     int const split = std::clamp(room / ctas, 1, most);
     int const stage = weight_only_mm::whole_lines(c.panels * panel_bytes(w, format)) + token_bytes(p.product.m);
     int const received = weight_only_mm::gemv_received_bytes(p.product.m, cta_rows, split);
-    if (received + c.warps * c.stages * stage <= target.shared_bytes) return Choice{format, row, 1, split, true};
+    if (received + c.warps * c.stages * stage <= target.shared_bytes) return Choice{format, row, 1, split, Family::kGemv};
   }
   return std::nullopt;
+}
+
+// About 2.4 instructions of the integer pipes per weight.
+constexpr weight_only_mm::WgmmaRates kRates{.fma = 2048, .conversions = 64 / 2.4};
+
+Choice wgmma_of(Problem const& p, Format format, Target const& target) {
+  Weight const& w = p.product.weight;
+  Choice best{format, 0, 1, 1, Family::kWgmma};
+  double least = std::numeric_limits<double>::infinity();
+  for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
+    int const most = std::min(w.padded_k / kPadding, kMaxCluster);
+    for (int split = 1; split <= most; ++split) {
+      double const time =
+          weight_only_mm::wgmma_cycles(kWgmmaRows[row], kRates, split, p.product.m, w.n, w.padded_k, target);
+      if (time >= least) continue;
+      least = time;
+      best.row = row, best.split = split;
+    }
+  }
+  return best;
 }
 
 // Slices of K that let as many CTAs run as the device holds. If they all run at a time, the SM with the most of them
@@ -108,11 +130,17 @@ std::optional<Format> format_of(Weight const& w, WeightFormat format) {
   return std::nullopt;
 }
 
-Choice choose(Problem const& p, Format format, Target const& target) {
+bool has_wgmma(Problem const& p, DType x, Format format, Target const& target) {
+  bool const is_exact = format == Format::kNvfp4 || x == DType::kBFloat16;
+  return is_fp4(format) && is_exact && target.has_wgmma && p.counts == nullptr;
+}
+
+Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   // A fixed tile height and no split-K give a row the same bits at any M.
   constexpr int kAnyM = 1;
   if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
+  if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
   while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;
@@ -134,7 +162,13 @@ Choice choose(Problem const& p, Format format, Target const& target, GroupedWeig
 
 std::string describe(Choice const& choice) {
   std::ostringstream text;
-  if (choice.gemv) {
+  if (choice.family == Family::kWgmma) {
+    weight_only_mm::WgmmaConfig const& c = kWgmmaRows[choice.row];
+    text << "sm90 wgmma, FP4 converted in registers, " << c.rows() << " weight rows x " << c.tokens
+         << " tokens, split-K " << choice.split;
+    return text.str();
+  }
+  if (choice.family == Family::kGemv) {
     weight_only_mm::GemvConfig const& c = kGemvRows[choice.row];
     text << "GEMV, mma.sync, " << c.panels * weight_only_mm::kPanelRows << " weight rows x " << c.warps
          << " warps, split-K " << choice.split;

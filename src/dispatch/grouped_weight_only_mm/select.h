@@ -5,24 +5,31 @@
 
 #include "core/target.h"
 #include "epiloq/grouped_weight_only_mm.h"
-#include "kernels/launch/grouped_weight_only_mm.h"
+#include "kernels/launch/fp4_wgmma.h"
 
 namespace epiloq::ops::grouped_weight_only_mm {
 
+enum class Family { kTiles, kGemv, kWgmma };
+
 struct Choice {
   Format format;
-  int row;    // of kRows, or of kGemvRows
+  int row;    // of the family's table: kRows, kGemvRows or kWgmmaRows
   int tiles;  // of tokens, at most
   int split;
-  bool gemv = false;
+  Family family = Family::kTiles;
 };
 
 // Null if no kernel takes the weight: its group size, or bits other than 4 and 8.
 std::optional<Format> format_of(weight_only_mm::Weight const& weight, WeightFormat format);
 
-// A GEMV for few tokens by one matrix of FP4 weights, unless sums are to be batch invariant. Otherwise the narrowest
-// tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
-Choice choose(Problem const& problem, Format format, Target const& target);
+// Whether FP4 weights have a WGMMA kernel: one matrix, x of bfloat16 or, for NVFP4, float16; on SM90.
+bool has_wgmma(Problem const& problem, DType x, Format format, Target const& target);
+// Rows of one FP4 matrix from which it is the kernel.
+inline constexpr int kWgmmaFromRows = 65;
+
+// Of one matrix of FP4 weights a GEMV for few tokens and WGMMA for many, unless sums are to be batch invariant.
+// Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
+Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // A tile that is given. Throws InvalidArgument where there is no such kernel, or it does not fit.
 Choice choose(Problem const& problem, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel);
 

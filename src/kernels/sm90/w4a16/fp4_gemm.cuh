@@ -1,0 +1,153 @@
+#pragma once
+
+// SM90: the weight-only WGMMA GEMM with FP4 weights (packed_fp4_mm), one matrix. Consumers multiply a code by its scale
+// before the tensor cores, which T represents exactly, so that sums need no promotion.
+
+#include "kernels/common/w4a16/convert_fp4.cuh"
+#include "kernels/launch/fp4_wgmma.h"
+#include "kernels/sm90/w4a16/w4a16_gemm.cuh"
+#include "kernels/sm90/w4a16/w4a16_launch.cuh"
+
+namespace epiloq::ops::weight_only_mm {
+
+// MXFP4 in bfloat16: codes times powers of two, both of which bfloat16 represents. (A half has no exponents for them.)
+struct Mxfp4FoldedFragment {
+  static constexpr float kUnit = 1;
+
+  struct Factor {
+    Word low, high;  // of rows g and g + 8, in both halves
+  };
+  static __device__ __forceinline__ Word power(Word byte) {
+    constexpr Word kNanByte = 255, kNan = 0x7fff7fff, kSmallest = 0x00400040;  // 2^-127, subnormal
+    return byte == kNanByte ? kNan : byte == 0 ? kSmallest : twice(byte << 7);
+  }
+  static __device__ __forceinline__ Factor factor(Word bytes) { return {power(bytes & 0xff), power(bytes >> 8)}; }
+  static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Factor const& factor) {
+    using T = __nv_bfloat16;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      Word const value = multiply_pairs(T{}, moved_e2m1<E2M1<T>::kDown>(w[0], p), E2M1<T>::kToValues);
+      a[p] = multiply_pairs(T{}, value, p % 2 == 0 ? factor.low : factor.high);
+    }
+  }
+};
+
+struct FactorParams : TileParams {
+  float const* factor;  // of all sums; null: 1
+};
+
+// Integers: the kernel of 4-bit integers whose stages, barriers and sums this one shares.
+template <class T, class Fragment_, int kGroups, int kMGroups, int kTokens>
+struct Fp4Wgmma : Wgmma<T, 4, kGroups, kMGroups, 1, 1, kTokens, true, RowTokens<2, FactorParams>> {
+  using Integers = Wgmma<T, 4, kGroups, kMGroups, 1, 1, kTokens, true, RowTokens<2, FactorParams>>;
+  using Fragment = Fragment_;
+};
+
+template <class T, class F, int kGroups, int kMGroups, int kTokens>
+struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>>
+    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>::Integers> {
+  using C = Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>;
+  using Base = WgmmaMainloop<typename C::Integers>;
+  using typename Base::Fragments;
+  using typename Base::Stage;
+  using typename Base::Sums;
+  using Base::Base;
+  static constexpr int kFragments = kPadding / kInstruction;  // of a K step
+  static constexpr int kOfGroup = kFragments / kGroups;       // fragments that share scales
+  static_assert(Base::kInSubtile % kOfGroup == 0);
+
+  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], Stage const& stage, int subtile) const {
+    typename F::Factor factor;
+#pragma unroll
+    for (int i = 0; i < Base::kInSubtile; ++i) {
+      int const fragment = subtile * Base::kInSubtile + i;
+      if (fragment % kOfGroup == 0) {
+        factor = F::factor(load_byte_pair(stage.scales + this->parameter + fragment / kOfGroup * kPanelRows));
+      }
+      F::make(a[i], words + word_of(4, fragment * kInstruction), factor);
+    }
+  }
+
+  // A K step. The tensor cores always have the next subtile queued.
+  __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
+    Fragments a[2];
+    Word words[4];
+    this->load(words, stage, 0);
+#pragma unroll
+    for (int subtile = 0; subtile < Base::kSubtiles; ++subtile) {
+      cute::warpgroup_wait<1>();  // of the fragments that are overwritten
+      make(a[subtile % 2], words, stage, subtile);
+      if (subtile + 1 < Base::kSubtiles) this->load(words, stage, subtile + 1);
+      this->begin(sums[0], a[subtile % 2], stage, subtile, true);
+    }
+    cute::warpgroup_wait<0>();
+    this->fence(sums[0]);
+  }
+
+  __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
+                               int& next, gemm::DynamicPipelineState& state) const {
+#pragma unroll 1
+    for (; next < steps; ++next) {
+      gemm::mbarrier_wait(full + state.stage * 8, state.phase);
+      multiply(sums, this->stage_of(stages + state.stage * this->params.stage.bytes));
+      __syncwarp();
+      if (this->lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
+      state.advance(this->params.stages, 1);
+    }
+    next -= steps;
+  }
+
+  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums) const {
+    DirectRows<T> const rows(this->params.p, (place.first_panel + this->panel) * kPanelRows);
+#pragma unroll
+    for (int i = 0; i < Base::kSums; i += 4) store(this->params, rows, place.first_token + i * 2, sums[0] + i);
+  }
+  static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
+                                               float const* four) {
+    float const* const factor = static_cast<FactorParams const&>(params).factor;
+    rows.store(first_token, four, F::kUnit * (factor != nullptr ? __ldg(factor) : 1.f));
+  }
+};
+
+}  // namespace epiloq::ops::weight_only_mm
+
+namespace epiloq::ops::grouped_weight_only_mm {
+
+namespace wo = weight_only_mm;
+
+template <class T, Format kFormat>
+struct FoldedOf;
+template <>
+struct FoldedOf<__nv_bfloat16, Format::kMxfp4> {
+  using Fragment = wo::Mxfp4FoldedFragment;
+  static constexpr int kGroups = 4;
+};
+template <class T>
+struct FoldedOf<T, Format::kNvfp4> {
+  using Fragment = wo::Nvfp4Fragment<T>;
+  static constexpr int kGroups = 8;
+};
+
+template <int kRow, DType kX, Format kFormat>
+void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
+  constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
+  static_assert(kConfig.k_groups == 1 && kConfig.blocks == 1 && kConfig.rounds);
+  using T = CudaType<kX>;
+  using Folded = FoldedOf<T, kFormat>;
+  using C = wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.tokens>;
+  wo::Problem const& of = p.product;
+  constexpr int kAligned = 8;  // elements
+  // The stride of a single row does not matter, and may be anything.
+  std::int64_t const stride_x = of.m > 1 ? of.stride_x : (of.weight.k + kAligned - 1) / kAligned * kAligned;
+  wo::MatrixReads const reads{wo::WeightReads::of(of.weight, C::kRows, C::kGroups),
+                              of.x,
+                              stride_x,
+                              of.weight.k,
+                              of.m,
+                              C::Tokens::kBytes,
+                              wo::TokenBoxes::of(of.m, C::kTokens)};
+  wo::FactorParams const params{wo::params_of<C>(kConfig, of, split, wo::cached_maps(reads, device), device), p.factor};
+  wo::launch_tiles<C>(&wo::wgmma_kernel<C>, kConfig, params, split, device, stream, "launching epiloq.packed_fp4_mm");
+}
+
+}  // namespace epiloq::ops::grouped_weight_only_mm
