@@ -31,8 +31,8 @@ inline double wgmma_cycles(WgmmaConfig const& c, WgmmaRates const& rates, int sp
   std::int64_t const tiles = ceil_div(n, c.rows()) * ceil_div(m, c.tokens);
   if (split > 1 && tiles * split > t.sm_count) return std::numeric_limits<double>::infinity();
   double const weights = static_cast<double>(c.rows()) * kPadding;
-  double const step = kStep + std::max({weights * c.tokens / rates.fma, weights / rates.conversions,
-                                        weights / 2 / rates.weight_bytes});
+  double const step =
+      kStep + std::max({weights * c.tokens / rates.fma, weights / rates.conversions, weights / 2 / rates.weight_bytes});
   auto const steps = static_cast<double>(ceil_div(ceil_div(k, kPadding), split));
   auto const waves = static_cast<double>(split > 1 ? 1 : ceil_div(tiles, t.sm_count));
   double const sent = 4.0 * c.rows() * c.tokens * (split - 1) / split;

@@ -62,8 +62,7 @@ template <int... kRow>
 constexpr std::array<ByType, sizeof...(kRow)> wgmma_table(std::integer_sequence<int, kRow...>) {
   return {wgmma_by_type<kRow>()...};
 }
-constexpr auto kWgmmaTable =
-    wgmma_table(std::make_integer_sequence<int, static_cast<int>(kWgmmaRows.size())>{});
+constexpr auto kWgmmaTable = wgmma_table(std::make_integer_sequence<int, static_cast<int>(kWgmmaRows.size())>{});
 #else
 constexpr std::array<ByType, kWgmmaRows.size()> kWgmmaTable{};
 #endif

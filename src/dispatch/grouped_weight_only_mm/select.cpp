@@ -73,7 +73,8 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
     int const split = std::clamp(room / ctas, 1, most);
     int const stage = weight_only_mm::whole_lines(c.panels * panel_bytes(w, format)) + token_bytes(p.product.m);
     int const received = weight_only_mm::gemv_received_bytes(p.product.m, cta_rows, split);
-    if (received + c.warps * c.stages * stage <= target.shared_bytes) return Choice{format, row, 1, split, Family::kGemv};
+    if (received + c.warps * c.stages * stage <= target.shared_bytes)
+      return Choice{format, row, 1, split, Family::kGemv};
   }
   return std::nullopt;
 }

@@ -81,8 +81,7 @@ __global__ __launch_bounds__(kThreads) void dequantize_kernel(__grid_constant__ 
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       int const byte = row == 0 ? bytes.x : bytes.y;
-      float const scale =
-          __fmul_rn(kFormat == WeightFormat::kMxfp4 ? e8m0_number(byte) : nvfp4_number(byte), factor);
+      float const scale = __fmul_rn(kFormat == WeightFormat::kMxfp4 ? e8m0_number(byte) : nvfp4_number(byte), factor);
       alignas(16) T values[kRun];
 #pragma unroll
       for (int i = 0; i < kRun; ++i) {
@@ -102,8 +101,7 @@ __global__ __launch_bounds__(kRowThreads) void float8_rows_kernel(__grid_constan
   pdl_trigger();
   constexpr int kCodes = sizeof(Magnitudes);
   if (threadIdx.x < kExponents * kCodes) {
-    reinterpret_cast<std::uint8_t*>(magnitudes)[threadIdx.x] =
-        magnitude_of(threadIdx.x / kCodes, threadIdx.x % kCodes);
+    reinterpret_cast<std::uint8_t*>(magnitudes)[threadIdx.x] = magnitude_of(threadIdx.x / kCodes, threadIdx.x % kCodes);
   }
   constexpr int kNone = -1;
   if (threadIdx.x < kPanelRows) largest[threadIdx.x] = kNone;
@@ -159,8 +157,7 @@ void launch_typed(Problem const& p, int device, Stream stream) {
   constexpr int kBlocksPerSm = 4, kMostTilesPerWarp = 4;
   std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows, tiles = p.weight.padded_k / kDepth;
   std::int64_t const enough = std::int64_t{kWarps} * kBlocksPerSm * device_properties(device).sm_count;
-  std::int64_t const tiles_per_block =
-      kWarps * std::clamp<std::int64_t>(panels * tiles / enough, 1, kMostTilesPerWarp);
+  std::int64_t const tiles_per_block = kWarps * std::clamp<std::int64_t>(panels * tiles / enough, 1, kMostTilesPerWarp);
   constexpr std::int64_t kMostGridY = 65535;
   dim3 const grid(static_cast<unsigned>(panels),
                   static_cast<unsigned>(std::min(kMostGridY, (tiles + tiles_per_block - 1) / tiles_per_block)));

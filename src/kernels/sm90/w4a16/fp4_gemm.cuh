@@ -48,10 +48,10 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>>
     : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>::Integers> {
   using C = Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>;
   using Base = WgmmaMainloop<typename C::Integers>;
+  using Base::Base;
   using typename Base::Fragments;
   using typename Base::Stage;
   using typename Base::Sums;
-  using Base::Base;
   static constexpr int kFragments = kPadding / kInstruction;  // of a K step
   static constexpr int kOfGroup = kFragments / kGroups;       // fragments that share scales
   static_assert(Base::kInSubtile % kOfGroup == 0);
