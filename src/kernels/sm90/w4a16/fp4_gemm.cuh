@@ -18,8 +18,9 @@ struct Mxfp4FoldedFragment {
     Word low, high;  // of rows g and g + 8, in both halves
   };
   static __device__ __forceinline__ Word power(Word byte) {
-    constexpr Word kNanByte = 255, kNan = 0x7fff7fff, kSmallest = 0x00400040;  // 2^-127, subnormal
-    return byte == kNanByte ? kNan : byte == 0 ? kSmallest : twice(byte << 7);
+    constexpr Word kNanByte = 255, kNan = 0x7fff, kSmallest = 0x0040;  // 2^-127, subnormal
+    Word const normal = byte == 0 ? kSmallest : byte << 7;
+    return twice(byte == kNanByte ? kNan : normal);
   }
   static __device__ __forceinline__ Factor factor(Word bytes) { return {power(bytes & 0xff), power(bytes >> 8)}; }
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Factor const& factor) {
