@@ -75,7 +75,7 @@ def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[st
 
 
 _DEQUANTISED = {
-    "Fp4Linear": "FP4: each call dequantises the weight, but on CUDA for up to 64 tokens of 16 bits",
+    "Fp4Linear": "FP4: each call dequantises the weight, but on CUDA for up to 64 tokens of 16 bits, on SM90 for more",
     "TableLinear": "4-bit tables: each call dequantises the weight, but on CUDA for up to 64 tokens",
     "Fp8WeightOnlyLinear": "FP8 weights alone: each call dequantises them, but on CUDA for up to 64 tokens",
 }

@@ -48,11 +48,12 @@ def packed_fp4_mm(
     """``x @ W.T + bias`` with packed FP4 weights; with ``offs`` or ``masked_m``, each row times its expert's matrix.
 
     On CUDA, for 16-bit x with up to 64 rows (per expert on average), a kernel reads the codes directly: code times
-    scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is read back to the host. Otherwise, and
-    on the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
-    expert at a time, whose number of rows is read on the host. docs/numerics.md has the bounds. The gradient of
-    x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) CUDA always uses the kernel, for any number of
-    rows, and the CPU multiplies one row at a time.
+    scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is read back to the host. On SM90 one
+    matrix has such a kernel for more rows, too, of bfloat16 or for NVFP4. Otherwise, and on the CPU, W is dequantised
+    as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one expert at a time, whose
+    number of rows is read on the host. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``. With batch
+    invariance (`epiloq.set_batch_invariant`) CUDA always uses the kernel of few rows, for any number of rows, and the
+    CPU multiplies one row at a time.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows, leading dimensions that collapse into one; with
