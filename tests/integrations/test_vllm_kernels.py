@@ -281,6 +281,16 @@ def test_layers_are_traced_whole_for_any_number_of_tokens(seed: int, kind: str) 
             assert torch.equal(compiled(x), layer(x)[0])
 
 
+def test_weights_changed_in_place_are_used_by_later_calls(seed: int) -> None:
+    """As by the engine's reloading, which copies new values into the parameters that its graphs read."""
+    config = compressed_tensors(arguments(4, "int", "group", group_size=32), None, "pack-quantized")
+    layer = loaded(config, [words_of_compressed_tensors(weight_only(n, 4, 32, "none")) for n in SIZES])
+    x = torch.randn(3, K, dtype=vllm_on_cpu.DTYPE)
+    before = layer(x)[0]
+    layer.weight_scale.data.mul_(2)
+    assert torch.equal(layer(x)[0], 2 * before)
+
+
 def mixed(**changed: Any) -> MPLinearLayerConfig:
     usual = {
         "full_weight_shape": (256, 192),

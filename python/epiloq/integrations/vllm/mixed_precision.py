@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from vllm.model_executor.kernels.linear.mixed_precision import MPLinearKernel
 from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
@@ -63,6 +64,7 @@ class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
             if hasattr(layer, name):
                 delattr(layer, name)
             layer.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        self.weight = self._weight(layer)
 
     def _packed(self, layer: nn.Module) -> PackedWeight:
         c = self.config
@@ -86,11 +88,14 @@ class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
             q = q if perm is None else q[:, perm]
         return pack_weight(q, scale, points, bits=bits, group_size=c.group_size, perm=perm)
 
-    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _weight(self, layer: nn.Module) -> PackedWeight:
         q, scale, zero, perm = (getattr(layer, name) for name in self.names)
-        weight = PackedWeight(q, scale, zero, None, perm, *self.numbers)
-        y = epiloq.weight_only_mm(x.reshape(-1, x.shape[-1]), weight, bias)
-        return y.view(*x.shape[:-1], weight.n)
+        return PackedWeight(q, scale, zero, None, perm, *self.numbers)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        # Compiled graphs take the layer's parameters as inputs; eager calls save the time of collecting them.
+        weight = self._weight(layer) if is_dynamo_compiling() else self.weight
+        return epiloq.weight_only_mm(x, weight, bias)
 
 
 def _groups(c: Any, bits: int) -> Answer:
