@@ -25,6 +25,7 @@ from epiloq.nn import Fp8Linear, WeightOnlyLinear
 from epiloq.parallel import shard_columns, shard_rows
 from epiloq.parallel.shards import part_of
 from epiloq.parallel.styles import summed
+from epiloq.parallel.symmetric import SymmetricSum
 
 SCHEMES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "w4a16": WeightOnlyLinear.from_linear,
@@ -52,7 +53,9 @@ def layers(options: Any, mesh: Any, device: torch.device) -> list[tuple[nn.Modul
     return found
 
 
-def step(x: Tensor, all_layers: list[Any], mesh: Any, products: bool, sums: bool) -> Tensor:
+def step(
+    x: Tensor, all_layers: list[Any], mesh: Any, symmetric: SymmetricSum | None, products: bool, sums: bool
+) -> Tensor:
     """All layers once."""
     for qkv, out, gate_up, down in all_layers:
         for first, second in ((qkv, out), (gate_up, down)):
@@ -60,7 +63,7 @@ def step(x: Tensor, all_layers: list[Any], mesh: Any, products: bool, sums: bool
             if products:
                 width = len(second.shard.columns)
                 y = second(first(x)[:, :width].contiguous())
-            x = x + (summed(y.clone(), mesh) if sums and mesh.size() > 1 else y) * 1e-3
+            x = x + (summed(y.clone(), mesh, symmetric) if sums and mesh.size() > 1 else y) * 1e-3
     return x
 
 
@@ -95,6 +98,7 @@ def main() -> None:
     for name, value in (("batch", 16), ("layers", 4), ("hidden", 8192), ("intermediate", 28672)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--symmetric-memory", action="store_true", help="sum through it instead of NCCL's all-reduce")
     options = parser.parse_args()
     device = torch.device("cpu")
     if options.device == "cuda":
@@ -102,6 +106,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    symmetric = SymmetricSum(mesh) if options.symmetric_memory and mesh.size() > 1 else None
     torch.manual_seed(0)
     made, x = layers(options, mesh, device), torch.randn(options.batch, options.hidden, device=device).bfloat16()
     result = vars(options) | {
@@ -109,7 +114,7 @@ def main() -> None:
         "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
     for name, products, sums in (("step", True, True), ("products", True, False), ("all_reduces", False, True)):
-        seconds = time_of(lambda p=products, s=sums: step(x, made, mesh, p, s), device)
+        seconds = time_of(lambda p=products, s=sums: step(x, made, mesh, symmetric, p, s), device)
         result[f"{name}_us_per_layer"] = round(seconds / options.layers * 1e6, 2)
     if dist.get_rank() == 0:
         print(json.dumps(result))
