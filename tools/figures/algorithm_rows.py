@@ -121,6 +121,8 @@ def measure(model: Path, texts: Path, row: Row, count: int = COUNT) -> dict[str,
 
 def alone(package: str, parts: Sequence[str], **attributes: Any) -> bool:
     """Allow imports of submodules without running the package's own imports. False if it is not installed."""
+    if package in sys.modules:
+        return True
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return False
