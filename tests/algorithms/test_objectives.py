@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from epiloq.quantize import Grid, autoround, awq_scale, gptq, output_error, rtn
-from epiloq.quantize.algorithms.gptq import DAMPENING, uncompensated, without_dead
+from epiloq.quantize.algorithms.gptq import DAMPENING, without_dead
 from epiloq.quantize.algorithms.one_weight import clip_moments, round_weight
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
@@ -95,15 +95,10 @@ def compensated(layer: Layer) -> Calibrated:
     return round_weight(layer.weight, layer.grid, ALGORITHMS["gptq"], layer.hessian)
 
 
-def by_costs(layer: Layer) -> Calibrated:
-    """GPTQ with ranges fitted once, by what later columns cannot compensate."""
-    return gptq(layer.weight, layer.hessian, layer.grid, moments=uncompensated(layer.hessian))
-
-
 OF_A_WEIGHT: dict[str, tuple[Callable[[Layer, Calibrated], Tensor], Callable[[Layer], Calibrated]]] = {
     "rtn-mse": (squared, nearest),
     "awq": (within_groups, nearest),
-    "gptq+ranges": (Layer.compensated_errors, by_costs),
+    "gptq+ranges": (Layer.compensated_errors, compensated),
     "gptq+refine": (Layer.output_errors, compensated),
     "gptq-guided": (Layer.output_errors, compensated),
     "awq+gptq-guided": (Layer.output_errors, compensated),

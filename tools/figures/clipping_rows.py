@@ -27,7 +27,7 @@ CLIPS: dict[str, Any] = {
     "diagonal": lambda hessian: hessian.diagonal(),
     "whole": lambda hessian: None,
     "uncompensated": uncompensated,
-    "compensated": lambda hessian: "compensated",
+    "best by row": lambda hessian: "best",
 }
 """The argument `moments` of `gptq`, computed from a Hessian; errors are relative to the first entry's."""
 

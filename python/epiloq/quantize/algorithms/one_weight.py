@@ -19,15 +19,15 @@ def round_weight(
     if not algorithm.compensate:
         return rtn(weight, grid, clip_moments(weight, algorithm, hessian))
     assert hessian is not None  # `Algorithm.needs_inputs`
-    refits = algorithm.clip == "compensated"
-    moments = "compensated" if refits else clip_moments(weight, algorithm, hessian)
-    value: Calibrated = gptq(weight, hessian, grid, moments=moments)
+    best = algorithm.clip == "best"
+    value: Calibrated = gptq(
+        weight, hessian, grid, moments="best" if best else clip_moments(weight, algorithm, hessian)
+    )
     return refine(value, weight, hessian) if algorithm.refine else value
 
 
 def clip_moments(weight: Tensor, algorithm: Algorithm, hessian: Tensor | None) -> Tensor | None:
-    """The `moments` by which an algorithm clips ranges; see `fit`. "compensated" is weighted by the Hessian's diagonal
-    where nothing is compensated."""
+    """The `moments` by which an algorithm clips ranges; see `fit`. "best" is weighted by the Hessian's diagonal."""
     if algorithm.clip == "mse":
         return torch.ones(weight.shape[1], device=weight.device)
     if algorithm.clip is None or hessian is None:

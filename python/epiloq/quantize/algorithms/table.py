@@ -33,7 +33,7 @@ class Algorithm:
     description: str
     fold: Literal["awq", "smoothquant", "smoothquant-search"] | None = None
     compensate: bool = False
-    clip: Literal["mse", "weighted", "output", "compensated"] | None = None
+    clip: Literal["mse", "weighted", "output", "best"] | None = None
     refine: bool = False
     slices: int = 0
     learn: int = 0
@@ -48,7 +48,7 @@ _TABLE = (
     Algorithm("rtn", "round to nearest"),
     Algorithm("rtn-mse", "round to nearest, ranges clipped for the least squared error", clip="mse"),
     Algorithm("gptq", "compensate each column's rounding in the columns after it", compensate=True, clip="weighted"),
-    Algorithm("gptq+ranges", "GPTQ with three ranges tried for each row", compensate=True, clip="compensated"),
+    Algorithm("gptq+ranges", "GPTQ with three ranges tried for each row", compensate=True, clip="best"),
     Algorithm(
         "gptq+refine",
         "GPTQ, then scales refitted and codes moved while the error falls",

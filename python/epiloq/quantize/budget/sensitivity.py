@@ -145,9 +145,7 @@ class _Trial:
                 size = weight.float().square() @ diagonal
                 rows = torch.linspace(0, len(weight) - 1, min(ROWS, len(weight)), device=weight.device).long()
                 part = weight[rows].float()
-                compensated = self.algorithm.clip == "compensated"
-                moments = measure if compensated else clip_moments(part, self.algorithm, hessian)
-                lost = rtn(part, grid, moments).dequantize() - part
+                lost = rtn(part, grid, clip_moments(part, self.algorithm, hessian)).dequantize() - part
                 errors = lost.square() @ measure if measure.ndim == 1 else (lost @ measure * lost).sum(1)
                 whole = float(size[rows].sum())
                 total += float(errors.sum()) * float(size.sum()) / whole if whole > 0 else 0.0
