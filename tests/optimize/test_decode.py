@@ -88,10 +88,10 @@ def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.
         assert relative(mine.values.float(), other.values.float()) <= 1e-2
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_generate_compiles_a_step_as_one_graph(seed: int, quantized: bool) -> None:
+@pytest.mark.parametrize(("family", "quantized"), [("llama", False), ("llama", True), ("gemma3", False)])
+def test_generate_compiles_a_step_as_one_graph(seed: int, family: str, quantized: bool) -> None:
     """As transformers does by itself on a GPU where the cache has a fixed size."""
-    model, x = quantised("llama", "w4a16-g32"), tokens()
+    model, x = quantised(family, "w4a16-g32"), tokens()
     optimize_(model)
     options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
@@ -116,6 +116,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3Moe": (EXPERTS, 13),
     "Phi3": ({"pad_token_id": 0}, 5),
     "Granite": ({}, 9),
+    "Gemma2": ({"head_dim": 32, "attn_logit_softcapping": None}, 11),
     "Olmo2": ({}, 2),
     "Nemotron": ({}, 0),
 }

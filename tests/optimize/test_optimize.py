@@ -42,8 +42,10 @@ def test_same_logits_and_state(seed: int, family: str, scheme: str) -> None:
     # Key and value have 64 rows, and blocks 128: those layers stay apart, and their attention as it is.
     merged, fused = FAMILIES[family][2:]
     apart = 2 if scheme.endswith("fp8-block") else 0
+    # A decoder layer with norms after attention and MLP has nothing to join but a step of the whole.
+    stepped = apart if family == "gemma3" else 0
     assert len(report.merged) == merged - apart
-    assert len(report.fused) == fused - apart
+    assert len(report.fused) == fused - apart - stepped
     differences = [relative(logits(model, x), expected)]
     if scheme in EXACT:
         assert differences[0] <= 1e-5

@@ -67,7 +67,16 @@ def decoded(model: Any, x: Tensor, kind: str = "static", **options: Any) -> Tens
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", "static"), ("llama", "dynamic"), ("llama", "int8"), ("qwen2", "static"), ("qwen3", "dynamic")],
+    [
+        ("llama", "static"),
+        ("llama", "dynamic"),
+        ("llama", "int8"),
+        ("qwen2", "static"),
+        ("qwen3", "dynamic"),
+        ("gemma", "static"),
+        ("gemma3", "static"),
+        ("gemma3", "dynamic"),
+    ],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_bit_changes(
@@ -198,16 +207,27 @@ def _norm(model: Any) -> None:
     model.model.layers[0].input_layernorm = nn.LayerNorm(128)
 
 
+def _norm_after(model: Any) -> None:
+    """Gemma 3's norm of what the MLP adds."""
+    model.model.layers[0].post_feedforward_layernorm = nn.LayerNorm(128)
+
+
 def _mlp(model: Any) -> None:
     model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
 
 
 @pytest.mark.parametrize("after_a_step", [False, True])
-@pytest.mark.parametrize("change", [_hook, _pre_hook, _replaced, _wrapped, _activation, _norm, _mlp])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *(("llama", change) for change in (_hook, _pre_hook, _replaced, _wrapped, _activation, _norm, _mlp)),
+        *(("gemma3", change) for change in (_hook, _wrapped, _activation, _norm_after, _mlp)),
+    ],
+)
 def test_changed_layers_run_as_before(
-    seed: int, steps: list[bool], change: Callable[[Any], None], after_a_step: bool
+    seed: int, steps: list[bool], family: str, change: Callable[[Any], None], after_a_step: bool
 ) -> None:
-    model, x = quantised("llama", "w4a16-g32"), tokens()
+    model, x = quantised(family, "w4a16-g32"), tokens()
     plain = copy.deepcopy(model)
     optimize_(model)
     if after_a_step:
@@ -291,6 +311,36 @@ def test_weights_that_change_are_followed(seed: int, steps: list[bool], scheme: 
         layer.weight_scale = nn.Parameter(layer.weight_scale * 2, requires_grad=False)
     assert torch.equal(decoded(model, x), fresh())
     assert steps.count(True) == (1 + 3 * 2) * 6
+
+
+@torch.no_grad()
+def test_weights_of_offset_norms_are_followed(seed: int) -> None:
+    """Gemma's norms multiply by one more than their weight, which is computed once: loaded weights, weights written in
+    place, other memory, another type, and weights made in inference mode."""
+    model, other, x = quantised("gemma3", "w4a16-g32"), quantised("gemma3", "w4a16-g32"), tokens()
+    optimize_(model)
+
+    def agree(bound: float = 1e-5) -> bool:
+        return relative(decoded(model, x).float(), decoded(other, x).float()) <= bound
+
+    assert not agree()
+    model.load_state_dict(other.state_dict())
+    assert agree()
+    for change in (lambda w: w.mul_(2), lambda w: setattr(w, "data", w.data * 3), lambda w: w.zero_()):
+        for which in (model, other):
+            change(which.model.layers[1].pre_feedforward_layernorm.weight)
+            change(which.model.layers[0].self_attn.q_norm.weight)
+        assert agree(), change
+    with torch.inference_mode():
+        made = torch.rand(128)
+    for which in (model, other):
+        which.model.layers[0].input_layernorm.weight = nn.Parameter(made, requires_grad=False)
+    assert agree()
+    with torch.inference_mode():
+        made.add_(1)
+    assert agree()
+    model.to(torch.bfloat16), other.to(torch.bfloat16)
+    assert agree(3e-2)
 
 
 def test_copies_have_their_own(seed: int, steps: list[bool]) -> None:

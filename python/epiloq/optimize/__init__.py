@@ -12,11 +12,12 @@ from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
 from epiloq.optimize.siblings import Siblings, reason_against, siblings_of
+from epiloq.optimize.step import GATED
 
 __all__ = ["Report", "optimize_"]
 
 # Children that read one input, in the order of their rows in the merged layer.
-_SIBLINGS = (rotary.ATTENTION, fused.GATED)
+_SIBLINGS = (rotary.ATTENTION, GATED)
 
 
 @dataclass
@@ -49,7 +50,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
       ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. With other schemes each norm runs as
-      one kernel.
+      one kernel. Decode steps of layers of Llama's or Gemma's form are one function in eager mode.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
       form query and key heads are rotated together.
 

@@ -26,6 +26,8 @@ _FEW_SEQUENCES = 2
 # As epiloq.kv_cache calls it, which needs transformers.
 READS_STORED = "epiloq_sdpa_of_stored"
 NAMES = (NAME, READS_STORED)
+# Arguments that change scores: transformers' own function adds the first, and refuses the second.
+_OF_SCORES = ("position_bias", "softcap")
 
 
 def grouped_sdpa(
@@ -43,7 +45,8 @@ def grouped_sdpa(
     for a quantised cache; result ``[B, T, H, D]``. Unless T = 1, transformers' own ``sdpa`` is used."""
     is_stored = not isinstance(key, Tensor)
     keys = key.q if is_stored else key
-    if _decodes(query, keys, value, attention_mask, is_stored) and kwargs.get("position_bias") is None:
+    plain = all(kwargs.get(name) is None for name in _OF_SCORES)
+    if plain and _decodes(query, keys, value, attention_mask, is_stored):
         mask = None if attention_mask is None else attention_mask[:, 0, 0]
         if mask is not None and mask.stride(-1) != 1:
             mask = mask.contiguous()
@@ -57,7 +60,7 @@ def grouped_sdpa(
 
     if is_stored:
         key, value = key.dequantize(), value.dequantize()
-    if _groups_heads(query, key, attention_mask) and kwargs.get("position_bias") is None:
+    if plain and _groups_heads(query, key, attention_mask):
         grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
         result = nn.functional.scaled_dot_product_attention(
             grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling

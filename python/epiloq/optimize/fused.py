@@ -18,22 +18,20 @@ from torch.compiler import is_exporting
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.guards import untouched, wants_gradient
+from epiloq.optimize.norms import NORMS, fused_norm, rms_norm
 from epiloq.optimize.rotary import ATTENTION, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.step import Step, step_of
+from epiloq.optimize.step import GATED, SILU, Step, activation_of, step_of
 from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
-
-GATED = ("gate_proj", "up_proj")
-_SILU = ("SiLU", "SiLUActivation")
 
 
 def replacement(module: Any) -> Callable[..., Any] | str | None:
     """A faster ``forward`` for `module`, or the reason why a similar module has none, or None."""
-    if structure.has_form(module, structure.RMS_NORM):
-        return partial(rms_norm, module)
+    if (norm := fused_norm(module)) is not None:
+        return norm
     if structure.has_form(module, structure.GATED_MLP):
         siblings = group_of(module, GATED)
-        if siblings is None or type(module.act_fn).__name__ not in _SILU or siblings.sizes[0] != siblings.sizes[1]:
+        if siblings is None or siblings.sizes[0] != siblings.sizes[1]:
             return None
         return partial(gated_mlp, module, siblings, module.act_fn)
     if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
@@ -43,19 +41,30 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
             if siblings is None
             else partial(rotary_attention, module, siblings, structure.norms_heads(type(module)))
         )
+    around = structure.norms_around(module)
+    return None if around is None else _decoder(module, around)
+
+
+def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Callable[..., Any] | str | None:
+    norms = [getattr(module, name) for names in around for name in names]
+    other = [type(norm).__name__ for norm in norms if not _is_fused(norm, *NORMS)]
+    if other:
+        return f"norms of another form ({other[0]})"
+    attention = ((module.self_attn, norms[0]), _reader(module.self_attn, norms[0], ATTENTION))
+    mlp = ((module.mlp, norms[-1]), _reader(module.mlp, norms[-1], GATED))
     if structure.has_form(module, structure.PRE_NORM_DECODER):
-        norms = (module.input_layernorm, module.post_attention_layernorm)
-        other = [type(norm).__name__ for norm in norms if structure.body_of(type(norm)) != structure.RMS_NORM]
-        if other:
-            return f"norms of another form ({other[0]})"
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        attention = ((module.self_attn, norms[0]), _reader(module.self_attn, ATTENTION))
-        mlp = ((module.mlp, norms[1]), _reader(module.mlp, GATED))
         takes_integers = attention[1] is not None, mlp[1] is not None
-        step = step_of(module, takes_integers, (rotary_attention, gated_mlp, rms_norm))
+        step = step_of(module, around, takes_integers, (rotary_attention, gated_mlp, *NORMS))
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
-    return None
+    step = step_of(module, around, (False, False), (rotary_attention, gated_mlp, *NORMS))
+    return None if step is None else partial(sandwich_decoder, module, step)
+
+
+def _is_fused(module: nn.Module, *ours: Callable[..., Any]) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func in ours
 
 
 def group_of(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
@@ -64,9 +73,10 @@ def group_of(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
     return siblings_of(*children) if len(children) == len(names) else None
 
 
-def _reader(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
-    """The layers to which a module passes its input, if it does nothing else with it and they accept it quantised."""
-    siblings = group_of(module, names)
+def _reader(module: nn.Module, norm: nn.Module, names: tuple[str, ...]) -> Siblings | None:
+    """The layers to which a module passes its input, if it does nothing else with it and they accept it quantised by
+    the kernel of `norm`."""
+    siblings = group_of(module, names) if _is_fused(norm, rms_norm) else None
     first: Any = None if siblings is None else siblings.layers[0]
     if first is None or measure_of(first) is None or first.in_features % K_MULTIPLE:
         return None
@@ -75,14 +85,15 @@ def _reader(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
 
 
 def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor:
-    """``down(silu(gate(x)) * up(x))``: one product for gate and up, the activation with the quantiser of down."""
+    """``down(act(gate(x)) * up(x))``: one product for gate and up, SiLU with the quantiser of down."""
     stands = mlp.act_fn is act and untouched(act) and siblings.unchanged_in(mlp, GATED)
     if not stands or wants_gradient(x) or is_exporting():
         return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
     gate_up, down = siblings.whole(x), mlp.down_proj
-    if measure_of(down) is None or not untouched(down) or not quantises(down, gate_up[..., : siblings.sizes[0]]):
+    has_kernel = type(act).__name__ in SILU and measure_of(down) is not None and untouched(down)
+    if not has_kernel or not quantises(down, gate_up[..., : siblings.sizes[0]]):
         gate, up = gate_up.chunk(2, -1)
-        return down(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return down(activation_of(act)(gate) * up)  # type: ignore[no-any-return]
     return multiply(down, activated(gate_up, down))
 
 
@@ -113,6 +124,13 @@ def pre_norm_decoder(
     return residual + mlp(x)  # type: ignore[no-any-return]
 
 
+def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A decoder layer with norms after attention and MLP, whose decode steps are one function."""
+    if not args and (result := step(hidden_states, kwargs)) is not None:
+        return result
+    return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half, names: tuple[str, ...]) -> Siblings | None:
     """The layers that accept a norm's quantised output, if nothing else reads it."""
     parts, reader = half
@@ -133,11 +151,3 @@ def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | No
         return norm(total), total
     tokens, total = normed(norm, x, residual, reader.layers[0])
     return reader.hand(tokens), total
-
-
-def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
-    """Root mean square norm in one kernel."""
-    weight = norm.weight
-    if weight.dtype != hidden_states.dtype:
-        return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
-    return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 from torch.nn.modules import module as torch_module
 
-from epiloq._torch.library import PLAIN, direct
+from epiloq._torch.library import direct
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
+from epiloq.optimize.norms import factor_of, normed_by
 from epiloq.optimize.rotary import ATTENTION, CACHES, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
 from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
 
-_GATED = ("gate_proj", "up_proj")
+GATED = ("gate_proj", "up_proj")
+SILU = ("SiLU", "SiLUActivation")
 # Arguments of a decoder layer that a step reads, or that mean nothing to it.
 _ARGUMENTS = frozenset(
     {
@@ -40,13 +42,19 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 
 
+def activation_of(act: Any) -> Callable[[Tensor], Tensor]:
+    """What an activation computes."""
+    return nn.functional.silu if type(act).__name__ in SILU else act.forward
+
+
 class _Half(NamedTuple):
-    """A norm, the layers that read it as one product (None: another module does), and whether they may be handed its
-    integers."""
+    """A norm, the layers that read it as one product (None: another module does), whether they may be handed its
+    integers, and the norm of what is added to the residual. Norms by their ``forward``."""
 
     norm: Any
     siblings: Siblings | None
     takes_integers: bool
+    after: Any = None
 
 
 class _Parts(NamedTuple):
@@ -57,19 +65,28 @@ class _Parts(NamedTuple):
     mlp: Any
     down: Any
     """The MLP's last layer; None if the MLP is called as a module, as a mixture of experts is."""
+    activate: Any
     counts: list[int]
     """Heads of query, key and value."""
+    norms: list[Any]
+    """In order, by their ``forward``."""
     halves: tuple[_Half, _Half]
     children: dict[str, Any]
     held: list[tuple[dict[str, Any], Any, dict[str, Any]]]
 
 
 class Step:
-    """A decode step of a decoder layer in Llama's form whose attention and norms are fused. So may be the MLP; another
-    one, such as a mixture of experts, is called."""
+    """A decode step of a decoder layer in Llama's or Gemma 2's form whose attention and norms are fused. So may be the
+    MLP; another one, such as a mixture of experts, is called."""
 
-    def __init__(self, block: Any, takes_integers: tuple[bool, bool], ours: tuple[Callable[..., Any], ...]) -> None:
-        self._block, self._takes_integers, self._ours = block, takes_integers, ours
+    def __init__(
+        self,
+        block: Any,
+        around: tuple[tuple[str, ...], tuple[str, ...]],
+        takes_integers: tuple[bool, bool],
+        ours: tuple[Callable[..., Any], ...],
+    ) -> None:
+        self._block, self._around, self._takes_integers, self._ours = block, around, takes_integers, ours
         self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
         gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
         self._gated, self._act = gated
@@ -90,24 +107,26 @@ class Step:
             return None
         if not are_plain(*angles):
             return None
-        weights = []
-        for half in parts.halves:
-            weight = vars(half.norm)["_parameters"].get("weight")
-            if type(weight) not in PLAIN or weight.dtype != x.dtype or weight.device != x.device:
+        factors: list[Tensor] = []
+        for norm in parts.norms:
+            factor = factor_of(norm, x)
+            if factor is None:
                 return None
-            weights.append(weight)
-        product, residual = self._product(parts.halves[0], weights[0], x, None)
+            factors.append(factor)
+        first, second = parts.halves
+        product, residual = self._product(first, factors[0], x, None)
         attended = self._attend(parts, product, angles, arguments)
-        down = parts.down
-        if down is None:
+        if first.after is not None:
+            attended = normed_by(first.after, factors[1], attended)
+        before = 1 if first.after is None else 2
+        if parts.down is None:
             residual = residual + attended
-            result: Tensor = residual + parts.mlp(_normed(parts.halves[1].norm, weights[1], residual))
-            return result
-        product, residual = self._product(parts.halves[1], weights[1], attended, residual)
-        if measure_of(down) is not None and quantises(down, product.chunk(2, -1)[0]):
-            return residual + multiply(down, activated(product, down, True), True)
-        gate, up = product.chunk(2, -1)
-        projected: Tensor = down.forward(nn.functional.silu(gate).mul_(up))
+            projected: Tensor = parts.mlp(normed_by(second.norm, factors[before], residual))
+        else:
+            product, residual = self._product(second, factors[before], attended, residual)
+            projected = _project(parts.down, parts.activate, product)
+        if second.after is not None:
+            projected = normed_by(second.after, factors[-1], projected)
         return residual + projected
 
     def _checked(self) -> _Parts | None:
@@ -134,35 +153,42 @@ class Step:
 
     def _found(self) -> _Parts | None:
         block = self._block
-        if not _is_made_of(block, self._ours) or _is(block.mlp, self._ours[1]) != (self._gated is not None):
+        if not _is_made_of(block, self._around, self._ours):
+            return None
+        if _is(block.mlp, self._ours[1]) != (self._gated is not None):
             return None
         attention, mlp = block.self_attn, block.mlp
-        norms = block.input_layernorm, block.post_attention_layernorm
+        norms = [getattr(block, name) for names in self._around for name in names]
         modules = [m for part in (attention, *norms) for m in part.modules()]
         if self._gated is not None:
             modules += mlp.modules()
-            if mlp.act_fn is not self._act or not self._gated.unchanged_in(mlp, _GATED):
+            if mlp.act_fn is not self._act or not self._gated.unchanged_in(mlp, GATED):
                 return None
         if not self._heads.unchanged_in(attention, ATTENTION):
             return None
         if not all(untouched(m, *self._ours, member) for m in modules):
             return None
-        halves = zip(norms, (self._heads, self._gated), self._takes_integers, strict=True)
-        first, second = (_Half(*half) for half in halves)
+        forwards = [vars(norm)["forward"] for norm in norms]
+        first, second = forwards[: len(norms) // 2], forwards[len(norms) // 2 :]
+        halves = (
+            _Half(first[0], self._heads, self._takes_integers[0], *first[1:]),
+            _Half(second[0], self._gated, self._takes_integers[1], *second[1:]),
+        )
         held = [(vars(m), vars(m).get("forward"), dict(m._modules)) for m in modules]
         counts = [size // attention.head_dim for size in self._heads.sizes]
-        down = None if self._gated is None else mlp.down_proj
-        return _Parts(attention, attention.o_proj, mlp, down, counts, (first, second), dict(block._modules), held)
+        down, activate = (None, None) if self._gated is None else (mlp.down_proj, activation_of(self._act))
+        own = dict(block._modules)
+        return _Parts(attention, attention.o_proj, mlp, down, activate, counts, forwards, halves, own, held)
 
-    def _product(self, half: _Half, weight: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _product(self, half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The merged product of ``norm(x + residual)``, and the sum."""
-        norm, siblings, takes_integers = half
+        norm, siblings, takes_integers, _ = half
         assert siblings is not None
         if takes_integers and quantises(siblings.layers[0], x):
-            tokens, total = normed(norm, x, residual, siblings.layers[0], True)
+            tokens, total = normed(norm.args[0], x, residual, siblings.layers[0], True)
             return multiply(siblings.merged(), tokens, True), total
         total = x if residual is None else residual + x
-        return siblings.whole_of_values(_normed(norm, weight, total)), total
+        return siblings.whole_of_values(normed_by(norm, factor, total)), total
 
     def _attend(self, parts: _Parts, product: Tensor, angles: Any, arguments: dict[str, Any]) -> Tensor:
         attention, (cos, sin) = parts.attention, angles
@@ -179,19 +205,32 @@ class Step:
         return parts.output.forward(attended.reshape(batch, 1, -1).contiguous())  # type: ignore[no-any-return]
 
 
-def step_of(block: Any, takes_integers: tuple[bool, bool], ours: tuple[Callable[..., Any], ...]) -> Step | None:
-    """The step of a decoder layer whose modules have these functions as ``forward``: attention, MLP and both norms."""
-    return Step(block, takes_integers, ours) if _is_made_of(block, ours) else None
+def _project(down: Any, activate: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+    """A gated MLP from the product of gate and up on."""
+    gate, up = product.chunk(2, -1)
+    has_kernel = activate is nn.functional.silu and measure_of(down) is not None
+    if has_kernel and quantises(down, gate):
+        return multiply(down, activated(product, down, True), True)
+    return down.forward(activate(gate) * up)  # type: ignore[no-any-return]
 
 
-def _normed(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
-    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+def step_of(
+    block: Any,
+    around: tuple[tuple[str, ...], tuple[str, ...]],
+    takes_integers: tuple[bool, bool],
+    ours: tuple[Callable[..., Any], ...],
+) -> Step | None:
+    """The step of a decoder layer with norms of these names (see `structure.NORMS_AROUND`), whose modules have these
+    functions as ``forward``: attention, MLP and any of the norms."""
+    return Step(block, around, takes_integers, ours) if _is_made_of(block, around, ours) else None
 
 
-def _is_made_of(block: Any, ours: tuple[Callable[..., Any], ...]) -> bool:
-    attention, _, norm = ours
-    norms = block.input_layernorm, block.post_attention_layernorm
-    return _is(block.self_attn, attention) and all(_is(each, norm) for each in norms)
+def _is_made_of(
+    block: Any, around: tuple[tuple[str, ...], tuple[str, ...]], ours: tuple[Callable[..., Any], ...]
+) -> bool:
+    attention, _, *norms = ours
+    held = [getattr(block, name) for names in around for name in names]
+    return _is(block.self_attn, attention) and all(any(_is(each, norm) for norm in norms) for each in held)
 
 
 def _is(module: nn.Module, function: Callable[..., Any]) -> bool:

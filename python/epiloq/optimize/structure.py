@@ -10,7 +10,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,29 @@ hidden_states = self.mlp(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states"""
 
+# Gemma 2's, with a norm after attention and MLP too.
+SANDWICH_DECODER = """\
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn()
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.pre_feedforward_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = self.post_feedforward_layernorm(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states"""
+
+NORMS_AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    PRE_NORM_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
+    SANDWICH_DECODER: (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""By the form of a decoder layer: the norms before and, if any, after its attention, and its MLP."""
+
 GATED_MLP = """\
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj"""
@@ -40,6 +63,13 @@ variance = hidden_states.pow(2).mean(-1, keepdim=True)
 hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 return self.weight * hidden_states.to(input_dtype)"""
 
+# Gemma's.
+OFFSET_RMS_NORM = """\
+output = self._norm(x.float())
+output = output * (1.0 + self.weight.float())
+return output.type_as(x)"""
+
+_ROOT_MEAN_SQUARE = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
 
 # `sliding_window` is left out: sdpa has no use for it, as the mask says what is in the window.
 ROTARY_ATTENTION = """\
@@ -60,13 +90,29 @@ attn_output = attn_output.reshape(*input_shape, -1).contiguous()
 attn_output = self.o_proj(attn_output)
 return (attn_output, attn_weights)"""
 
-# Qwen3's, which norms each head.
-NORMED_ROTARY_ATTENTION = ROTARY_ATTENTION
-for _state, _norm, _product in (("query", "q_norm", "q_proj"), ("key", "k_norm", "k_proj")):
-    NORMED_ROTARY_ATTENTION = NORMED_ROTARY_ATTENTION.replace(
-        f"{_state}_states = self.{_product}(hidden_states).view(hidden_shape).transpose(1, 2)",
-        f"{_state}_states = self.{_norm}(self.{_product}(hidden_states).view(hidden_shape)).transpose(1, 2)",
-    )
+_PROJECTED = "{0}_states = self.{1}_proj(hidden_states).view(hidden_shape).transpose(1, 2)"
+_NORMED = (
+    "{0}_states = self.{1}_norm(self.{1}_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
+    "{0}_states = self.{1}_norm({0}_states)",
+)
+
+
+def _rotary_forms() -> Iterator[tuple[str, bool]]:
+    """Forms of attention equal to Llama's in evaluation mode, and whether query and key heads are normed: at once as in
+    Qwen3, or after all projections as in Gemma 3."""
+    heads = (("query", "q"), ("key", "k"))
+    at_once, later = ROTARY_ATTENTION, ROTARY_ATTENTION
+    for names in heads:
+        at_once = at_once.replace(_PROJECTED.format(*names), _NORMED[0].format(*names))
+    value = _PROJECTED.format("value", "v")
+    later = later.replace(value, "\n".join((value, *(_NORMED[1].format(*names) for names in heads))))
+    dropout = "0.0 if not self.training else self.attention_dropout"
+    for form, norms in ((ROTARY_ATTENTION, False), (at_once, True), (later, True)):
+        yield form, norms
+        yield form.replace(dropout, "self.attention_dropout if self.training else 0.0"), norms
+
+
+ROTARY_FORMS = dict(_rotary_forms())
 
 ROTARY = """\
 cos = cos.unsqueeze(unsqueeze_dim)
@@ -132,8 +178,8 @@ def has_form(module: nn.Module, form: str) -> bool:
 
 
 def attends_by_rotary(kind: Any) -> bool:
-    """Whether a class's ``forward`` is Llama's or Qwen3's attention, with Llama's rotary embedding in its module."""
-    if body_of(kind) not in (ROTARY_ATTENTION, NORMED_ROTARY_ATTENTION):
+    """Whether a class's ``forward`` is attention of Llama's form, with Llama's rotary embedding in its module."""
+    if body_of(kind) not in ROTARY_FORMS:
         return False
     names = vars(sys.modules[kind.__module__])
     functions = names.get("apply_rotary_pos_emb"), names.get("rotate_half")
@@ -142,7 +188,17 @@ def attends_by_rotary(kind: Any) -> bool:
 
 def norms_heads(kind: Any) -> bool:
     """Whether an attention that `attends_by_rotary` norms query and key heads."""
-    return body_of(kind) == NORMED_ROTARY_ATTENTION
+    return ROTARY_FORMS.get(body_of(kind) or "", False)
+
+
+def norms_in_float32(kind: Any) -> bool:
+    """Whether the ``_norm`` of a class whose ``forward`` is `OFFSET_RMS_NORM` is Gemma's."""
+    return body_of_function(kind._norm) == _ROOT_MEAN_SQUARE
+
+
+def norms_around(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The names in `NORMS_AROUND` of a decoder layer of a known form."""
+    return None if "forward" in vars(module) else NORMS_AROUND.get(body_of(type(module)) or "")
 
 
 def _calls(function: ast.FunctionDef, projections: tuple[str, ...]) -> list[tuple[str, ast.Name]]:

@@ -31,14 +31,19 @@ FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, 4, 11),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 11),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 15),
-    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 2),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 11),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, 4, 19),
 }
 
 
 def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
     config, model, _, _ = FAMILIES[family]
-    sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "qwen3") else {})
-    return epiloq.quantize_(model(config(**sizes)).to(dtype).eval(), scheme)
+    sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "gemma3", "qwen3") else {})
+    made = model(config(**sizes)).to(dtype).eval()
+    for name, parameter in made.named_parameters():
+        if "norm" in name:  # all one in a new model, or zero
+            parameter.data.uniform_(0.5, 1.5)
+    return epiloq.quantize_(made, scheme)
 
 
 def tokens() -> Tensor:

@@ -1,0 +1,93 @@
+"""RMS norms in one kernel: Llama's, and Gemma's, which multiplies by one more than its weight."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from epiloq._torch.library import PLAIN, direct
+from epiloq.optimize import structure
+from epiloq.optimize.guards import wants_gradient
+
+
+def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    """``forward`` of a norm in Llama's form."""
+    weight = norm.weight
+    if weight.dtype != hidden_states.dtype:
+        return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
+    return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+
+
+class _Held(NamedTuple):
+    """What a norm multiplies by, and the weight that it was computed from."""
+
+    factor: Tensor
+    memory: Tensor
+    """Of the weight, which is kept so that no other tensor can have its address."""
+    version: int
+
+
+class Offset:
+    """What a norm in Gemma's form multiplies by: ``1 + weight`` in float32, computed when the weight has changed."""
+
+    def __init__(self) -> None:
+        self._held: _Held | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_held": None}
+
+    def of(self, weight: Tensor) -> Tensor:
+        held = self._held
+        if held is not None and held.version == weight._version and held.memory.data_ptr() == weight.data_ptr():
+            return held.factor
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return 1 + weight.float()  # in the graph's memory
+        with torch.inference_mode(False), torch.no_grad():
+            self._held = held = _Held(1 + weight.float(), weight.detach(), weight._version)
+        return held.factor
+
+
+def offset_rms_norm(norm: Any, offset: Offset, x: Tensor) -> Tensor:
+    """``forward`` of a norm in Gemma's form, which computes in float32."""
+    weight = norm.weight
+    if wants_gradient(x, weight):
+        return type(norm).forward(norm, x)  # type: ignore[no-any-return]
+    if is_compiling() or weight.is_inference() or not direct((x, weight)):
+        factor = 1 + weight.float()
+    else:
+        factor = offset.of(weight)
+    return torch.rms_norm(x.float(), factor.shape, factor, norm.eps).type_as(x)
+
+
+NORMS = (rms_norm, offset_rms_norm)
+
+
+def fused_norm(norm: nn.Module) -> partial[Tensor] | None:
+    """The ``forward`` of a recognised norm, one of `NORMS`; None for another."""
+    if structure.has_form(norm, structure.RMS_NORM):
+        return partial(rms_norm, norm)
+    if structure.has_form(norm, structure.OFFSET_RMS_NORM) and structure.norms_in_float32(type(norm)):
+        return partial(offset_rms_norm, norm, Offset())
+    return None
+
+
+def factor_of(forward: partial[Tensor], x: Tensor) -> Tensor | None:
+    """What a norm with this result of `fused_norm` multiplies a plain `x` by; None if it must be called."""
+    weight = vars(forward.args[0])["_parameters"].get("weight")
+    if type(weight) not in PLAIN or weight.device != x.device:
+        return None
+    if forward.func is rms_norm:
+        return weight if weight.dtype == x.dtype else None
+    return None if weight.is_inference() else forward.args[1].of(weight)
+
+
+def normed_by(forward: partial[Tensor], factor: Tensor, x: Tensor) -> Tensor:
+    """The norm of a plain `x`, without a gradient, by the result of `factor_of`."""
+    norm = forward.args[0]
+    if forward.func is rms_norm:
+        return torch.rms_norm(x, factor.shape, factor, norm.variance_epsilon)
+    return torch.rms_norm(x.float(), factor.shape, factor, norm.eps).type_as(x)
