@@ -160,12 +160,35 @@ def test_gradients_that_begin_inside(seed: int, scheme: str, part: str | None, c
         assert relative(gradient, found[1][name]) <= 5 * ROUNDED, name
 
 
+def products(graph: Any) -> int:
+    """Quantised products of a two-layer model in a graph: 8 where siblings are one, 14 where each layer is called."""
+    return sum("epiloq" in str(node.target) and "_mm" in str(node.target) for node in graph.nodes)
+
+
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
 def test_exports(seed: int, scheme: str) -> None:
+    """With a product for each layer, since the merged weight is no parameter."""
     (model, plain), x = pair(scheme=scheme), tokens()
     with torch.no_grad():
         exported = torch.export.export(model, (x,), {"use_cache": False}, strict=False).module()
         assert relative(exported(x, use_cache=False).logits, logits(plain, x)) <= ROUNDED
+    assert products(exported.graph) == 14
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
+def test_compiled_graphs_have_merged_products(seed: int, scheme: str) -> None:
+    """In older versions of torch, `torch.compiler.is_exporting` is true in them."""
+    (model, plain), x, found = pair(scheme=scheme), tokens(), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        found.append(products(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert relative(compiled(x, use_cache=False).logits, logits(plain, x)) <= ROUNDED
+    assert found == [8]
 
 
 def test_threads_share_an_unmerged_copy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

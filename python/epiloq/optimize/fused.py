@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_exporting
 
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
-from epiloq.optimize.guards import untouched, wants_gradient
+from epiloq.optimize.guards import is_exporting, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm
 from epiloq.optimize.rotary import ATTENTION, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of

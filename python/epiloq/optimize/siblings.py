@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn import (
@@ -32,7 +32,7 @@ from epiloq.nn import (
     WeightOnlyLinear,
 )
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
-from epiloq.optimize.guards import untouched
+from epiloq.optimize.guards import is_exporting, untouched
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_exporting
 from torch.nn.modules import module as torch_module
 
 from epiloq._torch.library import direct
 from epiloq.optimize.attention import NAMES, attend_plainly
-from epiloq.optimize.guards import are_plain, untouched
+from epiloq.optimize.guards import are_plain, is_exporting, untouched
 from epiloq.optimize.norms import factor_of, normed_by
 from epiloq.optimize.rotary import ATTENTION, CACHES, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
