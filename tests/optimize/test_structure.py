@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +92,20 @@ def test_grouped_attention(
     expected = (scores.softmax(-1) @ value.repeat_interleave(heads // shared, 1)).transpose(1, 2)
     assert result.shape == (3, tokens, heads, 16)
     torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("changed", [{"softcap": 30.0}, {"position_bias": torch.zeros(1, 4, 1, 9)}])
+def test_changed_scores_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """Which adds a bias, and refuses to cap scores; a decode step would do neither."""
+    from transformers.integrations import sdpa_attention
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", lambda *_, **options: seen.append(options))
+    query, key, value = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    grouped_sdpa(nn.Module(), query, key, value, None, scaling=0.3)
+    assert not seen
+    grouped_sdpa(nn.Module(), query, key, value, None, scaling=0.3, **changed)
+    assert len(seen) == 1 and changed.items() <= seen[0].items()
 
 
 class Attends(nn.Module):
