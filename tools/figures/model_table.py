@@ -3,8 +3,8 @@
     python tools/figures/model_table.py keep models.json RECORD --commit 3e9a0d5
     python tools/figures/model_table.py write RECORD README.md docs/guide/whole_models.md
 
-A record with a few layers of a shape is extrapolated to all: time and size of one layer times their number, plus
-embedding, last norm and head as measured.
+A record has either compiled models or others; tables of the other kind stay. A record with a few layers of a shape is
+extrapolated to all: time and size of one layer times their number, plus embedding, last norm and head as measured.
 """
 
 from __future__ import annotations
@@ -85,12 +85,43 @@ def by_layer(rows: list[Measured]) -> str:
     return lines(["µs a layer", *phases.values()], table)
 
 
-TABLES = {"models": lambda rows: short(rows, SHAPES[SHAPE]["num_hidden_layers"]), "layers": by_layer}
+def by_mode(rows: list[Measured]) -> str:
+    """Format tokens per second of decoding without `torch.compile`, as loaded and optimised."""
+    steps = {
+        ("eager", 1): "eager, batch 1",
+        ("eager", 16): "batch 16",
+        ("graph", 1): "CUDA graph, batch 1",
+        ("graph", 16): "batch 16",
+    }
+    found: dict[str, dict[tuple[str, int], Measured]] = {}
+    for row in rows:
+        name = label(row) + ("" if row.optimized or row.scheme == "none" else ", as loaded")
+        if row.phase == "decode":
+            found.setdefault(name, {})[row.mode, row.batch] = row
+    table, base = [], None
+    for name, own in found.items():
+        if not own.keys() >= steps.keys():
+            continue
+        base = own if base is None else base
+        cells = [f"{own[step].tokens_per_second:,.0f}" for step in steps]
+        if own is not base:
+            ratios = [base[step].milliseconds / own[step].milliseconds for step in steps]
+            cells = [f"{cell} ({ratio:.2f}x)" for cell, ratio in zip(cells, ratios, strict=True)]
+        table.append([name, *cells])
+    return lines(["decoded tokens/s", *steps.values()], table)
+
+
+TABLES = {"models": lambda rows: short(rows, SHAPES[SHAPE]["num_hidden_layers"]), "layers": by_layer, "modes": by_mode}
+COMPILED = {"models": True, "layers": True, "modes": False}
+"""Whether a table is of compiled models."""
 
 
 def written(text: str, rows: list[Measured]) -> str:
     """Return a document with its tables regenerated."""
+    compiled = any(row.mode == "compile" for row in rows)
     for name, table in TABLES.items():
+        if COMPILED[name] != compiled:
+            continue
         before, mark, rest = text.partition(BEGIN.format(name))
         if mark:
             after = rest.partition(END)[2]
