@@ -114,7 +114,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral": ({"num_local_experts": 4}, 9),
     "Qwen3Moe": (EXPERTS, 13),
-    "Phi3": ({"pad_token_id": 0}, 5),
+    "Phi3": ({"pad_token_id": 0}, 11),
     "Granite": ({}, 9),
     "Gemma2": ({"head_dim": 32, "attn_logit_softcapping": None}, 11),
     "Olmo2": ({}, 2),

@@ -76,6 +76,7 @@ def decoded(model: Any, x: Tensor, kind: str = "static", **options: Any) -> Tens
         ("gemma", "static"),
         ("gemma3", "static"),
         ("gemma3", "dynamic"),
+        ("phi3", "static"),
     ],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -212,6 +213,15 @@ def _norm_after(model: Any) -> None:
     model.model.layers[0].post_feedforward_layernorm = nn.LayerNorm(128)
 
 
+def _dropout(model: Any) -> None:
+    """Phi-3's before an addition."""
+    model.model.layers[0].resid_mlp_dropout.register_forward_hook(lambda _, __, result: 2 * result)
+
+
+def _other_dropout(model: Any) -> None:
+    model.model.layers[0].resid_attn_dropout = Doubled(nn.Identity())
+
+
 def _mlp(model: Any) -> None:
     model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
 
@@ -222,6 +232,7 @@ def _mlp(model: Any) -> None:
     [
         *(("llama", change) for change in (_hook, _pre_hook, _replaced, _wrapped, _activation, _norm, _mlp)),
         *(("gemma3", change) for change in (_hook, _wrapped, _activation, _norm_after, _mlp)),
+        *(("phi3", change) for change in (_hook, _dropout, _other_dropout)),
     ],
 )
 def test_changed_layers_run_as_before(
@@ -311,6 +322,17 @@ def test_weights_that_change_are_followed(seed: int, steps: list[bool], scheme: 
         layer.weight_scale = nn.Parameter(layer.weight_scale * 2, requires_grad=False)
     assert torch.equal(decoded(model, x), fresh())
     assert steps.count(True) == (1 + 3 * 2) * 6
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_part_of_each_head_may_be_rotated(seed: int, steps: list[bool], factor: float) -> None:
+    config = transformers.Phi3Config(**SIZES, pad_token_id=0, partial_rotary_factor=factor)
+    model, x = transformers.Phi3ForCausalLM(config).eval(), tokens()
+    epiloq.quantize_(model, "w4a16-g32")
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    assert relative(decoded(model, x), decoded(plain, x)) <= 1e-5
+    assert steps[2:] == [factor == 1.0] * 6
 
 
 @torch.no_grad()

@@ -11,13 +11,15 @@ from epiloq.nn import Fp4Experts, W4A8Linear
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
-from epiloq.optimize.siblings import Siblings, reason_against, siblings_of
-from epiloq.optimize.step import GATED
+from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
+from epiloq.optimize.step import GATED, GATED_IN_ONE
 
 __all__ = ["Report", "optimize_"]
 
 # Children that read one input, in the order of their rows in the merged layer.
 _SIBLINGS = (rotary.ATTENTION, GATED)
+# Layers that are one product already, as in Phi-3.
+_ALONE = (rotary.ATTENTION_IN_ONE, GATED_IN_ONE)
 
 
 @dataclass
@@ -86,6 +88,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     for name, module in modules:
         for names in _SIBLINGS:
             _merge(name, module, names, report)
+        for (child,) in _ALONE:
+            _take_alone(module, child)
     # Children first: a decoder layer depends on its attention and MLP.
     for name, module in reversed(modules):
         _fuse(name, module, report)
@@ -118,8 +122,16 @@ def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report)
     if reason is not None:
         report.left[group] = reason
         return
-    Siblings(layers)
+    Siblings(layers, names)
     report.merged.append(group)
+
+
+def _take_alone(module: nn.Module, child: str) -> None:
+    layer = module._modules.get(child)
+    if not isinstance(layer, FrozenLinear) or siblings_of(layer) or reason_against([layer]) is not None:
+        return
+    if structure.attends_by_rotary(type(module)) or structure.has_form(module, structure.GATED_MLP_IN_ONE):
+        Alone([layer], [child])
 
 
 def _fuse(name: str, module: nn.Module, report: Report) -> None:

@@ -18,9 +18,9 @@ from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.guards import is_exporting, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm
-from epiloq.optimize.rotary import ATTENTION, rotary_attention
+from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.step import GATED, SILU, Step, activation_of, step_of
+from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, step_of
 from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
 
 
@@ -28,13 +28,14 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
     """A faster ``forward`` for `module`, or the reason why a similar module has none, or None."""
     if (norm := fused_norm(module)) is not None:
         return norm
-    if structure.has_form(module, structure.GATED_MLP):
-        siblings = group_of(module, GATED)
-        if siblings is None or siblings.sizes[0] != siblings.sizes[1]:
-            return None
-        return partial(gated_mlp, module, siblings, module.act_fn)
+    for form, names in ((structure.GATED_MLP, GATED), (structure.GATED_MLP_IN_ONE, GATED_IN_ONE)):
+        if structure.has_form(module, form):
+            siblings = group_of(module, names)
+            if siblings is None or len({*siblings.sizes}) != 1:
+                return None
+            return partial(gated_mlp, module, siblings, act_of(module))
     if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
-        siblings = group_of(module, ATTENTION)
+        siblings = group_of(module, ATTENTION) or group_of(module, ATTENTION_IN_ONE)
         return (
             None
             if siblings is None
@@ -49,9 +50,9 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
     other = [type(norm).__name__ for norm in norms if not _is_fused(norm, *NORMS)]
     if other:
         return f"norms of another form ({other[0]})"
-    attention = ((module.self_attn, norms[0]), _reader(module.self_attn, norms[0], ATTENTION))
-    mlp = ((module.mlp, norms[-1]), _reader(module.mlp, norms[-1], GATED))
-    if structure.has_form(module, structure.PRE_NORM_DECODER):
+    attention = ((module.self_attn, norms[0]), _reader(module.self_attn, norms[0], ATTENTION, ATTENTION_IN_ONE))
+    mlp = ((module.mlp, norms[-1]), _reader(module.mlp, norms[-1], GATED, GATED_IN_ONE))
+    if not structure.has_form(module, structure.SANDWICH_DECODER):
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_integers = attention[1] is not None, mlp[1] is not None
@@ -72,25 +73,27 @@ def group_of(module: nn.Module, names: tuple[str, ...]) -> Siblings | None:
     return siblings_of(*children) if len(children) == len(names) else None
 
 
-def _reader(module: nn.Module, norm: nn.Module, names: tuple[str, ...]) -> Siblings | None:
+def _reader(module: nn.Module, norm: nn.Module, *choices: tuple[str, ...]) -> Siblings | None:
     """The layers to which a module passes its input, if it does nothing else with it and they accept it quantised by
     the kernel of `norm`."""
-    siblings = group_of(module, names) if _is_fused(norm, rms_norm) else None
+    if not _is_fused(norm, rms_norm):
+        return None
+    siblings = next((found for names in choices if (found := group_of(module, names)) is not None), None)
     first: Any = None if siblings is None else siblings.layers[0]
     if first is None or measure_of(first) is None or first.in_features % K_MULTIPLE:
         return None
     argument = list(inspect.signature(type(module).forward).parameters)[1]
-    return siblings if structure.only_projects(type(module), argument, names) else None
+    return siblings if structure.only_projects(type(module), argument, siblings.names) else None
 
 
 def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor:
     """``down(act(gate(x)) * up(x))``: one product for gate and up, SiLU with the quantiser of down."""
-    stands = mlp.act_fn is act and untouched(act) and siblings.unchanged_in(mlp, GATED)
+    stands = act_of(mlp) is act and untouched(act) and siblings.unchanged_in(mlp)
     if not stands or wants_gradient(x) or is_exporting():
         return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
     gate_up, down = siblings.whole(x), mlp.down_proj
     has_kernel = type(act).__name__ in SILU and measure_of(down) is not None and untouched(down)
-    if not has_kernel or not quantises(down, gate_up[..., : siblings.sizes[0]]):
+    if not has_kernel or not quantises(down, gate_up.chunk(2, -1)[0]):
         gate, up = gate_up.chunk(2, -1)
         return down(activation_of(act)(gate) * up)  # type: ignore[no-any-return]
     return multiply(down, activated(gate_up, down))
@@ -113,13 +116,13 @@ def pre_norm_decoder(
     """``h = x + attention(norm(x)); h + mlp(norm(h))``: the addition, the norm and the next quantiser as one."""
     if step is not None and not args and (result := step(hidden_states, kwargs)) is not None:
         return result
-    if args or wants_gradient(hidden_states):
+    if args or wants_gradient(hidden_states) or not all(map(_is_idle, _dropouts_of(block))):
         return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
     attention, norm = block.self_attn, block.input_layernorm
-    x, _ = _normed(norm, hidden_states, None, _takes_integers(attention, norm, first, ATTENTION))
+    x, _ = _normed(norm, hidden_states, None, _takes_integers(attention, norm, first))
     attended, _ = attention(hidden_states=x, **{**defaults, **kwargs})
     mlp, norm = block.mlp, block.post_attention_layernorm
-    x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second, GATED))
+    x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second))
     return residual + mlp(x)  # type: ignore[no-any-return]
 
 
@@ -130,13 +133,21 @@ def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, 
     return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half, names: tuple[str, ...]) -> Siblings | None:
+def _dropouts_of(block: nn.Module) -> list[nn.Module]:
+    return [block._modules[name] for name in structure.DROPOUTS if name in block._modules]  # type: ignore[misc]
+
+
+def _is_idle(dropout: nn.Module) -> bool:
+    return isinstance(dropout, nn.Dropout) and not dropout.training and untouched(dropout)
+
+
+def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half) -> Siblings | None:
     """The layers that accept a norm's quantised output, if nothing else reads it."""
     parts, reader = half
     if reader is None or is_exporting() or parts[0] is not module or parts[1] is not norm:
         return None
     seen = untouched(module, gated_mlp, rotary_attention) and untouched(norm, rms_norm)
-    return reader if seen and reader.unchanged_in(module, names) else None
+    return reader if seen and reader.unchanged_in(module) else None
 
 
 def _apart(weight: Tensor, x: Tensor) -> bool:

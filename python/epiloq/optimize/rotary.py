@@ -17,6 +17,7 @@ from epiloq.optimize.guards import are_plain, is_exporting, wants_gradient
 from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
+ATTENTION_IN_ONE = ("qkv_proj",)
 CACHES = ("cache", "past_key_values")
 """Names of the cache's argument in versions of transformers."""
 
@@ -36,7 +37,9 @@ def rotary_attention(
     for name in CACHES:  # one of them
         held = rest.pop(name, held)
     shape, width = x.shape[:-1], attention.head_dim
-    counts = [size // width for size in siblings.sizes]
+    if cos.shape[-1] != width:  # which rotates a part of each head
+        return type(attention).forward(attention, *args, **kwargs)  # type: ignore[no-any-return]
+    counts = counts_of(attention, siblings)
     heads = siblings.whole(x).view(*shape, -1, width)
     if norms_heads:
         heads = with_normed_heads(attention, heads, counts)
@@ -44,6 +47,15 @@ def rotary_attention(
     query = query.transpose(1, 2)
     attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
+
+
+def counts_of(attention: Any, siblings: Siblings) -> list[int]:
+    """Heads of query, key and value."""
+    counts = [size // attention.head_dim for size in siblings.sizes]
+    if len(counts) == 1:
+        shared = attention.num_key_value_heads
+        counts = [counts[0] - 2 * shared, shared, shared]
+    return counts
 
 
 def with_normed_heads(attention: Any, heads: Tensor, counts: Sequence[int]) -> Tensor:
@@ -115,4 +127,4 @@ def _is(found: Any, which: int) -> bool:
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:
     if attention.training or attention.config._attn_implementation not in NAMES or is_exporting():
         return False
-    return siblings.unchanged_in(attention, ATTENTION) and not wants_gradient(x)
+    return siblings.unchanged_in(attention) and not wants_gradient(x)

@@ -186,8 +186,9 @@ class Siblings:
     """Layers that share a product. Copied and pickled with them; the merged layer is updated when they change or
     move."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
         self.layers = list(layers)
+        self.names = tuple(names)
         self.sizes = [layer.out_features for layer in layers]
         self._handed: tuple[Tensor, Quantized] | None = None
         self._product: _Product | None = None
@@ -253,10 +254,10 @@ class Siblings:
             merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]
         return merged.forward(x)  # type: ignore[no-any-return]
 
-    def unchanged_in(self, module: nn.Module, names: Sequence[str]) -> bool:
-        """Whether the layers are still these children of `module`, and nothing but a merged product runs in them."""
+    def unchanged_in(self, module: nn.Module) -> bool:
+        """Whether the layers are still children of `module`, and nothing but a merged product runs in them."""
         children = module._modules
-        for name, layer in zip(names, self.layers, strict=True):
+        for name, layer in zip(self.names, self.layers, strict=True):
             if children.get(name) is not layer or not untouched(layer, member):
                 return False
         return True
@@ -276,6 +277,17 @@ class Siblings:
         self._product = product if any(column is not None for column in columns) else None
         assert result is not None
         return result
+
+
+class Alone(Siblings):
+    """A layer that is one product for query, key and value, or for gate and up, in the model itself."""
+
+    def merged(self) -> Any:
+        return self.layers[0]
+
+    def whole_of_values(self, x: Tensor) -> Tensor:
+        layer: Any = self.layers[0]
+        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
 
 
 def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:

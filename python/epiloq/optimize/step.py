@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from epiloq._torch.library import direct
+from epiloq.optimize import structure
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, is_exporting, untouched
 from epiloq.optimize.norms import factor_of, normed_by
-from epiloq.optimize.rotary import ATTENTION, CACHES, rotated_heads, with_normed_heads
+from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
 from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
 
 GATED = ("gate_proj", "up_proj")
+GATED_IN_ONE = ("gate_up_proj",)
 SILU = ("SiLU", "SiLUActivation")
 # Arguments of a decoder layer that a step reads, or that mean nothing to it.
 _ARGUMENTS = frozenset(
@@ -44,6 +46,11 @@ _grad_enabled = torch.is_grad_enabled
 def activation_of(act: Any) -> Callable[[Tensor], Tensor]:
     """What an activation computes."""
     return nn.functional.silu if type(act).__name__ in SILU else act.forward
+
+
+def act_of(mlp: Any) -> Any:
+    """The activation of a gated MLP."""
+    return mlp.act_fn if "act_fn" in mlp._modules else mlp._modules.get("activation_fn")
 
 
 class _Half(NamedTuple):
@@ -72,6 +79,7 @@ class _Parts(NamedTuple):
     halves: tuple[_Half, _Half]
     children: dict[str, Any]
     held: list[tuple[dict[str, Any], Any, dict[str, Any]]]
+    dropouts: list[dict[str, Any]]
 
 
 class Step:
@@ -104,7 +112,7 @@ class Step:
         parts, angles = self._checked(), arguments.get("position_embeddings")
         if parts is None or angles is None or any(t.dtype != x.dtype for t in angles):
             return None
-        if not are_plain(*angles):
+        if not are_plain(*angles) or angles[0].shape[-1] != parts.attention.head_dim:
             return None
         factors: list[Tensor] = []
         for norm in parts.norms:
@@ -143,6 +151,8 @@ class Step:
             return None
         if torch_module._has_any_global_hook() or vars(self._block)["_modules"] != parts.children:
             return None
+        if any(state["training"] for state in parts.dropouts):
+            return None
         for state, forward, children in parts.held:
             if state["_forward_hooks"] or state["_forward_pre_hooks"] or state.get("forward") is not forward:
                 return None
@@ -158,12 +168,13 @@ class Step:
             return None
         attention, mlp = block.self_attn, block.mlp
         norms = [getattr(block, name) for names in self._around for name in names]
-        modules = [m for part in (attention, *norms) for m in part.modules()]
+        dropouts = [block._modules[name] for name in structure.DROPOUTS if name in block._modules]
+        modules = [m for part in (attention, *norms, *dropouts) for m in part.modules()]
         if self._gated is not None:
             modules += mlp.modules()
-            if mlp.act_fn is not self._act or not self._gated.unchanged_in(mlp, GATED):
+            if act_of(mlp) is not self._act or not self._gated.unchanged_in(mlp):
                 return None
-        if not self._heads.unchanged_in(attention, ATTENTION):
+        if not self._heads.unchanged_in(attention):
             return None
         if not all(untouched(m, *self._ours, member) for m in modules):
             return None
@@ -174,10 +185,21 @@ class Step:
             _Half(second[0], self._gated, self._takes_integers[1], *second[1:]),
         )
         held = [(vars(m), vars(m).get("forward"), dict(m._modules)) for m in modules]
-        counts = [size // attention.head_dim for size in self._heads.sizes]
+        counts = counts_of(attention, self._heads)
         down, activate = (None, None) if self._gated is None else (mlp.down_proj, activation_of(self._act))
-        own = dict(block._modules)
-        return _Parts(attention, attention.o_proj, mlp, down, activate, counts, forwards, halves, own, held)
+        return _Parts(
+            attention=attention,
+            output=attention.o_proj,
+            mlp=mlp,
+            down=down,
+            activate=activate,
+            counts=counts,
+            norms=forwards,
+            halves=halves,
+            children=dict(block._modules),
+            held=held,
+            dropouts=[*map(vars, dropouts)],
+        )
 
     def _product(self, half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The merged product of ``norm(x + residual)``, and the sum."""

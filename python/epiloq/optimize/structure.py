@@ -43,8 +43,15 @@ hidden_states = self.post_feedforward_layernorm(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states"""
 
+# Phi-3's, with dropout before each addition.
+DROPOUTS = ("resid_attn_dropout", "resid_mlp_dropout")
+DROPOUT_DECODER = PRE_NORM_DECODER.replace("hidden_states, _ =", "hidden_states, self_attn_weights =")
+for _name in DROPOUTS:
+    DROPOUT_DECODER = DROPOUT_DECODER.replace("residual + hidden_states", f"residual + self.{_name}(hidden_states)", 1)
+
 NORMS_AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     PRE_NORM_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
+    DROPOUT_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
     SANDWICH_DECODER: (
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -55,6 +62,12 @@ NORMS_AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 GATED_MLP = """\
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj"""
+
+GATED_MLP_IN_ONE = """\
+up_states = self.gate_up_proj(hidden_states)
+gate, up_states = up_states.chunk(2, dim=-1)
+up_states = up_states * self.activation_fn(gate)
+return self.down_proj(up_states)"""
 
 RMS_NORM = """\
 input_dtype = hidden_states.dtype
@@ -91,6 +104,15 @@ attn_output = self.o_proj(attn_output)
 return (attn_output, attn_weights)"""
 
 _PROJECTED = "{0}_states = self.{1}_proj(hidden_states).view(hidden_shape).transpose(1, 2)"
+_PROJECTED_IN_ONE = """\
+qkv = self.qkv_proj(hidden_states)
+query_pos = self.config.num_attention_heads * self.head_dim
+query_states = qkv[..., :query_pos]
+key_states = qkv[..., query_pos:query_pos + self.num_key_value_heads * self.head_dim]
+value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim:]
+query_states = query_states.view(hidden_shape).transpose(1, 2)
+key_states = key_states.view(hidden_shape).transpose(1, 2)
+value_states = value_states.view(hidden_shape).transpose(1, 2)"""
 _NORMED = (
     "{0}_states = self.{1}_norm(self.{1}_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
     "{0}_states = self.{1}_norm({0}_states)",
@@ -106,8 +128,10 @@ def _rotary_forms() -> Iterator[tuple[str, bool]]:
         at_once = at_once.replace(_PROJECTED.format(*names), _NORMED[0].format(*names))
     value = _PROJECTED.format("value", "v")
     later = later.replace(value, "\n".join((value, *(_NORMED[1].format(*names) for names in heads))))
+    separate = "\n".join(_PROJECTED.format(*names) for names in (*heads, ("value", "v")))
+    in_one = ROTARY_ATTENTION.replace(separate, _PROJECTED_IN_ONE)
     dropout = "0.0 if not self.training else self.attention_dropout"
-    for form, norms in ((ROTARY_ATTENTION, False), (at_once, True), (later, True)):
+    for form, norms in ((ROTARY_ATTENTION, False), (in_one, False), (at_once, True), (later, True)):
         yield form, norms
         yield form.replace(dropout, "self.attention_dropout if self.training else 0.0"), norms
 
@@ -119,6 +143,17 @@ cos = cos.unsqueeze(unsqueeze_dim)
 sin = sin.unsqueeze(unsqueeze_dim)
 q_embed = q * cos + rotate_half(q) * sin
 k_embed = k * cos + rotate_half(k) * sin
+return (q_embed, k_embed)"""
+
+# Phi-3's, equal to Llama's if the angles are as wide as a head.
+PARTIAL_ROTARY = """\
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+rotary_dim = cos.shape[-1]
+q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])
+k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])
+q_embed = torch.cat([q_rot * cos + rotate_half(q_rot) * sin, q_pass], dim=-1)
+k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)
 return (q_embed, k_embed)"""
 
 ROTATED_HALF = """\
@@ -182,8 +217,11 @@ def attends_by_rotary(kind: Any) -> bool:
     if body_of(kind) not in ROTARY_FORMS:
         return False
     names = vars(sys.modules[kind.__module__])
-    functions = names.get("apply_rotary_pos_emb"), names.get("rotate_half")
-    return [None if f is None else body_of_function(f) for f in functions] == [ROTARY, ROTATED_HALF]
+    rotary, half = (
+        None if (function := names.get(name)) is None else body_of_function(function)
+        for name in ("apply_rotary_pos_emb", "rotate_half")
+    )
+    return rotary in (ROTARY, PARTIAL_ROTARY) and half == ROTATED_HALF
 
 
 def norms_heads(kind: Any) -> bool:

@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, 4, 11),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 4, 15),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, 4, 11),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, 0, 11),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, 4, 19),
 }
 
@@ -39,6 +40,7 @@ FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
 def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
     config, model, _, _ = FAMILIES[family]
     sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "gemma3", "qwen3") else {})
+    sizes |= {"pad_token_id": 0} if family == "phi3" else {}
     made = model(config(**sizes)).to(dtype).eval()
     for name, parameter in made.named_parameters():
         if "norm" in name:  # all one in a new model, or zero
