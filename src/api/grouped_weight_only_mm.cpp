@@ -100,7 +100,7 @@ char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call
   std::optional<grouped::Format> const format = grouped::format_of(w, call.weight.format);
   if (!format) return "this format of weights";
   // Tiles of mma.sync would read and convert each weight for every 64 rows.
-  bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kWgmmaFromRows;
+  bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kDenseFromRows;
   bool const is_dense = call.weight.format != WeightFormat::kInteger && is_large && !call.kernel && !batch_invariant();
   if (is_dense && !grouped::has_wgmma(c.problem, c.x, *format, target)) return "more than 64 rows";
   return nullptr;

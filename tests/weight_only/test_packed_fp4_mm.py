@@ -69,12 +69,23 @@ def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, see
 
 # One and two tiles of rows and the rest of one, of weight rows too, K of part of a step, and splits of K.
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(65, 1, 8), (128, 129, 264), (129, 300, 1000), (256, 1029, 136), (300, 64, 4096), (513, 40, 72)]
+    ("m", "n", "k"),
+    [
+        (17, 33, 4096),
+        (40, 300, 712),
+        (64, 1, 136),
+        (65, 1, 8),
+        (128, 129, 264),
+        (129, 300, 1000),
+        (256, 1029, 136),
+        (300, 64, 4096),
+        (513, 40, 72),
+    ],
 )
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows(m: int, n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
-    """More than 64 rows: on SM90 a kernel converts the codes in registers, without rounding W."""
+    """More than 16 rows: on SM90 a kernel converts the codes in registers, without rounding W."""
     weight, exact = packed(n, k, form, device)
     x, bias = torch.randn(m, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     for of_bias in (None, bias):

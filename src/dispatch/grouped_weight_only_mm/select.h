@@ -24,8 +24,8 @@ std::optional<Format> format_of(weight_only_mm::Weight const& weight, WeightForm
 
 // Whether FP4 weights have a WGMMA kernel: one matrix, x of bfloat16 or, for NVFP4, float16; on SM90.
 bool has_wgmma(Problem const& problem, DType x, Format format, Target const& target);
-// Rows of one FP4 matrix from which it is the kernel.
-inline constexpr int kWgmmaFromRows = 65;
+// Rows of one FP4 matrix from which it is the kernel; and from which, without it, W is dequantised for a dense product.
+inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
 // Of one matrix of FP4 weights a GEMV for few tokens and WGMMA for many, unless sums are to be batch invariant.
 // Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.

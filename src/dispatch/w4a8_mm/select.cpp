@@ -10,7 +10,7 @@ namespace epiloq::ops::w4a8_mm {
 namespace {
 
 // About 1.4 instructions of the integer pipes per weight.
-constexpr weight_only_mm::WgmmaRates kRates{.fma = 4096, .conversions = 64 / 1.4};
+constexpr weight_only_mm::WgmmaRates kRates{.fma = 4096, .conversions = 64 / 1.4, .overlaps = true};
 
 }  // namespace
 

@@ -9,8 +9,9 @@
 namespace epiloq::ops::grouped_weight_only_mm {
 
 // By tokens. Weights are multiplied by their scales, which is exact, and the tensor cores accumulate all of K.
-inline constexpr std::array kWgmmaRows{weight_only_mm::WgmmaConfig{2, 1, 1, 128, true},
-                                       weight_only_mm::WgmmaConfig{2, 1, 1, 256, true}};
+inline constexpr std::array kWgmmaRows{
+    weight_only_mm::WgmmaConfig{2, 2, 1, 32, true}, weight_only_mm::WgmmaConfig{2, 2, 1, 64, true},
+    weight_only_mm::WgmmaConfig{2, 1, 1, 128, true}, weight_only_mm::WgmmaConfig{2, 1, 1, 256, true}};
 
 template <int kRow, DType kX, Format kFormat>
 void launch_wgmma(Problem const&, int tiles, int split, int device, Stream);

@@ -38,16 +38,16 @@ struct FactorParams : TileParams {
 };
 
 // Integers: the kernel of 4-bit integers whose stages, barriers and sums this one shares.
-template <class T, class Fragment_, int kGroups, int kMGroups, int kTokens>
-struct Fp4Wgmma : Wgmma<T, 4, kGroups, kMGroups, 1, 1, kTokens, true, RowTokens<2, FactorParams>> {
-  using Integers = Wgmma<T, 4, kGroups, kMGroups, 1, 1, kTokens, true, RowTokens<2, FactorParams>>;
+template <class T, class Fragment_, int kGroups, int kMGroups, int kKGroups, int kTokens>
+struct Fp4Wgmma : Wgmma<T, 4, kGroups, kMGroups, kKGroups, 1, kTokens, true, RowTokens<2, FactorParams>> {
+  using Integers = Wgmma<T, 4, kGroups, kMGroups, kKGroups, 1, kTokens, true, RowTokens<2, FactorParams>>;
   using Fragment = Fragment_;
 };
 
-template <class T, class F, int kGroups, int kMGroups, int kTokens>
-struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>>
-    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>::Integers> {
-  using C = Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>;
+template <class T, class F, int kGroups, int kMGroups, int kKGroups, int kTokens>
+struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
+    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>::Integers> {
+  using C = Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>;
   using Base = WgmmaMainloop<typename C::Integers>;
   using Base::Base;
   using typename Base::Fragments;
@@ -56,30 +56,35 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>>
   static constexpr int kFragments = kPadding / kInstruction;  // of a K step
   static constexpr int kOfGroup = kFragments / kGroups;       // fragments that share scales
   static_assert(Base::kInSubtile % kOfGroup == 0);
+  // Subtiles whose fragments are kept: all of a step, where registers are left.
+  static constexpr int kBuffers = C::kConsumerWarpgroups <= 2 && kTokens <= 128 ? Base::kSubtiles : 2;
 
-  __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], Stage const& stage, int subtile) const {
+  static __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], Word const (&scales)[kGroups],
+                                              int subtile) {
     typename F::Factor factor;
 #pragma unroll
     for (int i = 0; i < Base::kInSubtile; ++i) {
       int const fragment = subtile * Base::kInSubtile + i;
-      if (fragment % kOfGroup == 0) {
-        factor = F::factor(load_byte_pair(stage.scales + this->parameter + fragment / kOfGroup * kPanelRows));
-      }
+      if (fragment % kOfGroup == 0) factor = F::factor(scales[fragment / kOfGroup]);
       F::make(a[i], words + word_of(4, fragment * kInstruction), factor);
     }
   }
 
-  // A K step. The tensor cores always have the next subtile queued.
+  // A K step. Fragments are made while the tensor cores multiply earlier ones.
   __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
-    Fragments a[2];
-    Word words[4];
+    Fragments a[kBuffers];
+    Word words[4], scales[kGroups];
     this->load(words, stage, 0);
 #pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      scales[group] = load_byte_pair(stage.scales + this->parameter + group * kPanelRows);
+    }
+#pragma unroll
     for (int subtile = 0; subtile < Base::kSubtiles; ++subtile) {
-      cute::warpgroup_wait<1>();  // of the fragments that are overwritten
-      make(a[subtile % 2], words, stage, subtile);
+      if (subtile >= kBuffers) cute::warpgroup_wait<kBuffers - 1>();  // of the fragments that are overwritten
+      make(a[subtile % kBuffers], words, scales, subtile);
       if (subtile + 1 < Base::kSubtiles) this->load(words, stage, subtile + 1);
-      this->begin(sums[0], a[subtile % 2], stage, subtile, true);
+      this->begin(sums[0], a[subtile % kBuffers], stage, subtile, true);
     }
     cute::warpgroup_wait<0>();
     this->fence(sums[0]);
@@ -88,12 +93,12 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kTokens>>
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
                                int& next, gemm::DynamicPipelineState& state) const {
 #pragma unroll 1
-    for (; next < steps; ++next) {
+    for (; next < steps; next += kKGroups) {
       gemm::mbarrier_wait(full + state.stage * 8, state.phase);
       multiply(sums, this->stage_of(stages + state.stage * this->params.stage.bytes));
       __syncwarp();
       if (this->lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
-      state.advance(this->params.stages, 1);
+      state.advance(this->params.stages, kKGroups);
     }
     next -= steps;
   }
@@ -132,10 +137,11 @@ struct FoldedOf<T, Format::kNvfp4> {
 template <int kRow, DType kX, Format kFormat>
 void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
   constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
-  static_assert(kConfig.k_groups == 1 && kConfig.blocks == 1 && kConfig.rounds);
+  static_assert(kConfig.blocks == 1 && kConfig.rounds);
   using T = CudaType<kX>;
   using Folded = FoldedOf<T, kFormat>;
-  using C = wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.tokens>;
+  using C =
+      wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.tokens>;
   wo::Problem const& of = p.product;
   constexpr int kAligned = 8;  // elements
   // The stride of a single row does not matter, and may be anything.
