@@ -10,6 +10,7 @@ from torch import Tensor
 
 import epiloq
 import fp4_reference
+from epiloq.weights.fp4 import e4m3_scales
 from reference import assert_rounded_product
 
 E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
@@ -130,6 +131,19 @@ def nearest(value: float) -> float:
     size = min(abs(value), 6.0)
     code = min(range(8), key=lambda c: (abs(fp4_reference.E2M1[c] - size), c % 2))
     return fp4_reference.E2M1[code]
+
+
+@pytest.mark.gpu
+def test_scales_of_nvfp4_on_a_gpu_are_quotients(seed: int) -> None:
+    """At and beside the numbers halfway between two scales, where a product with 1 / 6 rounds otherwise."""
+    numbers = torch.arange(8, 127, dtype=torch.uint8).view(E4M3).float()
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    factors = torch.rand(64, 1, 1) + 0.01
+    highest = (halfway[:, None] * 6 * factors).view(torch.int32) + torch.arange(-4, 5, dtype=torch.int32)
+    for factor, of_factor in zip(factors.flatten(), highest.view(torch.float32), strict=True):
+        expected = e4m3_scales(of_factor, factor)
+        found = e4m3_scales(of_factor.cuda(), factor.cuda())
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
