@@ -15,6 +15,7 @@ pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from command_line import ROUND, logits, quantize, run, text
@@ -115,6 +116,8 @@ def test_low_bits_have_their_module(teacher: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
 def test_transformers_opens_compressed_tensors(teacher: Path, tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors")
+    if scheme == "w8a8-int8" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("it quantises activations of dequantised layers, and rounds scales to the model's type")
     original = models.load_float(Checkpoint(teacher)).to(dtype)
     save(tmp_path / "model", original)
     (tmp_path / "text.txt").write_text(text(teacher).read_text())

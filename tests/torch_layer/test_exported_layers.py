@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import every_layer
 from epiloq.nn import Fp8WeightOnlyLinear, Int8Conv2d, TableLinear, WeightOnlyConv2d
@@ -68,6 +69,7 @@ FEW = ["w4a16", "w8a8-block", "conv-w4a16", "conv-int8-float"]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="it refuses subclasses of Parameter")
 @pytest.mark.parametrize("names", [FEW, pytest.param([*LAYERS], marks=pytest.mark.slow)], ids=["few", "all"])
 def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:
     """All in one package."""
