@@ -55,7 +55,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
         "type --format deepseek-fp8 or --format epiloq or --scheme fp8 --format compressed-tensors or",
     ),
     "a text that is not there": ((*W4, "--calibration", "absent.txt"), "found neither"),
-    "layers that are not dynamic anyway": ((*W4, "--keep-dynamic", "auto"), "no static scales"),
+    "layers that are not dynamic anyway": ((*W4, "--keep-dynamic", "auto"), "expected a scheme with static scales"),
     "layers that are not there": ((*STATIC, "--keep-dynamic", "*.wide_proj"), "no layer matches '*.wide_proj'"),
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
