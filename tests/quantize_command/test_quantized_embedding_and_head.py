@@ -126,7 +126,7 @@ def test_apart(seed: int, tmp_path: Path, head: str | None, embedding: str | Non
     assert float((logits(model) - logits(same)).norm() / logits(same).norm()) < 0.05
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="it opens no quantised embeddings")
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="it opens no quantised embeddings")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32"])
 def test_stock_transformers_opens_compressed_tensors(seed: int, tmp_path: Path, tied: bool, scheme: str) -> None:
