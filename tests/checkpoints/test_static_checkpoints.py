@@ -162,7 +162,10 @@ def test_other_groups_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--scheme", "w8a8-int8", "--algorithm", "rtn", "--keep-dynamic", "auto"), "no static scales"),
+        (
+            ("--scheme", "w8a8-int8", "--algorithm", "rtn", "--keep-dynamic", "auto"),
+            "--keep-dynamic: expected",
+        ),
         (("--scheme", "w8a8-int8-static", "--algorithm", "rtn"), "needs calibration text"),
         (("--scheme", "w8a8-int8-static", "--alpha", "1.5"), "alpha"),
     ],

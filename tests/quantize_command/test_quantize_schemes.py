@@ -199,7 +199,7 @@ def test_formats_store_compensated_weights_identically(teacher: Path, tmp_path: 
         (("--scheme", "fp8-block", "--format", "gptq"), "can be written as deepseek-fp8, compressed-tensors, epiloq"),
         (("--scheme", "w4a16-g64", "--format", "deepseek-fp8"), "only FP8 in blocks"),
         (("--scheme", "fp8", "--blocks", "model.norm"), "ModuleList"),
-        (("--scheme", "fp8", "--keep-dynamic", "auto"), "has no static scales"),
+        (("--scheme", "fp8", "--keep-dynamic", "auto"), "expected a scheme with static scales, got fp8"),
         (("--scheme", "fp9"), "there are w8a8-int8"),
     ],
 )
