@@ -156,7 +156,7 @@ def test_awq_scales_are_never_worse_than_none(layer: Layer) -> None:
 @given(layer=layers())
 def test_autoround_is_never_worse_than_its_start(layer: Layer) -> None:
     """On the window that training does not see."""
-    windows = layer.x.split(30)
+    windows: tuple[Tensor, ...] = layer.x.split(30)
 
     def run(weights: dict[str, Tensor], window: int) -> Tensor:
         return windows[window] @ weights["layer"].t()
