@@ -79,8 +79,10 @@ def _reader(module: nn.Module, norm: nn.Module, *choices: tuple[str, ...]) -> Si
     if not _is_fused(norm, rms_norm):
         return None
     siblings = next((found for names in choices if (found := group_of(module, names)) is not None), None)
-    first: Any = None if siblings is None else siblings.layers[0]
-    if first is None or measure_of(first) is None or first.in_features % K_MULTIPLE:
+    if siblings is None:
+        return None
+    first: Any = siblings.layers[0]
+    if measure_of(first) is None or first.in_features % K_MULTIPLE:
         return None
     argument = list(inspect.signature(type(module).forward).parameters)[1]
     return siblings if structure.only_projects(type(module), argument, siblings.names) else None

@@ -168,7 +168,7 @@ class Step:
             return None
         attention, mlp = block.self_attn, block.mlp
         norms = [getattr(block, name) for names in self._around for name in names]
-        dropouts = [block._modules[name] for name in structure.DROPOUTS if name in block._modules]
+        dropouts: list[Any] = [block._modules[name] for name in structure.DROPOUTS if name in block._modules]
         modules = [m for part in (attention, *norms, *dropouts) for m in part.modules()]
         if self._gated is not None:
             modules += mlp.modules()
@@ -198,7 +198,7 @@ class Step:
             halves=halves,
             children=dict(block._modules),
             held=held,
-            dropouts=[*map(vars, dropouts)],
+            dropouts=[vars(dropout) for dropout in dropouts],
         )
 
     def _product(self, half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
