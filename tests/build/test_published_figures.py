@@ -57,7 +57,7 @@ def test_tables_of_whole_models_are_those_of_the_record(page: str, monkeypatch: 
     tables = pytest.importorskip("model_table")  # typer is not always there
     text = (documents.ROOT / page).read_text(encoding="utf-8")
     assert "made by tools/figures/model_table.py" in text
-    records = RESULTS / "nvidia-h100" / "whole_model.json", RESULTS / "nvidia-h200" / "whole_model_eager.json"
+    records = RESULTS / "nvidia-h200" / "whole_model.json", RESULTS / "nvidia-h200" / "whole_model_eager.json"
     for record in records:
         rows = tables.read(record)
         assert tables.written(text, rows) == text

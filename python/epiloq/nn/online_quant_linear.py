@@ -43,7 +43,8 @@ def quantise_weight(
     by_block = weight.float()[:, columns].view(n, blocks, group_size)
     lo, hi = by_block.aminmax(dim=2, keepdim=True)
     reach = torch.maximum(-lo, hi) if symmetric else hi - lo
-    scale = (reach / (high if symmetric else high - low)).clamp_min(_SMALLEST)
+    steps = reach.new_tensor(high if symmetric else high - low)  # a tensor as divisor: see weights.grid.Grid
+    scale = (reach / steps).clamp_min(_SMALLEST)
     scale = torch.where(reach == 0, torch.ones_like(scale), scale)
     offset = torch.where(reach == 0, hi, hi - high * scale)
     steps = by_block / scale if symmetric else (by_block - offset) / scale
