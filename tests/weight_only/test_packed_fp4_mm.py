@@ -220,7 +220,9 @@ def test_every_code_by_every_scale(device: str) -> None:
             found = epiloq.packed_fp4_mm(x, weight).t().float()
             picked = expected.to(dtype).float()
             # The kernel of more than 16 rows has weights in bfloat16, where the largest MXFP4 numbers are infinite.
-            alike = torch.ones(len(picked), dtype=torch.bool) if dtype == torch.float16 else ~picked.isinf().any(1).cpu()
+            alike = (
+                torch.ones(len(picked), dtype=torch.bool) if dtype == torch.float16 else ~picked.isinf().any(1).cpu()
+            )
             assert torch.equal(few.t().float().nan_to_num()[alike], found.nan_to_num()[alike])
             # Others are rounded, or smaller than what some products take for 0.
             low, high = (2.0**-14, 2.0**14) if dtype == torch.float16 else (2.0**-100, 2.0**120)
