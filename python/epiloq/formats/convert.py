@@ -10,8 +10,8 @@ from typing import Any
 
 from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
+from epiloq.formats.gguf_checkpoint import GgufCheckpoint
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder, copy_other_files
-from epiloq.formats.io.gguf_checkpoint import GgufCheckpoint
 from epiloq.formats.io.gguf_file import is_gguf
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
