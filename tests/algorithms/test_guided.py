@@ -117,7 +117,7 @@ def test_a_model_whose_loss_ignores_some_tokens_gains(seed: int) -> None:
         return float(sum((p.exp() * (p - q)).sum() for p, q in pairs))
 
     lost = {PLAIN.name: 0.0, GUIDED.name: 0.0}
-    for _ in range(4):
+    for _ in range(12):  # of one model alone the difference is as large as its spread
         model, windows = llama().eval(), texts(16)
         with torch.no_grad():
             model.get_submodule("lm_head").weight.mul_(20)

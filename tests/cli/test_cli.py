@@ -91,7 +91,7 @@ def test_bad_arguments_exit_2_and_write_nothing(
 
 def test_missing_typer_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"pip install 'epiloq\[cli\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[cli\]' in epiloq's sources"):
         app.main()
 
 

@@ -167,7 +167,7 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found.exit_code == 1 and "pip install --no-deps rapidocr-onnxruntime" in found.output
 
     monkeypatch.setitem(demo_vision.REQUIRED, "no_such_module", "no-such-package")
-    with pytest.raises(DemoError, match=r"no-such-package: pip install 'epiloq\[vision\]'"):
+    with pytest.raises(DemoError, match=r"no-such-package: pip install '\.\[vision\]' in epiloq's sources"):
         demo_vision.check_packages()
 
 
