@@ -56,8 +56,8 @@ TO_OTHERS = [
 IDS = torch.arange(1, VOCABULARY, 7)[None]
 
 
-def is_kept(folder: Path, model: Any, path: Path) -> None:
-    """Whether a directory has a file's weights; the gguf package's own values are the model's parameters."""
+def assert_kept(folder: Path, model: Any, path: Path) -> None:
+    """A directory has a file's weights; the gguf package's own values are the model's parameters."""
     layers = Layers(Checkpoint(folder))
     for name, parameter in model.named_parameters():
         layer = name.removesuffix(".weight")
@@ -81,7 +81,7 @@ def test_epiloqs_format_holds_every_kind(seed: int, tmp_path: Path, arch: str, k
     per_layer = 7 * model.config.num_hidden_layers
     assert (report["from"], report["to"]) == ("gguf", "epiloq")
     assert report["layers"] == per_layer + {"rest": 0}.get(kinds, 1 if model.config.tie_word_embeddings else 2)
-    is_kept(tmp_path / "out", model, path)
+    assert_kept(tmp_path / "out", model, path)
 
 
 @pytest.mark.parametrize(("target", "name", "kinds"), TO_OTHERS, ids=lambda value: value if type(value) is str else "")
@@ -93,14 +93,14 @@ def test_symmetric_blocks_in_other_formats(
     write(path, model, "llama", kinds)
     convert.perform(convert.prepare(path, tmp_path / "out", target))
     assert Layers(Checkpoint(tmp_path / "out")).format == target
-    is_kept(tmp_path / "out", model, path)
+    assert_kept(tmp_path / "out", model, path)
 
 
 def test_biases_follow_their_rows(seed: int, tmp_path: Path) -> None:
     model, path = reference("llama", attention_bias=True), tmp_path / "tiny.gguf"
     write(path, model, "llama", Q4)
     convert.perform(convert.prepare(path, tmp_path / "out", "gptq"))
-    is_kept(tmp_path / "out", model, path)
+    assert_kept(tmp_path / "out", model, path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -112,7 +112,7 @@ def test_the_type_is_the_narrowest_that_is_exact(seed: int, tmp_path: Path, dtyp
     write(path, model, "qwen2", {**Q4, "token_embd": {"bfloat16": "BF16", "float16": "F16"}.get(dtype, "F32")})
     convert.perform(convert.prepare(path, tmp_path / "out", "gptq"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
-    is_kept(tmp_path / "out", model, path)
+    assert_kept(tmp_path / "out", model, path)
 
 
 def letters(writer: package.GGUFWriter) -> None:
@@ -156,7 +156,7 @@ def test_a_tokenizer_that_cannot_be_written(seed: int, tmp_path: Path, kind: str
     why = "has no tokenizer" if kind is None else r"transformers cannot convert the tokenizer \(.+\)"
     with pytest.warns(UserWarning, match=rf"tiny\.gguf: {why}: copy that of the original model"):
         convert.perform(convert.prepare(path, tmp_path / "out", "epiloq"))
-    is_kept(tmp_path / "out", model, path)
+    assert_kept(tmp_path / "out", model, path)
 
 
 REFUSED = {

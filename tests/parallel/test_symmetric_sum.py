@@ -60,7 +60,7 @@ def test_large_outputs_and_other_dtypes_are_left_to_the_all_reduce() -> None:
         assert takes(wanted)
 
 
-def _on_gpus(rank: int, world: int, folder: str) -> None:
+def _assert_sums(rank: int, world: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     _group(rank, world, folder, "nccl")
     mesh = init_device_mesh("cuda", (world,))
@@ -95,4 +95,4 @@ def _on_gpus(rank: int, world: int, folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_sums_of_two_gpus(tmp_path: Path) -> None:
-    multiprocessing.spawn(_on_gpus, (2, str(tmp_path)), nprocs=2)
+    multiprocessing.spawn(_assert_sums, (2, str(tmp_path)), nprocs=2)

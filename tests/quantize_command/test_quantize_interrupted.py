@@ -82,7 +82,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "keeping a block": (jobs.Store, "write"),
     "reading blocks again": (jobs, "save"),
     "writing": (models.Writer, "close"),
-    "carrying files over": (models, "copy_other_files"),
+    "carrying files over": (models.Checkpoint, "copy_other_files"),
     "opening the result": (jobs.page, "load"),
     "drawing": (jobs.page, "render"),
     "clearing up": (jobs.Store, "discard"),

@@ -167,7 +167,7 @@ def test_scales_are_counted_by_size(seed: int) -> None:
 
 
 def test_narrow_ranges_of_scales_have_labels_with_room() -> None:
-    """Labels of decades and of what is between them overlap within a decade."""
+    """Within one decade the labels of major and minor ticks would overlap."""
     svg = figures.scales({"scales": {"counts": [1, 5, 2], "log2_edges": [-5.5, -4.5, -3.5, -2.5]}})
     labels = re.findall(r"<!-- \$\\mathdefault\{(.*)\}\$ -->", svg)
     assert [label for label in labels if "^" in label] == ["2^{-5}", "2^{-4}", "2^{-3}"]

@@ -11,7 +11,7 @@ from typing import Any
 from epiloq.formats import deepseek_fp8
 from epiloq.formats.description import Description
 from epiloq.formats.gguf_checkpoint import GgufCheckpoint
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder, copy_other_files
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, atomic_folder
 from epiloq.formats.io.gguf_file import is_gguf
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
@@ -156,10 +156,7 @@ def perform(
                 stacklevel=2,
             )
         target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | beside)
-        if isinstance(checkpoint, GgufCheckpoint):
-            checkpoint.write_tokenizer(temporary)
-        else:
-            copy_other_files(checkpoint, temporary)
+        checkpoint.copy_other_files(temporary)
     return {
         "input": str(checkpoint.folder),
         "output": str(conversion.output),

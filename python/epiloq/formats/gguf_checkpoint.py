@@ -85,7 +85,7 @@ class GgufCheckpoint(Checkpoint):
         """Limits of the size of a model with this file."""
         return Limits(str(self.folder), len(self.file.tensors), self.file.nbytes)
 
-    def write_tokenizer(self, folder: Path) -> None:
+    def copy_other_files(self, target: Path) -> None:
         """Write the file's tokenizer to a model directory; warn if there is none, or if transformers cannot."""
         if _TOKENIZER not in self.file.values:
             warnings.warn(f"{self.folder}: has no tokenizer: copy that of the original model", stacklevel=3)
@@ -97,7 +97,7 @@ class GgufCheckpoint(Checkpoint):
             with tempfile.TemporaryDirectory() as alone:
                 (Path(alone) / "model.gguf").symlink_to(self.folder.resolve())
                 tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf", local_files_only=True)
-            tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(target)
         except Exception as error:  # transformers raises arbitrary errors for tokenizers that it does not convert
             warnings.warn(
                 f"{self.folder}: transformers cannot convert the tokenizer ({reason(error)}): copy that of the "

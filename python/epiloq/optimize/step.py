@@ -54,8 +54,9 @@ def act_of(mlp: Any) -> Any:
 
 
 class _Half(NamedTuple):
-    """A norm, the layers that read it as one product (None: another module does), whether they may be handed its
-    integers, and the norm of what is added to the residual. Norms by their ``forward``."""
+    """Half of a decoder layer: a norm, the layers that multiply its output as one product (None if another module
+    does), whether the norm may quantise for them, and the norm before the residual addition, if any. Each norm is
+    given by its ``forward``."""
 
     norm: Any
     siblings: Siblings | None

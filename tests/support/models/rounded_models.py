@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.io import model as models
-from epiloq.formats.io.checkpoint import Checkpoint, Writer, copy_other_files
+from epiloq.formats.io.checkpoint import Checkpoint, Writer
 from epiloq.formats.io.model import Target
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import Quantization
@@ -37,7 +37,7 @@ def written(
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
     target.close(linears)
-    copy_other_files(checkpoint, folder)
+    checkpoint.copy_other_files(folder)
     return folder
 
 

@@ -72,6 +72,20 @@ class Checkpoint:
         `other_files` does."""
         return other_files(self.folder)
 
+    def copy_other_files(self, target: Path) -> None:
+        """Copy the other files: those that existed when `other_files` was first read. Raises FormatError, naming the
+        file, for one that has vanished since or is no longer a regular file.
+        """
+        for name in self.other_files:
+            file = self.folder / name
+            if status(file) is None:
+                raise FormatError(
+                    f"{file}: was there when the run began, and is missing now: restore it, or start again"
+                )
+            check_regular(file)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target / name)
+
     @property
     def limits(self) -> Limits:
         """Limits of the size of a model with these files."""
@@ -304,16 +318,3 @@ def other_files(source: Path) -> list[Path]:
 
 def _raise(error: OSError) -> None:
     raise FormatError(f"{error.filename}: cannot be read any more: {error.strerror}") from error
-
-
-def copy_other_files(source: Checkpoint, target: Path) -> None:
-    """Copy a checkpoint's other files: those that existed when `Checkpoint.other_files` was first read. Raises
-    FormatError, naming the file, for one that has vanished since or is no longer a regular file.
-    """
-    for name in source.other_files:
-        file = source.folder / name
-        if status(file) is None:
-            raise FormatError(f"{file}: was there when the run began, and is missing now: restore it, or start again")
-        check_regular(file)
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target / name)

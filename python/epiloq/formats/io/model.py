@@ -13,7 +13,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
 from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, distinct, skeleton
-from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer, copy_other_files
+from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
@@ -127,7 +127,7 @@ def save(
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     target.close(linears | unquantised_neighbours(model, target.quantised))
-    copy_other_files(source, folder)
+    source.copy_other_files(folder)
 
 
 class Target:
