@@ -40,14 +40,15 @@ demo-vision: $(INSTALLED) $(READER)  ## the same with networks that read images 
 	mkdir -p build/demo
 	$(BIN)/epiloq demo --vision --output build/demo --json build/demo/vision.json
 
-# Tests are small: more threads only wait for one another.
-TEST_THREADS ?= 2
+# Tests are small: a process with one thread for each core, up to eight, since each imports torch. The tests of a file
+# share what they build, so they stay in one process; tests/build, which takes longest, starts early.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(shell nproc) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## the tests not marked slow; TEST='tests/layers -k int8' chooses
-	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -m 'not slow' $(TEST)
+	$(PYTEST) -m 'not slow' $(TEST)
 
 test-all: $(INSTALLED)  ## every test that this machine can run
-	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q $(TEST)
+	$(PYTEST) $(TEST)
 
 bench: $(INSTALLED)  ## time the operations beside their peers; BENCH='--suite h200' chooses
 	mkdir -p build/bench
