@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,33 @@ def test_figures_of_more_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         count = row.batch * (24 if row.phase == "prefill" else 1)
         assert more.tokens_per_second == pytest.approx(1e3 * count / more.milliseconds)
         assert row.of_layers(2) == row
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_generate(seed: int, monkeypatch: pytest.MonkeyPatch, mode: str, cache: str | None) -> None:
+    """As many new tokens as asked for, also of a model for which every token ends the text."""
+    model = contenders.prepare(contenders.build("tiny", 2, torch.bfloat16, "cpu"), "w8a16", True)
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size))
+    generate, shapes = model.generate, set()
+
+    def observed(*arguments: Any, **options: Any) -> Any:
+        found = generate(*arguments, **options)
+        shapes.add(tuple(found.shape))
+        return found
+
+    monkeypatch.setattr(model, "generate", observed)
+    row = measure.measure_generate(model, "w8a16", True, mode, 2, 8, 5, cache)
+    assert shapes == {(2, 8 + 5)} and row.phase == "generate" and row.tokens == 5
+    assert row.tokens_per_second == pytest.approx(1e3 * 2 * 5 / row.milliseconds)
+    assert " - " in table([row]).splitlines()[1]
+
+
+def test_modes_that_generate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure._REPEATS, "cpu", 1)
+    plan = Plan("tiny", [], ["eager", "graph"], [1, 2], 8, generate=3)
+    found = [(row.mode, row.batch) for row in run_plan(plan, "cpu", lambda _: None) if row.phase == "generate"]
+    assert found == [("eager", 1), ("eager", 2)]
 
 
 def test_command(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def bench(
     shares: Annotated[int, option("With --model: list this many kernels of a decode step by share of time.")] = 0,
     context: Annotated[int, option("With --model: tokens in the cache before a decode step.")] = 512,
     prompt: Annotated[int, option("With --model: tokens of a prefill, by default those of --context.")] = 0,
+    generate: Annotated[int, option("With --model: also time model.generate for this many new tokens.")] = 0,
     form: Annotated[
         list[str] | None, option(f"With --model: quantised models as they are, optimised: {', '.join(FORMS)}. [both]")
     ] = None,
@@ -91,7 +92,7 @@ def bench(
     """
     if model:
         options: dict[str, Any] = {"head": head or None, "cache": cache or None, "peers": peer or ()}
-        options |= {"prompt": prompt or None, "forms": form or tuple(FORMS)}
+        options |= {"prompt": prompt or None, "generate": generate or None, "forms": form or tuple(FORMS)}
         return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot, shares, options)
     try:
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
@@ -138,6 +139,7 @@ def _bench_model(
         target = _device(device)
         _check_targets(json, plot)
         _check_counts(layers=[layers or 1], batch=batch or [1], context=[context], prompt=[options["prompt"] or 1])
+        _check_counts(generate=[options["generate"] or 1])
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import nan
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,7 @@ from epiloq.bench.models.shares import Share, profiled
 from epiloq.bench.peers.whole_models import PEERS
 
 _REPEATS = {"cuda": 30, "cpu": 3}
+_CALLS = 3  # of generate, each of many steps
 
 
 def _timed(run: Callable[[], object], device: str, repeats: int) -> float:
@@ -72,6 +74,25 @@ def _step(
 
     called = torch.compile(model, fullgraph=True) if mode == "compile" else model
     return lambda: called(token, use_cache=True, **{name: cache}), reset
+
+
+def _generation(model: Any, mode: str, batch: int, context: int, new: int, kind: str | None) -> Callable[[], object]:
+    """Return a call of ``model.generate`` for `new` tokens after `context` tokens.
+
+    With ``mode="compile"`` the cache has a fixed size, for which transformers compiles the decode step on a GPU.
+    """
+    ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+    model.generation_config.eos_token_id = None  # no sequence ends early
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    length = context + new if mode == "compile" else None
+
+    def run() -> object:
+        if kind is not None:
+            quantized = {_cache_argument(model): epiloq.QuantizedCache(model.config, kind, length)}
+            return model.generate(ids, **options, **quantized)
+        return model.generate(ids, **options, cache_implementation=None if length is None else "static")
+
+    return run
 
 
 def _replayed(run: Callable[[], object]) -> Callable[[], object]:
@@ -128,9 +149,7 @@ def measure(
         replays = mode != "eager" and device == "cuda"
         reset()
         whole = _timed(_replayed(run) if replays else run, device, repeats)
-        weights = sum(p.nbytes for p in model.parameters()) / 1e6
-        of_layers = sum(p.nbytes for p in model.model.layers.parameters()) / 1e6 / layers
-        peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else 0.0
+        memory = _memory(model)
         if mode == "compile" or layers == 1:
             more, rest = layers, _timed(_outside(model, batch, 1 if phase == "decode" else tokens), device, repeats)
         else:
@@ -139,8 +158,28 @@ def measure(
                 more, rest = layers - 1, _timed(_replayed(run) if replays else run, device, repeats)
     count = batch * (tokens if phase == "prefill" else 1)
     a_layer = 1e3 * max(whole - rest, 0) / more
-    figures = (whole, 1e3 * count / whole, a_layer, weights, peak, layers, of_layers)
+    figures = (whole, 1e3 * count / whole, a_layer, *memory)
     return Measured(scheme, optimized, mode, phase, batch, tokens, *figures, cache=cache)
+
+
+def measure_generate(
+    model: Any, scheme: str, optimized: bool, mode: str, batch: int, context: int, new: int, cache: str | None = None
+) -> Measured:
+    """Measure ``model.generate``: `new` tokens for each of `batch` sequences of `context` tokens, prompt included."""
+    with _settled():
+        run = _generation(model, mode, batch, context, new, cache)
+        run(), run()  # compiles, and on a GPU captures
+        whole = _timed(run, model.device.type, _CALLS)
+        figures = (whole, 1e3 * batch * new / whole, nan, *_memory(model))
+    return Measured(scheme, optimized, mode, "generate", batch, new, *figures, cache=cache)
+
+
+def _memory(model: Any) -> tuple[float, float, int, float]:
+    """Megabytes of weights and of the peak, number of layers, and megabytes of the weights of one."""
+    layers = model.config.num_hidden_layers
+    weights, of_layers = (sum(p.nbytes for p in each.parameters()) / 1e6 for each in (model, model.model.layers))
+    peak = torch.cuda.max_memory_allocated() / 1e6 if model.device.type == "cuda" else 0.0
+    return weights, peak, layers, of_layers / layers
 
 
 @contextmanager
@@ -195,6 +234,11 @@ def run_plan(
             for phase, batch, tokens in phases:
                 progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, {phase}, batch {batch}")
                 row = measure(model, scheme, optimized, mode, phase, batch, tokens, cache)
+                results.append(replace(row, head=plan.head if ours else None))
+            # A captured step cannot be handed to `generate`.
+            for batch in plan.batches if plan.generate and mode != "graph" else ():
+                progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, generate, batch {batch}")
+                row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache)
                 results.append(replace(row, head=plan.head if ours else None))
         if plan.shares:
             progress(f"{scheme}{' optimised' if optimized else ''}: share of time")

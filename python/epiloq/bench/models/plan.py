@@ -42,14 +42,16 @@ FORMS = {"plain": False, "optimised": True}
 @dataclass(frozen=True)
 class Measured:
     """Figures of one contender. Times are medians; `us_a_layer` excludes embedding, last norm and head, and, unless
-    the model is compiled, everything else around the layers."""
+    the model is compiled, everything else around the layers. It is NaN for "generate", whose time includes the prompt
+    and the choice of each token."""
 
     scheme: str  # or the name of a peer
     optimized: bool
     mode: str
-    phase: str  # "prefill" or "decode"
+    phase: str  # "prefill", "decode" or "generate"
     batch: int
     tokens: int
+    """Of the prompt, in the cache before the step, or new ones."""
     milliseconds: float
     tokens_per_second: float
     us_a_layer: float
@@ -77,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """Benchmark of a model in each scheme, form and mode: prefill of `prompt` tokens and decode after `context`."""
+    """Benchmark of a model in each scheme, form and mode: prefill of `prompt` tokens, and decode after `context`."""
 
     model: str
     schemes: Sequence[str]
@@ -87,6 +89,8 @@ class Plan:
     layers: int | None = None
     prompt: int | None = None
     """`context` if None."""
+    generate: int | None = None
+    """New tokens of a call of ``model.generate`` after a prompt of `context` tokens; None: not measured."""
     forms: Sequence[str] = tuple(FORMS)
     head: str | None = None
     """A scheme for the output head of every quantised model (and the embedding that it is tied to)."""

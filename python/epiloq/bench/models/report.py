@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def table(results: Sequence[Measured]) -> str:
     for r in results:
         own = base.get((r.mode, r.phase, r.batch))
         ratio = "" if own is None else f"{own / r.milliseconds:.2f}"
+        a_layer = "-" if isnan(r.us_a_layer) else f"{r.us_a_layer:.1f}"
         lines.append(
             f"{_label(r):22}{r.mode:9}{r.phase:9}{r.batch:6}{r.milliseconds:10.3f}{r.tokens_per_second:11.0f}"
-            f"{r.us_a_layer:10.1f}{r.weight_megabytes:9.0f}  {ratio}"
+            f"{a_layer:>10}{r.weight_megabytes:9.0f}  {ratio}"
         )
     return "\n".join(lines)

@@ -54,7 +54,8 @@ def _linear4bit() -> Peer:
 
 PEERS: dict[str, Peer] = {
     "torchao-int8": _torchao("Int8WeightOnlyConfig"),
-    "torchao-int4": _torchao("Int4WeightOnlyConfig", group_size=128),
+    "torchao-int4": _torchao("Int4WeightOnlyConfig", group_size=128, int4_packing_format="tile_packed_to_4d"),
+    "torchao-int4-plain": _torchao("Int4WeightOnlyConfig", group_size=128),  # needs mslk
     "torchao-fp8": _torchao("Float8DynamicActivationFloat8WeightConfig"),
     "bitsandbytes-nf4": _linear4bit(),
     "bitsandbytes-int8": _bitsandbytes("Linear8bitLt", has_fp16_weights=False, threshold=0.0),
