@@ -24,8 +24,8 @@ bool is_large(WeightOnlyMmProblem const& p) {
 template <class Config>
 bool stages_fit(Config const& c, WeightOnlyMmProblem const& p, Target const& t) {
   TileStage const stage(c, p.bits, static_cast<int>(groups_in_step(p)), p.scale_bytes, p.zero_bytes);
-  return ring_stages(c, stage, t.shared_bytes) >= kFewestStages &&
-         ring_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
+  return stage_count(c, stage, t.shared_bytes) >= kFewestStages &&
+         pipeline_shared_bytes(c, stage, t.shared_bytes) + barrier_bytes(most_stages(c)) <= t.shared_bytes;
 }
 
 }  // namespace

@@ -2,14 +2,14 @@
 //
 // A CTA multiplies up to eight query heads of a key head, so that keys and values are read once for all of them. The
 // tokens are shared out in steps of 16 to the warps of all CTAs of a split, in turn, so that a masked end of a cache
-// leaves no CTA idle. A warp copies its steps to its own ring of stages in shared memory (cp.async), so that the main
-// loop has no CTA barrier, and uses mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output =
+// leaves no CTA idle. Each warp has its own pipeline of shared-memory stages (cp.async), so that the main loop has no
+// CTA barrier, and uses mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output =
 // values (D x 16 tokens) * weights (16 tokens x 8 heads). Columns of D may come in any order as long as keys and
 // queries agree, and rows of values as long as the output is stored accordingly: a lane therefore reads whole chunks of
 // a row.
 //
-// Weights are rounded to the sum of two 16-bit floats; 8-bit keys and values are exact as float16. What the warps of a
-// CTA found is merged in shared memory; what the CTAs of a split found, through DSMEM (SM90) or a second kernel.
+// Weights are rounded to the sum of two 16-bit floats; 8-bit keys and values are exact as float16. Partial results of a
+// CTA's warps are merged in shared memory, those of a split's CTAs through DSMEM (SM90) or by a second kernel.
 
 #include <cfloat>
 #include <climits>
@@ -33,7 +33,7 @@ constexpr int kStep = 16;       // tokens of a stage
 constexpr float kRaise = 12.f;  // weights are 2^12 times as large, so that small ones are normal float16 numbers
 constexpr int kMaxStages = 8;
 
-// How a kernel is laid out; `Operand` is the type that tensor cores multiply.
+// Compile-time shape and shared-memory layout; `Operand` is the type that tensor cores multiply.
 template <class T, Kind kKind, int kWidth>
 struct Layout {
   using Operand = std::conditional_t<kKind == Kind::kHalf, T, __half>;
@@ -42,15 +42,15 @@ struct Layout {
   static constexpr int kChunks = kRow / 16;                     // 16-byte chunks of a token
   static constexpr int kKeyParts = kChunks / 4;                 // chunks of a token's keys that a lane multiplies
   static constexpr int kValueBytes = kRow == 64 ? 8 : 16;       // of a token's values that a lane reads at once
-  static constexpr int kValueParts = kRow / (8 * kValueBytes);  // … and how often
+  static constexpr int kValueParts = kRow / (8 * kValueBytes);  // such reads per token
   static constexpr int kPerChunk = kValueBytes / (kHasScales ? 1 : 2);  // elements
-  static constexpr int kKeyBytes = kStep * kRow, kStage = 2 * kKeyBytes;
-  static constexpr int kRing = kStage > 4096 ? 3 * kStage : 12288, kWarps = 98304 / kRing;
-  static constexpr int kStages = kRing / kStage < kMaxStages ? kRing / kStage : kMaxStages;
+  static constexpr int kKeyBytes = kStep * kRow, kStageBytes = 2 * kKeyBytes;
+  static constexpr int kPipelineBytes = kStageBytes > 4096 ? 3 * kStageBytes : 12288, kWarps = 98304 / kPipelineBytes;
+  static constexpr int kStages = kPipelineBytes / kStageBytes < kMaxStages ? kPipelineBytes / kStageBytes : kMaxStages;
   static constexpr int kThreads = 32 * kWarps;
-  static_assert(kStages >= 3 && kStage % 1024 == 0);
+  static_assert(kStages >= 3 && kStageBytes % 1024 == 0);
 
-  // Where a stage has chunk k of token t, so that neither copying a row nor reading what a lane multiplies has bank
+  // Offset in a stage of chunk k of token t, so that neither copying a row nor reading what a lane multiplies has bank
   // conflicts. Keys: lane (row, column) multiplies chunks 4 j + column of tokens row and row + 8. Values: columns of D
   // 8 i + row, in units of kValueBytes, of tokens 2 * column, the next, and those plus 8.
   static __device__ constexpr int key_slot(int t, int k) {
@@ -170,7 +170,7 @@ struct Attention {
   static constexpr int kTiles = kWidth / 16;  // mma instructions of 16 columns of D
 
   struct Shared {
-    alignas(1024) unsigned char ring[L::kWarps][L::kStages * L::kStage];
+    alignas(1024) unsigned char data[L::kWarps][L::kStages * L::kStageBytes];
     StageState stages[L::kWarps][L::kStages];
     alignas(16) State warp_state[L::kWarps][kHeadsPerCta];
     State own_state[kHeadsPerCta];
@@ -267,7 +267,7 @@ struct Attention {
     if (lane == 0) shared.stages[warp][stage].counts = counts;
     std::uint16_t scale = 0;
     if (counts != 0) {
-      SharedAddress const to = shared_address(shared.ring[warp]) + stage * L::kStage;
+      SharedAddress const to = shared_address(shared.data[warp]) + stage * L::kStageBytes;
       constexpr int kBytes = L::kRow / kWidth;
       Word const of_lane = counts >> token_of_lane;
       auto const* const from_keys = keys + token * p.of_key.token * kBytes;
@@ -400,7 +400,7 @@ struct Attention {
 
   __device__ __forceinline__ void add(int stage, Word counts) {
     StageState const& state = shared.stages[warp][stage];
-    unsigned char const* const data = shared.ring[warp] + stage * L::kStage;
+    unsigned char const* const data = shared.data[warp] + stage * L::kStageBytes;
     float scores[4], value_scale[2] = {1.f, 1.f};
     score(data, scores);
     bool is_larger = false;
@@ -469,8 +469,8 @@ struct Attention {
     __syncwarp();
   }
 
-  // The numerators of warp i, over its ring.
-  __device__ __forceinline__ float* numerators(int i) const { return reinterpret_cast<float*>(shared.ring[i]); }
+  // The numerators of warp i, over its stages.
+  __device__ __forceinline__ float* numerators(int i) const { return reinterpret_cast<float*>(shared.data[i]); }
 
   __device__ __forceinline__ void put() const {
     float total[2] = {sum[0], sum[1]};

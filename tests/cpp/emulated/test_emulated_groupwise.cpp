@@ -106,7 +106,7 @@ class Trial {
         random_(seed),
         sm_count_(maybe(random_) ? 2 : between(random_, 3, 6)),
         experts_(below(random_, 3) == 0 ? 3 : 1) {
-    // Half of the time enough of K to go around the ring of stages in one tile, or, of many tokens, in two. Of pairs
+    // Half of the time enough of K to wrap around the pipeline in one tile or, at large M, in two. Of pairs
     // sometimes so much that many steps follow one another.
     bool const is_few = kernel.tile.tokens() == 64, is_deep = kernel.tile.rounds > 1 && below(random_, 4) == 0;
     bool const is_small = is_deep || below(random_, is_few ? 2 : 4) == 0;

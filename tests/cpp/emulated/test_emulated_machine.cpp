@@ -49,9 +49,9 @@ T& shared(Address address) {
   return *reinterpret_cast<T*>(memory_at(address, sizeof(T)));
 }
 
-// A warp has TMA fill a ring of stages, another adds up what is there.
-enum class RingFlaw { kNone, kReadsEarly, kFillsEarly, kNoRelease, kReleasesEarly, kFewerBytes, kOtherParity };
-bool ring(RingFlaw flaw) {
+// A warp has TMA fill a pipeline of stages, another adds up what is there.
+enum class PipelineFlaw { kNone, kReadsEarly, kFillsEarly, kNoRelease, kReleasesEarly, kFewerBytes, kOtherParity };
+bool pipeline(PipelineFlaw flaw) {
   constexpr int kStages = 3, kSteps = 20, kLine = 128, kBarriers = kStages * kLine;
   std::vector<std::uint32_t> data(kSteps * 32);
   std::iota(data.begin(), data.end(), 1);
@@ -66,15 +66,16 @@ bool ring(RingFlaw flaw) {
       unsigned const parity = step / kStages % 2;
       if (warp() == 0) {
         if (!elect()) continue;
-        if (flaw != RingFlaw::kFillsEarly) mbarrier_wait(empty, parity ^ (flaw == RingFlaw::kOtherParity ? 0 : 1));
-        mbarrier_expect_tx(full, kLine - (flaw == RingFlaw::kFewerBytes ? 16 : 0));
+        if (flaw != PipelineFlaw::kFillsEarly)
+          mbarrier_wait(empty, parity ^ (flaw == PipelineFlaw::kOtherParity ? 0 : 1));
+        mbarrier_expect_tx(full, kLine - (flaw == PipelineFlaw::kFewerBytes ? 16 : 0));
         load_bytes(stage, &data[step * 32], kLine, full);
       } else {
-        if (flaw != RingFlaw::kReadsEarly) mbarrier_wait(full, parity);
-        if (flaw == RingFlaw::kReleasesEarly && lane() == 0) mbarrier_arrive(empty);
+        if (flaw != PipelineFlaw::kReadsEarly) mbarrier_wait(full, parity);
+        if (flaw == PipelineFlaw::kReleasesEarly && lane() == 0) mbarrier_arrive(empty);
         sum += shared<std::uint32_t>(stage + lane() * 4);
         sync_warp();
-        bool const releases = flaw != RingFlaw::kNoRelease && flaw != RingFlaw::kReleasesEarly;
+        bool const releases = flaw != PipelineFlaw::kNoRelease && flaw != PipelineFlaw::kReleasesEarly;
         if (releases && lane() == 0) mbarrier_arrive(empty);
       }
     }
@@ -281,9 +282,9 @@ void misuse_is_named() {
 }  // namespace
 
 int main() {
-  catches(__LINE__, ring,
-          {RingFlaw::kReadsEarly, RingFlaw::kFillsEarly, RingFlaw::kNoRelease, RingFlaw::kReleasesEarly,
-           RingFlaw::kFewerBytes, RingFlaw::kOtherParity});
+  catches(__LINE__, pipeline,
+          {PipelineFlaw::kReadsEarly, PipelineFlaw::kFillsEarly, PipelineFlaw::kNoRelease, PipelineFlaw::kReleasesEarly,
+           PipelineFlaw::kFewerBytes, PipelineFlaw::kOtherParity});
   catches(__LINE__, stores, {StoreFlaw::kDoesNotWait, StoreFlaw::kNoLaneWaits, StoreFlaw::kEndsEarly});
   catches(__LINE__, products, {ProductFlaw::kReadsEarly, ProductFlaw::kOverwrites, ProductFlaw::kOnto});
   catches(__LINE__, cluster, {ClusterFlaw::kSendsEarly, ClusterFlaw::kReadsEarly, ClusterFlaw::kCopiesLate});

@@ -123,11 +123,11 @@ void stages_of_a_row(Config const& config, bool rounds) {
           CHECK_EQUAL(stage.bytes % wo::kAtom, 0);
           CHECK_EQUAL(stage.scales_at % 128, 0);
           CHECK_EQUAL(stage.zeros_at % 128, 0);
-          int const stages = wo::ring_stages(config, stage, kSharedOfSm90);
+          int const stages = wo::stage_count(config, stage, kSharedOfSm90);
           CHECK(stage.end <= stage.bytes && stages >= 2);
           CHECK_EQUAL(stages % config.k_groups, 0);
           int const bytes =
-              wo::ring_shared_bytes(config, stage, kSharedOfSm90) + wo::barrier_bytes(wo::most_stages(config));
+              wo::pipeline_shared_bytes(config, stage, kSharedOfSm90) + wo::barrier_bytes(wo::most_stages(config));
           CHECK(bytes <= kSharedOfSm90);
           CHECK((bytes + kReserved) * wo::resident_blocks(config) <= kSharedOfSm90 + kReserved);
           CHECK(wo::early_steps(config.tokens) <= stages);
@@ -246,12 +246,12 @@ void exchanges_fit() {
   for (wo::WgmmaConfig const& config : wo::kWgmmaRows) {
     for (int bits : {4, 8}) {
       wo::TileStage const stage(config, bits, 1, 2, 0);
-      int const ring_bytes = wo::exchange_at(config, stage, 232448);
+      int const pipeline_bytes = wo::exchange_at(config, stage, 232448);
       if (config.k_groups > 1) {
         received_fit(config);
-        CHECK((config.k_groups - 1) * subtiles_of(config) * kSubtileBytes <= ring_bytes);
+        CHECK((config.k_groups - 1) * subtiles_of(config) * kSubtileBytes <= pipeline_bytes);
       } else {
-        sums_fit(config, wo::reduces_in_stages(config) ? ring_bytes : wo::exchange_bytes(config));
+        sums_fit(config, wo::reduces_in_stages(config) ? pipeline_bytes : wo::exchange_bytes(config));
       }
     }
   }

@@ -99,7 +99,7 @@ TileParams params_of(Config const& config, Problem const& p, int split, TileMaps
   TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
   int const shared_bytes = device_properties(device).shared_memory_per_block;
   int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
-  int const stages = ring_stages(config, stage, shared_bytes);
+  int const stages = stage_count(config, stage, shared_bytes);
   return {.maps = maps,
           .steps = steps / split,
           .longer = steps % split,
@@ -131,7 +131,7 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
   });
   int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
   int const bytes =
-      std::max(ring_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
+      std::max(pipeline_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
   int const blocks = split > 1 || !C::kIsPersistent ? params.tiles : std::min(params.tiles, share * sm_count);
   cuda_check(launch_pdl_clusters(kernel, dim3(blocks, split), dim3(1, split), C::kThreads, bytes, stream, params),
              launching);

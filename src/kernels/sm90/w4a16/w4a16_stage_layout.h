@@ -101,7 +101,7 @@ constexpr int exchange_bytes(DecodeConfig const& c) { return received_bytes(c, f
 // multiple of the K groups, so that a stage always belongs to the same group: one parity bit could not tell another
 // group's use from its own.
 template <class Config>
-constexpr int ring_stages(Config const& c, TileStage const& stage, int shared_bytes) {
+constexpr int stage_count(Config const& c, TileStage const& stage, int shared_bytes) {
   int const room = (shared_bytes + kReservedPerCta) / resident_blocks(c) - kReservedPerCta;
   int const fit = (room - kAtom - barrier_bytes(most_stages(c)) - exchange_bytes(c)) / stage.bytes;
   return std::min(most_stages(c), fit) / c.k_groups * c.k_groups;
@@ -110,12 +110,12 @@ constexpr int ring_stages(Config const& c, TileStage const& stage, int shared_by
 // Offset from the first stage.
 template <class Config>
 constexpr int exchange_at(Config const& c, TileStage const& stage, int shared_bytes) {
-  return std::max(ring_stages(c, stage, shared_bytes) * stage.bytes, sum_bytes(c));
+  return std::max(stage_count(c, stage, shared_bytes) * stage.bytes, sum_bytes(c));
 }
 
 // Per CTA, without the barriers.
 template <class Config>
-constexpr int ring_shared_bytes(Config const& c, TileStage const& stage, int shared_bytes) {
+constexpr int pipeline_shared_bytes(Config const& c, TileStage const& stage, int shared_bytes) {
   return kAtom + exchange_at(c, stage, shared_bytes) + exchange_bytes(c);
 }
 
