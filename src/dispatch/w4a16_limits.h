@@ -19,7 +19,7 @@ bool fits(TiledConfig const& config, WeightOnlyMmProblem const& problem, Target 
 bool fits(DecodeConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
 bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target const& target);
 
-// Shared memory of a CTA: the larger of its stages and its sums, which are stored in their place.
+// Shared memory of a CTA: the larger of its stages and its sums, which overwrite them.
 std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
 
 // The split of K that finishes first: as many CTAs at a time as the SMs hold, each with its K steps and `fixed` steps'

@@ -23,7 +23,7 @@ EPILOQ_HD constexpr int depth(int bits) { return bits == 8 ? 32 : 64; }
 EPILOQ_HD constexpr int lane_bytes(int bits) { return bits == 8 ? 16 : 4 * bits; }
 EPILOQ_HD constexpr int lane_values(int bits) { return kPanelRows * depth(bits) / kLanes; }
 
-struct Place {
+struct TileCoord {
   int row, column;  // within the tile
 };
 
@@ -31,7 +31,7 @@ struct Place {
 // 4 bits: byte b holds values 2 b (low, row g) and 2 b + 1 (high, row g + 8); bytes 0 and 2 of a word are of the half
 //         r = 0, 1 and 3 of r = 1, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
 // 2 and 3 bits: 32-bit words are planes of bits: bit i of word p is bit p of value i; row g, then row g + 8.
-EPILOQ_HD constexpr Place place_of(int bits, int lane, int value) {
+EPILOQ_HD constexpr TileCoord tile_coord_of(int bits, int lane, int value) {
   int row = 0, column = 0;
   if (bits == 8) {
     row = value / 2 % 2;

@@ -85,8 +85,8 @@ struct LargeM {
           Bytes const low = kBits == 4 ? v[i] & 15 : v[i], high = kBits == 4 ? v[i] >> 4 : v[i + 1];
           Bytes even, odd;
           zip_low(even, low, high), zip_high(odd, low, high);
-          std::memcpy(out + place_of(kBits, lane, kBits == 4 ? 4 * i : 2 * i).column, &even, sizeof(even));
-          std::memcpy(out + place_of(kBits, lane, kBits == 4 ? 4 * i + 2 : 2 * i + 1).column, &odd, sizeof(odd));
+          std::memcpy(out + tile_coord_of(kBits, lane, kBits == 4 ? 4 * i : 2 * i).column, &even, sizeof(even));
+          std::memcpy(out + tile_coord_of(kBits, lane, kBits == 4 ? 4 * i + 2 : 2 * i + 1).column, &odd, sizeof(odd));
         }
       }
     }
@@ -95,18 +95,18 @@ struct LargeM {
   [[gnu::always_inline]] static void unpack(PanelByTokens const& s, int first, int end, Codes* out) {
     if (s.bits == 4) unpack<4>(s, first, end, out);
     if (s.bits == 8) unpack<8>(s, first, end, out);
-    if (s.bits < 4) unpack_by_place(s, first, end, out);
+    if (s.bits < 4) unpack_by_coord(s, first, end, out);
   }
 
   // Two and three bits.
-  static void unpack_by_place(PanelByTokens const& s, int first, int end, Codes* out) {
+  static void unpack_by_coord(PanelByTokens const& s, int first, int end, Codes* out) {
     int const tile_bytes = weight_only_mm::kLanes * lane_bytes(s.bits);
     std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(s.bits)) * tile_bytes;
     for (; first < end; first += depth(s.bits), out += depth(s.bits)) {
       for (int lane = 0; lane < weight_only_mm::kLanes; ++lane, q += lane_bytes(s.bits)) {
         for (int i = 0; i < lane_values(s.bits); ++i) {
-          Place const place = place_of(s.bits, lane, i);
-          out[place.column].values[parameter_of(place.row)] = static_cast<std::uint8_t>(value_at(q, s.bits, i));
+          TileCoord const coord = tile_coord_of(s.bits, lane, i);
+          out[coord.column].values[parameter_of(coord.row)] = static_cast<std::uint8_t>(value_at(q, s.bits, i));
         }
       }
     }

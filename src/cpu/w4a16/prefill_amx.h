@@ -220,7 +220,7 @@ struct MultiplyInTiles {
     std::fill_n(out, 8 * kTileRowBytes, std::uint8_t{0});
     for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
       for (int i = 0; i < lane_values(bits); ++i) {
-        auto const [row, column] = place_of(bits, lane, i);
+        auto const [row, column] = tile_coord_of(bits, lane, i);
         int const byte = column / 16 * 4 + column % 2 * 2 + column / 8 % 2;
         out[row % 8 * kTileRowBytes + column % 8 / 2 * 16 + byte] |=
             static_cast<std::uint8_t>(value_at(q, bits, i) << (row < 8 ? 0 : 4));

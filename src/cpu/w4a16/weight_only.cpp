@@ -50,12 +50,12 @@ EPILOQ_CLONES void unpack_rows8(std::uint8_t const* tile, std::uint8_t* low, std
   std::memcpy(high, highs, sizeof(highs));
 }
 
-void unpack_by_place(int bits, std::uint8_t const* q, int padded_k, std::uint8_t* values) {
+void unpack_by_coord(int bits, std::uint8_t const* q, int padded_k, std::uint8_t* values) {
   for (int first = 0; first < padded_k; first += depth(bits)) {
     for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
       for (int i = 0; i < lane_values(bits); ++i) {
-        Place const place = place_of(bits, lane, i);
-        values[place.row * padded_k + first + place.column] = static_cast<std::uint8_t>(value_at(q, bits, i));
+        TileCoord const coord = tile_coord_of(bits, lane, i);
+        values[coord.row * padded_k + first + coord.column] = static_cast<std::uint8_t>(value_at(q, bits, i));
       }
     }
   }
@@ -78,7 +78,7 @@ void write_integers(std::uint8_t const* q, int count, float zero, DType dtype, s
 // The integers of a panel as rows [16, padded_k], from 0.
 void unpack_panel(Weight const& w, int panel, std::uint8_t* values) {
   std::uint8_t const* q = w.q + panel * panel_bytes(w);
-  if (w.bits != 4 && w.bits != 8) return unpack_by_place(w.bits, q, w.padded_k, values);
+  if (w.bits != 4 && w.bits != 8) return unpack_by_coord(w.bits, q, w.padded_k, values);
   auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
   for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
     for (int g = 0; g < kPanelRows / 2; ++g, q += kRowBytes) {

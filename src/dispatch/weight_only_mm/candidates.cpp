@@ -83,7 +83,7 @@ std::vector<Choice> kernels_of(WeightOnlyMmProblem const& p, Target const& t) {
   return all;
 }
 
-// Slots for other CTAs' sums, then the warps' pipelines, in whose place their sums come.
+// Receive slots for other CTAs' sums, then the warps' pipelines, which their sums overwrite.
 std::int64_t gemv_bytes(GemvConfig const& c, WeightOnlyMmProblem const& p, int split) {
   int const rows = c.panels_of(p.bits) * kPanelRows;
   int const received = gemv_received_bytes(static_cast<int>(p.m), rows, split);

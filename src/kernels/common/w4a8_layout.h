@@ -37,7 +37,7 @@ struct BlockwiseOperand {
   int source_kinds, kinds;  // present, copied
   int padded_rows;
 
-  static constexpr int place(int row, int chunk) {
+  static constexpr int swizzled_offset(int row, int chunk) {
     int const key = kChunks == 8 ? row % 8 : row / 2 % 4;
     return row * kRowBytes + ((chunk ^ key) << 4);
   }
@@ -49,7 +49,7 @@ struct BlockwiseOperand {
     std::int8_t const* const base = values + static_cast<std::int64_t>(step) * kRowBytes + chunk * 16;
     int const row = i * kRowsAtOnce + thread / kChunks;
     bool const inside = first + row < rows;
-    return {to + place(row, chunk), base + (inside ? first + row : 0) * stride, inside};
+    return {to + swizzled_offset(row, chunk), base + (inside ? first + row : 0) * stride, inside};
   }
 
   // The i-th chunk of all, of which a thread copies every kThreads-th.
@@ -64,18 +64,19 @@ struct BlockwiseOperand {
   }
 };
 
-// The row and chunk whose address a lane passes to ldmatrix for the K values from 32 x `depth` on.
-struct BlockwisePlace {
+// The matrix row (a row and a 16-byte chunk) whose address a lane passes to ldmatrix, for the K values from 32 x
+// `depth` on.
+struct LdmatrixRow {
   int row, chunk;
 };
 // 16 rows of A: 16 values of the upper 8 rows and of the lower 8, then the next 16 of both.
-constexpr BlockwisePlace place_of_a(int lane, int depth) { return {lane % 16, 2 * depth + lane / 16}; }
+constexpr LdmatrixRow ldmatrix_row_a(int lane, int depth) { return {lane % 16, 2 * depth + lane / 16}; }
 // 16 columns of B: 16 values and the next 16 of the first 8 columns, then of the others.
-constexpr BlockwisePlace place_of_b(int lane, int depth) {
+constexpr LdmatrixRow ldmatrix_row_b(int lane, int depth) {
   return {lane / 16 * 8 + lane % 8, 2 * depth + lane / 8 % 2};
 }
 // 4 bits: 32 values are one chunk; those of this depth and the next, or those of this depth twice.
-constexpr BlockwisePlace place_of_b4(int lane, int depth, bool twice) {
+constexpr LdmatrixRow ldmatrix_row_b4(int lane, int depth, bool twice) {
   return {lane / 16 * 8 + lane % 8, depth + (twice ? 0 : lane / 8 % 2)};
 }
 

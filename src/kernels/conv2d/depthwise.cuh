@@ -29,7 +29,8 @@ struct Plan {
   }
 };
 
-struct Place {
+// A thread's output pixels and channels.
+struct ThreadPixels {
   int lane, n;      // n: the first channel
   int image, p, q;  // of the first pixel
   bool is_there;
@@ -37,7 +38,7 @@ struct Place {
   std::int64_t down;   // from a pixel's window to the next one's
   std::int64_t first;  // index of the first pixel in out
 
-  __device__ __forceinline__ Place(Shape const& s, Plan const& plan) {
+  __device__ __forceinline__ ThreadPixels(Shape const& s, Plan const& plan) {
     int const columns = kThreads / plan.lanes, mine = threadIdx.x / plan.lanes;
     unsigned const column = blockIdx.x * columns + mine, line = column / s.q;
     unsigned const steps = (s.p + kPixels - 1) / kPixels;

@@ -47,23 +47,23 @@ __device__ void stage(unsigned (&words)[kTaps * kMaxLanes], DepthwiseProblem con
 
 template <class Out, int kChannels>
 __device__ __forceinline__ void finish(int const (&sums)[kPixels][kChannels], DepthwiseProblem const& d,
-                                       depthwise::Place const& here) {
+                                       depthwise::ThreadPixels const& pixels) {
   conv2d::Shape const& s = d.problem.shape;
   Finish const& f = d.problem.finish;
-  int const count = s.co - here.n;
-  Channels<Out, kChannels> const channels(f, here.n, count);
+  int const count = s.co - pixels.n;
+  Channels<Out, kChannels> const channels(f, pixels.n, count);
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
-    if (here.p + i >= s.p) return;
+    if (pixels.p + i >= s.p) return;
     alignas(16) Out out[kChannels];
     bool const is_right = channels.finish(out, sums[i]);
     if constexpr (std::is_same_v<Out, std::int8_t>) {
       if (!is_right) {
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) out[c] = exact(f, min(here.n + c, s.co - 1), sums[i][c]);
+        for (int c = 0; c < kChannels; ++c) out[c] = exact(f, min(pixels.n + c, s.co - 1), sums[i][c]);
       }
     }
-    Out* const to = static_cast<Out*>(d.problem.out) + (here.first + i * s.q) * s.out_pixel + here.n;
+    Out* const to = static_cast<Out*>(d.problem.out) + (pixels.first + i * s.q) * s.out_pixel + pixels.n;
     store(to, out, count, d.whole_runs);
   }
 }
@@ -73,14 +73,14 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
   __shared__ unsigned words[kTaps * kMaxLanes];
   Problem const& p = d.problem;
   conv2d::Shape const& s = p.shape;
-  depthwise::Place const here(s, d.plan);
-  std::int8_t const* const x = p.x + here.window.at + here.n / d.plan.multiplier;
+  depthwise::ThreadPixels const pixels(s, d.plan);
+  std::int8_t const* const x = p.x + pixels.window.at + pixels.n / d.plan.multiplier;
   pdl_trigger();
   pdl_wait();
   int sums[kPixels][kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    int const first = first_sum(p.finish, min(here.n + c, s.co - 1));
+    int const first = first_sum(p.finish, min(pixels.n + c, s.co - 1));
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) sums[i][c] = first;
   }
@@ -92,15 +92,16 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
     __syncthreads();  // the previous taps have been read
     stage<kChannels>(words, d, first_tap, taps);
     __syncthreads();
-    if (!here.is_there) continue;
+    if (!pixels.is_there) continue;
 #pragma unroll 1
     for (int t = 0; t < taps; ++t) {
-      unsigned const weight = words[t * d.plan.lanes + here.lane];
+      unsigned const weight = words[t * d.plan.lanes + pixels.lane];
       conv2d::Offset const offset(s, tap);
-      conv2d::Window window = here.window;
+      conv2d::Window window = pixels.window;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
-        unsigned const pixel = is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * here.down)) : d.fill;
+        unsigned const pixel =
+            is_inside(s, window, offset) ? load<kChannels>(x + (offset.at + i * pixels.down)) : d.fill;
         // One byte of a product at a time: the other channels' weights are masked out.
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
@@ -110,16 +111,16 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
       tap.advance(s, 1, {0, 1, 0});
     }
   }
-  if (!here.is_there) return;
+  if (!pixels.is_there) return;
   switch (p.out_dtype) {
     case DType::kInt8:
-      return finish<std::int8_t>(sums, d, here);
+      return finish<std::int8_t>(sums, d, pixels);
     case DType::kFloat16:
-      return finish<__half>(sums, d, here);
+      return finish<__half>(sums, d, pixels);
     case DType::kBFloat16:
-      return finish<__nv_bfloat16>(sums, d, here);
+      return finish<__nv_bfloat16>(sums, d, pixels);
     default:
-      return finish<float>(sums, d, here);
+      return finish<float>(sums, d, pixels);
   }
 }
 

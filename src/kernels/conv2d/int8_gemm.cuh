@@ -34,7 +34,7 @@ struct Tiled {
 
 // Initialises the sums with the input zero point's correction, in one CTA of a cluster.
 template <class T>
-__device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledProblem const& t, Place<T> const& here,
+__device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledProblem const& t, CtaTile<T> const& tile,
                                       int first_column) {
   int const neighbours = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -42,8 +42,8 @@ __device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledPro
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const n = channel_of(first_column + 8 * j + neighbours + i);
-      bool const is_there = n < here.count_n && blockIdx.z == 0;
-      unsigned const first = is_there ? first_sum(t.problem.finish, here.group * t.outputs + here.first_n + n) : 0u;
+      bool const is_there = n < tile.count_n && blockIdx.z == 0;
+      unsigned const first = is_there ? first_sum(t.problem.finish, tile.group * t.outputs + tile.first_n + n) : 0u;
 #pragma unroll
       for (auto& row : sums) row[4 * j + i] = row[4 * j + 2 + i] = first;
     }
@@ -78,30 +78,30 @@ template <class T, int kPipelineBytes>
 __global__ __launch_bounds__(T::kThreads, T::kBlocks) void tiled_kernel(__grid_constant__ TiledProblem const t) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto* const windows = reinterpret_cast<conv2d::Window*>(shared + kPipelineBytes);
-  Place<T> const here(t);
+  CtaTile<T> const tile(t);
   pdl_trigger();
   for (int row = threadIdx.x; row < T::kTileM; row += T::kThreads) {
-    windows[row] = conv2d::window_of(t.problem.shape, here.first_m + row);
+    windows[row] = conv2d::window_of(t.problem.shape, tile.first_m + row);
   }
   __syncthreads();
-  typename T::Copies copies(t, here, windows);
+  typename T::Copies copies(t, tile, windows);
   pdl_wait();
   SharedAddress const first_stage = shared_address(shared);
 #pragma unroll 1
   for (int i = 0; i < T::Mainloop::kAhead; ++i) {
-    if (i < here.stages) copies.issue(t, first_stage + i * T::kStageBytes);
+    if (i < tile.stages) copies.issue(t, first_stage + i * T::kStageBytes);
     cp_async_commit();
   }
   int const warp = __shfl_sync(~0u, threadIdx.x / T::Mainloop::kMmaThreads, 0);  // or warpgroup
   int const warp_row = warp / T::kWarpsN, warp_column = warp % T::kWarpsN, first_column = warp_column * T::kWarpN;
   typename T::Mainloop::Sums sums;
-  start<T>(sums, t, here, first_column);
-  multiply<T>(sums, t, copies, first_stage, here.stages, warp_row, warp_column);
+  start<T>(sums, t, tile, first_column);
+  multiply<T>(sums, t, copies, first_stage, tile.stages, warp_row, warp_column);
   __syncthreads();  // the sums replace the stages
   SumsInShared<T> const all_sums(shared);
   all_sums.put(sums);
   if (gridDim.z > 1) cluster_sync();
-  finish(all_sums, t, here, T::Mainloop::first_row(warp_row), first_column);
+  finish(all_sums, t, tile, T::Mainloop::first_row(warp_row), first_column);
   if (gridDim.z > 1) cluster_sync();  // other CTAs may still read this one's sums
 }
 

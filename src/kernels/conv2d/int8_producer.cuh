@@ -15,7 +15,7 @@ struct MainloopOf;
 // Rows of kDepth bytes; 16-byte chunks are permuted so that the same chunk of eight neighbouring rows lies in different
 // banks. For 128 bytes this is wgmma's 128-byte swizzle.
 template <int kDepth>
-__device__ __forceinline__ int place(int row, int chunk) {
+__device__ __forceinline__ int swizzled_offset(int row, int chunk) {
   return row * kDepth + ((chunk ^ (row / (128 / kDepth) % (kDepth / 16))) << 4);
 }
 
@@ -57,16 +57,16 @@ __device__ __forceinline__ void copy_or_fill(SharedAddress to, std::int8_t const
 #endif
 }
 
-// This CTA's part of the problem.
+// The CTA's tile of D and its slice of the columns, in stages.
 template <class T>
-struct Place {
+struct CtaTile {
   std::int8_t const* x;       // of the group
   std::int8_t const* weight;  // of the tile's first channel
   unsigned first_m;
   int group, first_n, count_n;  // channels of the group from the tile's first on
   int first_stage, stages;
 
-  __device__ __forceinline__ explicit Place(TiledProblem const& t) {
+  __device__ __forceinline__ explicit CtaTile(TiledProblem const& t) {
     group = blockIdx.y;
     first_m = blockIdx.x / t.tiles_n * T::kTileM;
     first_n = static_cast<int>(blockIdx.x % t.tiles_n) * T::kTileN;
@@ -90,7 +90,9 @@ struct Chunks {
 
   static __device__ __forceinline__ int row() { return threadIdx.x / kOfRow; }
   static __device__ __forceinline__ int column() { return threadIdx.x % kOfRow * kBytes; }
-  static __device__ __forceinline__ int to() { return place<T::kDepth>(row(), column() / 16) + column() % 16; }
+  static __device__ __forceinline__ int to() {
+    return swizzled_offset<T::kDepth>(row(), column() / 16) + column() % 16;
+  }
 };
 
 // Chunks of 16 or 4 bytes; their sources stay in registers.
@@ -107,21 +109,21 @@ struct WideCopies {
   conv2d::Column column;     // of this thread in the next stage
   int k, to = C::to();
 
-  __device__ __forceinline__ WideCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows)
-      : weight(here.weight) {
+  __device__ __forceinline__ WideCopies(TiledProblem const& t, CtaTile<T> const& tile, conv2d::Window const* windows)
+      : weight(tile.weight) {
 #pragma unroll
     for (int i = 0; i < C::kPixels; ++i) {
       conv2d::Window const window = windows[C::row() + i * C::kApart];
-      pixels[i] = here.x + window.at;
+      pixels[i] = tile.x + window.at;
       y[i] = window.y;
       x[i] = window.x;
     }
 #pragma unroll
     for (int i = 0; i < C::kWeights; ++i) {
       int const channel = channel_of(C::row() + i * C::kApart);
-      weights[i] = channel < here.count_n ? channel * t.columns : kNone;
+      weights[i] = channel < tile.count_n ? channel * t.columns : kNone;
     }
-    k = here.first_stage * T::kDepth + C::column();
+    k = tile.first_stage * T::kDepth + C::column();
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
   }
 
@@ -157,9 +159,9 @@ struct ByteCopies {
   conv2d::Column column;  // the first of this thread's in the next stage
   int k;
 
-  __device__ __forceinline__ ByteCopies(TiledProblem const& t, Place<T> const& here, conv2d::Window const* windows_)
-      : windows(windows_), x(here.x), weight(here.weight), count_n(here.count_n) {
-    k = here.first_stage * T::kDepth + C::column();
+  __device__ __forceinline__ ByteCopies(TiledProblem const& t, CtaTile<T> const& tile, conv2d::Window const* windows_)
+      : windows(windows_), x(tile.x), weight(tile.weight), count_n(tile.count_n) {
+    k = tile.first_stage * T::kDepth + C::column();
     column = conv2d::Column::of(t.problem.shape, t.channels, k);
   }
 

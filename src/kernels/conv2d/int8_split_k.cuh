@@ -58,18 +58,18 @@ struct SumsInShared {
 };
 
 template <class T, class Out>
-__device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledProblem const& t, Place<T> const& here,
+__device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledProblem const& t, CtaTile<T> const& tile,
                                           int first_row, int first_column) {
   Problem const& p = t.problem;
   int const split = gridDim.z, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int run = 0; run < SumsInShared<T>::kRuns; ++run) {
-    int const column = first_column + 32 * run + lane % 4 * kRun, count = here.count_n - column;
-    int const n = here.group * t.outputs + here.first_n + column;
+    int const column = first_column + 32 * run + lane % 4 * kRun, count = tile.count_n - column;
+    int const n = tile.group * t.outputs + tile.first_n + column;
     Channels<Out, kRun> const channels(p.finish, count > 0 ? n : 0, max(count, 1));
 #pragma unroll 1
     for (int line = blockIdx.z; line < SumsInShared<T>::kLines; line += split) {
-      unsigned const m = here.first_m + first_row + line / 2 * T::Mainloop::kRowStep + line % 2 * 8 + lane / 4;
+      unsigned const m = tile.first_m + first_row + line / 2 * T::Mainloop::kRowStep + line % 2 * 8 + lane / 4;
       if (m >= conv2d::pixels(p.shape) || count <= 0) continue;
       int sums[kRun];
       shared.get(sums, line, run, split);
@@ -93,17 +93,17 @@ __device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledPr
 }
 
 template <class T>
-__device__ __forceinline__ void finish(SumsInShared<T> const& shared, TiledProblem const& t, Place<T> const& here,
+__device__ __forceinline__ void finish(SumsInShared<T> const& shared, TiledProblem const& t, CtaTile<T> const& tile,
                                        int first_row, int first_column) {
   switch (t.problem.out_dtype) {
     case DType::kInt8:
-      return finish_as<T, std::int8_t>(shared, t, here, first_row, first_column);
+      return finish_as<T, std::int8_t>(shared, t, tile, first_row, first_column);
     case DType::kFloat16:
-      return finish_as<T, __half>(shared, t, here, first_row, first_column);
+      return finish_as<T, __half>(shared, t, tile, first_row, first_column);
     case DType::kBFloat16:
-      return finish_as<T, __nv_bfloat16>(shared, t, here, first_row, first_column);
+      return finish_as<T, __nv_bfloat16>(shared, t, tile, first_row, first_column);
     default:
-      return finish_as<T, float>(shared, t, here, first_row, first_column);
+      return finish_as<T, float>(shared, t, tile, first_row, first_column);
   }
 }
 

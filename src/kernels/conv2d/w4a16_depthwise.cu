@@ -34,25 +34,25 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
   Problem const& p = d.problem;
   conv2d::Shape const& s = p.shape;
   weight_only_mm::Weight const& w = p.weight;
-  depthwise::Place const here(s, d.plan);
+  depthwise::ThreadPixels const pixels(s, d.plan);
   pdl_trigger();
   pdl_wait();
-  if (!here.is_there) return;
+  if (!pixels.is_there) return;
 
   float scale[kChannels], shift[kChannels];  // W = scale q + shift, shift = -scale zero or the offset
   float zero[kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    int const n = here.n + c;
+    int const n = pixels.n + c;
     scale[c] = read(w.scale, w.scale_dtype, n);
     shift[c] = w.offset != nullptr ? read(w.offset, w.scale_dtype, n) : 0.f;
     zero[c] = w.offset != nullptr ? 0.f : w.zero != nullptr ? static_cast<float>(w.zero[n]) : 1 << (w.bits - 1);
   }
-  auto const* const x = static_cast<T const*>(p.x) + here.window.at + here.n / d.plan.multiplier;
+  auto const* const x = static_cast<T const*>(p.x) + pixels.window.at + pixels.n / d.plan.multiplier;
   float sums[kPixels][kChannels] = {};
   conv2d::Column tap{0, 0, 0};
 #pragma unroll 1
-  for (std::uint8_t const* q = w.q + here.n; tap.kh < s.kh; q += s.co, tap.advance(s, 1, {0, 1, 0})) {
+  for (std::uint8_t const* q = w.q + pixels.n; tap.kh < s.kh; q += s.co, tap.advance(s, 1, {0, 1, 0})) {
     auto const codes = *reinterpret_cast<Run<std::uint8_t, kChannels> const*>(q);
     conv2d::Offset const offset(s, tap);
     float weight[kChannels];
@@ -60,26 +60,26 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
     for (int c = 0; c < kChannels; ++c) {
       weight[c] = fmaf(scale[c], static_cast<float>(codes.values[c]) - zero[c], shift[c]);
     }
-    conv2d::Window window = here.window;
+    conv2d::Window window = pixels.window;
 #pragma unroll
     for (int i = 0; i < kPixels; ++i, window.y += s.stride_h) {
       if (!is_inside(s, window, offset)) continue;
-      auto const pixel = *reinterpret_cast<Run<T, kChannels> const*>(x + (offset.at + i * here.down));
+      auto const pixel = *reinterpret_cast<Run<T, kChannels> const*>(x + (offset.at + i * pixels.down));
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) sums[i][c] = fmaf(static_cast<float>(pixel.values[c]), weight[c], sums[i][c]);
     }
   }
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
-    if (here.p + i >= s.p) return;
+    if (pixels.p + i >= s.p) return;
     Run<T, kChannels> out;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      float const bias = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[here.n + c]) : 0.f;
+      float const bias = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[pixels.n + c]) : 0.f;
       float const value = sums[i][c] + bias;
       out.values[c] = static_cast<T>(clamped(value, p.lo, p.hi));
     }
-    std::int64_t const at = (here.first + i * s.q) * s.out_pixel + here.n;
+    std::int64_t const at = (pixels.first + i * s.q) * s.out_pixel + pixels.n;
     *reinterpret_cast<Run<T, kChannels>*>(static_cast<T*>(p.out) + at) = out;
   }
 }

@@ -2,10 +2,10 @@
 //
 // The decode kernel multiplies up to 64 tokens with mma.sync m16n8k16: weight rows are its rows, tokens its columns.
 // K may be permuted alike in both operands, so that a lane's A fragments are 16 neighbouring columns, one 16-byte load
-// of codes, and its B fragments the same 16 columns of a token. A code's bits move to the places of a 16-bit float,
-// exactly, subnormals included; NaN, which that takes for 480, is looked for beside it. Each K step of 64 columns is
-// promoted with its block's scale, or all of K with the row's at the end. The warps of a CTA split K and meet in shared
-// memory.
+// of codes, and its B fragments the same 16 columns of a token. A code's bits move to the fields of a 16-bit float,
+// exactly, subnormals included; NaN, which becomes 480, is detected separately. Each K step of 64 columns is
+// promoted with its block's scale, or all of K with the row's at the end. The warps of a CTA split K and reduce in
+// shared memory.
 
 #include <algorithm>
 #include <type_traits>
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 load_codes(std::uint8_t const* from) {
   return words;
 }
 
-// Volatile to keep its place among the loads of codes: hoisted it would cost registers.
+// Volatile, so that it is not hoisted above the loads of codes, which would cost registers.
 __device__ __forceinline__ uint4 load_tokens(uint4 const* from) {
   uint4 words;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -201,9 +201,9 @@ struct Decode {
       float const of_block = __ldg(p.weight.scale + (scale[half] + block));
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
-        int const place = half % 2 * 2 + i % 2;
-        float& sum = sums[half / 2][i / 2][place];
-        sum = fmaf(of_block, products[half / 2][i / 2][place], sum);
+        int const element = half % 2 * 2 + i % 2;
+        float& sum = sums[half / 2][i / 2][element];
+        sum = fmaf(of_block, products[half / 2][i / 2][element], sum);
       }
     }
     if (--left_of_block == 0) ++block, left_of_block = steps_of_block();

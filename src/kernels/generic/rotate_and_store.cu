@@ -1,5 +1,5 @@
-// Rotary embedding of query and key heads; keys and values go to their places in a cache. A thread has an element of a
-// head's first half, and the one of the second half that it rotates with. Each product is rounded, as torch rounds it.
+// Rotary embedding of query and key heads; keys and values are appended to a cache. A thread has an element of a head's
+// first half, and the one of the second half that it is rotated with. Each product is rounded, as torch rounds it.
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
   pdl_wait();
   pdl_trigger();
   int const half = p.width / 2, token = blockIdx.x % p.tokens, batch = blockIdx.x / p.tokens;
-  std::int64_t const place = (p.position != nullptr ? *p.position : 0) + token;
+  std::int64_t const position = (p.position != nullptr ? *p.position : 0) + token;
   int const all = p.heads + 2 * p.key_heads;
   for (int i = blockIdx.y * kThreads + threadIdx.x; i < all * half; i += gridDim.y * kThreads) {
     int const head = i / half, element = i % half;
@@ -39,11 +39,11 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
     }
     T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
     if (head >= p.heads) {
-      if (place < 0 || place >= p.length) __trap();  // as torch asserts
+      if (position < 0 || position >= p.length) __trap();  // as torch asserts
       bool const is_key = head < p.heads + p.key_heads;
       Strides const& s = is_key ? p.of_key : p.of_value;
       int const own = head - p.heads - (is_key ? 0 : p.key_heads);
-      to = static_cast<T*>(is_key ? p.key : p.value) + batch * s.batch + own * s.head + place * s.token;
+      to = static_cast<T*>(is_key ? p.key : p.value) + batch * s.batch + own * s.head + position * s.token;
     }
     to[element] = first, to[element + half] = second;
   }

@@ -65,8 +65,8 @@ constexpr int index_of(int row, int run, int column) {
   if (kBits == 4) return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
   if (kBits == 8) return 4 * (column / 2) + 2 * row + column % 2;
   for (int i = 0; i < lane_values(kBits); ++i) {
-    Place const place = place_of(kBits, 0, i);
-    if (place.row == 8 * row && place.column == run * kSecondRun<kBits> + column) return i;
+    TileCoord const coord = tile_coord_of(kBits, 0, i);
+    if (coord.row == 8 * row && coord.column == run * kSecondRun<kBits> + column) return i;
   }
   return -1;
 }

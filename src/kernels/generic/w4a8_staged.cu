@@ -21,13 +21,13 @@ struct Integers {
   }
 };
 
-struct Place {
+struct Element {
   int m, n;
   bool inside;
   std::int64_t index;
 };
 
-__device__ Place place(gemm::BlockwiseProblem const& p) {
+__device__ Element element_of(gemm::BlockwiseProblem const& p) {
   int const m = blockIdx.x, n = blockIdx.y * kThreads + threadIdx.x;
   return {m, n, n < p.n, static_cast<std::int64_t>(m) * p.n + n};
 }
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
     accumulate(__grid_constant__ gemm::BlockwiseProblem const p, std::int32_t const* products, float* sums, int block) {
   pdl_wait();
   pdl_trigger();
-  auto const [m, n, inside, index] = place(p);
+  auto const [m, n, inside, index] = element_of(p);
   if (!inside) return;
   float const* const a = p.a_parameters + static_cast<std::int64_t>(block) * 3 * p.padded_m + m;
   float const* const b = p.b_parameters + static_cast<std::int64_t>(block) * p.kinds * p.padded_n + n;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     finish(__grid_constant__ gemm::BlockwiseProblem const p, float const* sums) {
   pdl_wait();
   pdl_trigger();
-  auto const [m, n, inside, index] = place(p);
+  auto const [m, n, inside, index] = element_of(p);
   if (!inside) return;
   float const x = p.bias == nullptr ? sums[index] : sums[index] + static_cast<float>(static_cast<T const*>(p.bias)[n]);
   static_cast<T*>(p.out)[m * p.stride_out + n] = static_cast<T>(clamped(x, p.lo, p.hi));

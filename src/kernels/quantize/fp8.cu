@@ -18,10 +18,10 @@ constexpr int kTileThreads = 512, kTileVectors = kPerLane / kVector, kBlockSide 
 // The given scale, or the measured one, which one thread writes.
 template <class Format>
 __device__ __forceinline__ Divisor divisor_of(Problem const& p, std::int64_t row, int col, float amax, bool writes) {
-  float* const place = p.scale + row * p.scale_row + col * p.scale_col;
-  if (p.is_static) return divide_by(*place);
+  float* const target = p.scale + row * p.scale_row + col * p.scale_col;
+  if (p.is_static) return divide_by(*target);
   float const scale = scale_of(amax, Format::kMax, p.rule);
-  if (writes) *place = scale;
+  if (writes) *target = scale;
   return divide_by(scale);
 }
 
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kTileThreads)
     tiles(__grid_constant__ Problem const p, __grid_constant__ TileGrid const grid) {
   pdl_wait();
   unsigned const block_row = grid.parts == 1 ? blockIdx.x : blockIdx.x / grid.parts;
-  unsigned const place = block_row * blockDim.y + threadIdx.y;
-  bool const in_rows = place < p.rows;
-  int const row = grid.from_the_end ? p.rows - 1 - place : place;
+  unsigned const index = block_row * blockDim.y + threadIdx.y;
+  bool const in_rows = index < p.rows;
+  int const row = grid.from_the_end ? p.rows - 1 - index : index;
   int const part = blockIdx.x - block_row * grid.parts, lane = threadIdx.x & (grid.lanes - 1);
   int const tile = (part * blockDim.x + threadIdx.x) >> grid.lane_bits;
   int const column = tile * p.tile_cols + lane * kVector, step = grid.lanes * kVector;

@@ -51,11 +51,11 @@ struct MmaSync {
       unsigned a[kRows][4], b[kColumns / 2][4];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        gemm::ldmatrix_x4(a[r], stage + place<T::kDepth>(row, 2 * d + lane / 16) + 16 * r * T::kDepth);
+        gemm::ldmatrix_x4(a[r], stage + swizzled_offset<T::kDepth>(row, 2 * d + lane / 16) + 16 * r * T::kDepth);
       }
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j) {
-        int const at = place<T::kDepth>(column, 2 * d + lane / 8 % 2) + 16 * j * T::kDepth;
+        int const at = swizzled_offset<T::kDepth>(column, 2 * d + lane / 8 % 2) + 16 * j * T::kDepth;
         gemm::ldmatrix_x4(b[j], stage + T::kB + at);
       }
 #pragma unroll

@@ -31,7 +31,7 @@ struct PatchTokens {
     __syncthreads();
     windows = shared + pixel;
     column = conv2d::Column::of(p.shape, p.padded_channels, first_step * wo::kStep + chunk * 8);
-    to = wo::TokenPlace::of(pixel, chunk);
+    to = wo::TokenLayout::of(pixel, chunk);
   }
 
   // Steps are issued in order, each once.
@@ -43,7 +43,7 @@ struct PatchTokens {
     for (int i = 0; i < S::kTokens / kApart; ++i) {
       conv2d::Window const window = windows[i * kApart];
       bool const is_there = bytes > 0 && is_inside(p.shape, window, offset);
-      cp_async16(tile + to + i * kApart * wo::TokenPlace::kBytes, is_there ? x + (window.at + offset.at) : somewhere,
+      cp_async16(tile + to + i * kApart * wo::TokenLayout::kBytes, is_there ? x + (window.at + offset.at) : somewhere,
                  is_there ? bytes : 0);
     }
     column.advance(p.shape, p.padded_channels, p.step);

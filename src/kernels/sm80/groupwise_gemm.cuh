@@ -51,7 +51,7 @@ struct MmaGroupwise {
   using Sums = Sum[kRows][kColumns][4];  // rows r and r + 8, two neighbouring columns each
 
   // A row's chunks are permuted, so that the same chunk of eight neighbouring rows lies in different banks.
-  static __device__ int place(int row, int chunk) { return row * kGroupDepth + ((chunk ^ (row % 8)) << 4); }
+  static __device__ int swizzled_offset(int row, int chunk) { return row * kGroupDepth + ((chunk ^ (row % 8)) << 4); }
 
   // The first kCount of `rows` rows, 128 of K each; zeros past them and past K.
   template <int kCount>
@@ -61,7 +61,7 @@ struct MmaGroupwise {
     static_assert(kCount % kAtOnce == 0 && kAtOnce % 8 == 0);  // so a thread's addresses are a constant apart
     int const chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks, offset = step * kGroupDepth + chunk * 16;
     int const bytes = max(0, min(16, k - offset));
-    SharedAddress const at = target + place(row, chunk);
+    SharedAddress const at = target + swizzled_offset(row, chunk);
     auto const* source = static_cast<char const*>(first) + row * stride + offset;
 #pragma unroll
     for (int i = 0; i < kCount / kAtOnce; ++i) {
@@ -115,13 +115,13 @@ struct MmaGroupwise {
       unsigned a[kRows][4], b[kColumns][2];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        ldmatrix_x4(a[r], stage + place(at.row + 16 * r + at.lane % 16, 2 * d + at.lane / 16));
+        ldmatrix_x4(a[r], stage + swizzled_offset(at.row + 16 * r + at.lane % 16, 2 * d + at.lane / 16));
       }
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
         unsigned loaded[4];
         int const column = at.column + 8 * j + at.lane / 16 * 8 + at.lane % 8;
-        ldmatrix_x4(loaded, stage + kM * kGroupDepth + place(column, 2 * d + at.lane / 8 % 2));
+        ldmatrix_x4(loaded, stage + kM * kGroupDepth + swizzled_offset(column, 2 * d + at.lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < 4; ++i) b[j + i / 2][i % 2] = loaded[i];
       }

@@ -21,11 +21,11 @@ struct Tiled {
   using W = Warp<T, kBits, kGroups, kOffsets, kPanels, kTokens / 8, F, kMostColumns>;
   static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kChunks = TokenPlace::kBytes / 16;
+  static constexpr int kChunks = TokenLayout::kBytes / 16;
   static constexpr int kSumBytes = kTokens * (kRows + 4) * 4;
 
   static __host__ __device__ constexpr int stage_bytes(StageLayout const& weights) {
-    return kWarps * weights.bytes + kTokens * TokenPlace::kBytes;
+    return kWarps * weights.bytes + kTokens * TokenLayout::kBytes;
   }
 
   // A thread copies one chunk of every kApart-th token.
@@ -43,7 +43,7 @@ struct Tiled {
       apart = kApart * p.stride_x;
       k = p.weight.k - chunk * 8;
       tokens = p.m - first_token - token;
-      to = TokenPlace::of(token, chunk);
+      to = TokenLayout::of(token, chunk);
     }
 
     __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int step) const {
@@ -52,7 +52,7 @@ struct Tiled {
 #pragma unroll
       for (int i = 0; i < kTokens / kApart; ++i, from += apart) {
         bool const is_there = i * kApart < tokens && bytes > 0;
-        cp_async16(tile + to + i * kApart * TokenPlace::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
+        cp_async16(tile + to + i * kApart * TokenLayout::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
       }
     }
   };
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   }
 
   float sums[S::kPanels][S::kTokens / 8][4] = {};
-  TokenPlace const place;
+  TokenLayout const token_layout;
   int read = 0, write = (kStages - 1) * stage_bytes;
 #pragma unroll 1
   for (int step = first_step; step < end; ++step) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
     issue(step + kStages - 1, write);
     std::uint8_t const* const stage = shared + read;
     W::multiply(sums, p.weight, layout, stage + warp * layout.bytes, [&](int tile, int block) {
-      return load_tokens(to + read + tokens_at + place.at(block) + tile * TokenPlace::kTile);
+      return load_tokens(to + read + tokens_at + token_layout.at(block) + tile * TokenLayout::kTile);
     });
     write = read;
     read = read + stage_bytes == kStages * stage_bytes ? 0 : read + stage_bytes;

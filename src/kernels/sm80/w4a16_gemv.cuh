@@ -31,7 +31,7 @@ struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;
   using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1, F>;
   using Sums = float[kPanels][1][4];
-  static int token_bytes(int m) { return m * TokenPlace::kBytes; }
+  static int token_bytes(int m) { return m * TokenLayout::kBytes; }
   static int scratch_bytes(int) { return 0; }
 
   // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of the fourth token
@@ -40,24 +40,24 @@ struct HalfProducts {
   Problem const& p;
   int token, column;
   T const* x;
-  SharedAddress place, other_place;
+  SharedAddress offset, second_offset;
   // Where tokens are read from. Tokens past the last are read as the first, and their sums dropped.
-  TokenPlace read_at;
+  TokenLayout read_at;
 
   __device__ __forceinline__ explicit HalfProducts(Problem const& p_)
       : p(p_),
         token(W::lane() / 8),
         column(W::lane() % 8 * 8),
         x(static_cast<T const*>(p_.x) + token * p_.stride_x + column),
-        place(in_register(TokenPlace::of(token, W::lane() % 8))),
-        other_place(in_register(TokenPlace::of(token + kAtOnce, W::lane() % 8))),
+        offset(in_register(TokenLayout::of(token, W::lane() % 8))),
+        second_offset(in_register(TokenLayout::of(token + kAtOnce, W::lane() % 8))),
         read_at(W::lane() % 8 < p_.m ? W::lane() % 8 : 0, W::lane() / 8) {}
 
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
-    if (token < p.m) issue_token(to + place, from, left);
-    if (token + kAtOnce < p.m) issue_token(to + other_place, from + kAtOnce * p.stride_x, left);
+    if (token < p.m) issue_token(to + offset, from, left);
+    if (token + kAtOnce < p.m) issue_token(to + second_offset, from + kAtOnce * p.stride_x, left);
   }
 
   // The row has `left` columns from there on.
@@ -102,10 +102,10 @@ struct Gemv {
 template <class T, class S>
 __device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& share) {
   int const elements = p.m * S::kRows;
-  auto const place_of = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
+  auto const sum_at = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
   __syncthreads();
   for (int i = threadIdx.x; i < elements; i += S::kThreads) {
-    float* const at = place_of(i);
+    float* const at = sum_at(i);
     float sum = 0.f;
 #pragma unroll
     for (int warp = 0; warp < S::kWarps; ++warp) sum += at[warp * S::kWarpSums];
@@ -125,12 +125,12 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
     }
   };
   for_subtiles([&](Subtile const& subtile, int i) {
-    if (!share.is_own(subtile)) share.send_partial(subtile, *reinterpret_cast<float4 const*>(place_of(i)));
+    if (!share.is_own(subtile)) share.send_partial(subtile, *reinterpret_cast<float4 const*>(sum_at(i)));
   });
   wait_dsmem_barrier(share.barrier);
   for_subtiles([&](Subtile const& subtile, int i) {
     if (!share.is_own(subtile)) return;
-    float4 sum = *reinterpret_cast<float4 const*>(place_of(i));
+    float4 sum = *reinterpret_cast<float4 const*>(sum_at(i));
     for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
     if (i < elements) store_rows<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
   });

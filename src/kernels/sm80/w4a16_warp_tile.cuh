@@ -36,17 +36,17 @@ struct StageLayout {
 
 // Tokens of a K step in shared memory: 256 bytes each, in 16-byte chunks permuted by the token, so that the same
 // columns of eight tokens lie in different banks. `chunk` counts from a token's first column.
-struct TokenPlace {
+struct TokenLayout {
   static constexpr int kBytes = kStep * 2;
   static constexpr int kTile = 8 * kBytes;
 
   int even_at, odd_at;  // of blocks of 32 columns
 
   static __device__ __forceinline__ int of(int token, int chunk) { return token * kBytes + (chunk ^ token % 8) * 16; }
-  __device__ __forceinline__ TokenPlace(int token, int chunk)
+  __device__ __forceinline__ TokenLayout(int token, int chunk)
       : even_at(in_register(of(token, chunk))), odd_at(in_register(of(token, chunk) ^ 64)) {}
   // The 16 bytes that a lane passes to ldmatrix: token lane % 8, four matrices of 8 columns.
-  __device__ __forceinline__ TokenPlace() : TokenPlace(threadIdx.x % 8, threadIdx.x % 32 / 8) {}
+  __device__ __forceinline__ TokenLayout() : TokenLayout(threadIdx.x % 8, threadIdx.x % 32 / 8) {}
   __device__ __forceinline__ int at(int block) const { return (block % 2 ? odd_at : even_at) + block / 2 * 128; }
 };
 

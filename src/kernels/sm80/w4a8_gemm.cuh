@@ -87,8 +87,8 @@ struct Blockwise {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         unsigned r[4];
-        auto const [column, chunk] = place_of_b(lane, block * kDepth + d);
-        ldmatrix_x4(r, values + B::place(first_column + column, chunk));
+        auto const [column, chunk] = ldmatrix_row_b(lane, block * kDepth + d);
+        ldmatrix_x4(r, values + B::swizzled_offset(first_column + column, chunk));
         b[d][0] = {r[0], r[1]};
         b[d][1] = {r[2], r[3]};
       }
@@ -99,8 +99,8 @@ struct Blockwise {
 #pragma unroll
       for (int d = 0; d < kDepth; d += 2) {
         unsigned r[4];
-        auto const [column, chunk] = place_of_b4(lane, block * kDepth + d, kDepth == 1);
-        ldmatrix_x4(r, values + B::place(first_column + column, chunk));
+        auto const [column, chunk] = ldmatrix_row_b4(lane, block * kDepth + d, kDepth == 1);
+        ldmatrix_x4(r, values + B::swizzled_offset(first_column + column, chunk));
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -132,8 +132,8 @@ struct Blockwise {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        auto const [row, chunk] = place_of_a(lane, block * kDepth + d);
-        ldmatrix_x4(a[d][r], stage + A::place(first_row + 16 * r + row, chunk));
+        auto const [row, chunk] = ldmatrix_row_a(lane, block * kDepth + d);
+        ldmatrix_x4(a[d][r], stage + A::swizzled_offset(first_row + 16 * r + row, chunk));
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

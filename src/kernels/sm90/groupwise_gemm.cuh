@@ -31,7 +31,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   using Mainloop = GroupwiseMainloop<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   KRange<C> const share(params);
-  typename Mainloop::StageAddresses place(params, shared, group_m, group_k, warp, lane, share.first_of_all());
+  typename Mainloop::StageAddresses addresses(params, shared, group_m, group_k, warp, lane, share.first_of_all());
   int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // K steps of the tiles done so far
@@ -57,14 +57,14 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
     int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
-    if constexpr (C::kMulticast) place.select_empty(warp_uniform(tile.is_alone));
+    if constexpr (C::kMulticast) addresses.select_empty(warp_uniform(tile.is_alone));
     out.load_operands(tile);
     auto const store_part = [&] { out.store_pending(); };
     auto const look_ahead = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
       if constexpr (C::kFillsSlotsEarly) out.fill_first_round(sums, tile);
     };
-    Mainloop::sum(sums, place, Position<C>(before + group_k), steps, boundary, store_part, look_ahead, fill);
+    Mainloop::sum(sums, addresses, Position<C>(before + group_k), steps, boundary, store_part, look_ahead, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kDefersStores && !more);

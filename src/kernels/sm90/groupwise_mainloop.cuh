@@ -287,7 +287,7 @@ struct GroupwiseMainloop {
     static_assert(C::kKGroups == 2);
     constexpr int kBarrier = 1, kEverybody = 128 * C::kKGroups, kVectors = C::kRowSums / 4;
     int const thread = threadIdx.x % 128;
-    auto const place = [&](int of_group, int vector) {
+    auto const slot = [&](int of_group, int vector) {
       return reinterpret_cast<uint4*>(partial) + (of_group * kVectors + vector) * 128 + thread;
     };
     alignas(16) Sum others[C::kRowSums] = {};
@@ -299,11 +299,11 @@ struct GroupwiseMainloop {
     }
     if (again) named_barrier_sync<kBarrier, kEverybody>();
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) *place(group ^ 1, i) = reinterpret_cast<uint4 const*>(others)[i];
+    for (int i = 0; i < kVectors; ++i) *slot(group ^ 1, i) = reinterpret_cast<uint4 const*>(others)[i];
     named_barrier_sync<kBarrier, kEverybody>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      uint4 const vector = *place(group, i);
+      uint4 const vector = *slot(group, i);
 #pragma unroll
       for (int j = 0; j < 4 && 4 * i + j < kSums / 2; ++j)
         of_rows[4 * i + j] += reinterpret_cast<Sum const*>(&vector)[j];

@@ -93,7 +93,7 @@ class RowExchange {
   static constexpr int kVectors = C::kRowSums / 4, kInSlots = C::kWarpStaging / kVectorBytes;
   static_assert(kVectors <= (C::kOneSidedSplitK ? 1 : 2) * kInSlots);
 
-  __device__ SharedAddress place(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
+  __device__ SharedAddress slot(int i) const { return (i < kInSlots ? own_ : other_) + i % kInSlots * kVectorBytes; }
 
   // All lanes' sums are read before any of them refills a slot.
   __device__ __forceinline__ void receive(Sum (&sums)[C::kRowSums]) const {
@@ -103,7 +103,7 @@ class RowExchange {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t bits[4];
-      load_shared(bits, place(i));
+      load_shared(bits, slot(i));
 #pragma unroll
       for (int j = 0; j < 4; ++j) add_bits(sums[4 * i + j], bits[j]);
     }
@@ -144,7 +144,7 @@ class StageExchange {
     if (!has_rows) return;
     int const rank = warp_uniform(KRange<C>::rank_in(params));
     barrier_ = shared_address(shared.received() + warp);
-    place_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
+    slots_ = shared_address(shared.tokens(0)) + warp * kBytes + lane * 4;
     role_ = rank == warp % 2 ? kReceives : kSends;
     if (role_ == kReceives) {
       if (lane == 0) mbarrier_expect_tx(barrier_, kBytes);
@@ -152,7 +152,7 @@ class StageExchange {
       wait_dsmem_barrier(barrier_);
     } else {
       barrier_ = dsmem_address(barrier_, rank ^ 1);
-      place_ = dsmem_address(place_, rank ^ 1);
+      slots_ = dsmem_address(slots_, rank ^ 1);
     }
   }
 
@@ -164,12 +164,12 @@ class StageExchange {
   template <int kCount>
   __device__ __forceinline__ void send(Sum const* some, int first) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) st_async(place_ + (first + i) * kLine, bits_of(some[i]), barrier_);
+    for (int i = 0; i < kCount; ++i) st_async(slots_ + (first + i) * kLine, bits_of(some[i]), barrier_);
   }
   template <int kCount>
   __device__ __forceinline__ void add_received(Sum* some, int first) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) add_bits(some[i], load_shared_bits(place_ + (first + i) * kLine));
+    for (int i = 0; i < kCount; ++i) add_bits(some[i], load_shared_bits(slots_ + (first + i) * kLine));
   }
 
  private:
@@ -178,7 +178,7 @@ class StageExchange {
   static constexpr int kBytes = C::kN / 2 * kLine;
   static_assert(C::kConsumerWarps * kBytes <= C::kTokenStages * C::kTokenBytes + C::kStages * C::kWeightBytes);
 
-  SharedAddress barrier_ = 0, place_ = 0;
+  SharedAddress barrier_ = 0, slots_ = 0;
   Role role_ = kNone;
 };
 

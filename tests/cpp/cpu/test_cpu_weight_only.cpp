@@ -60,11 +60,11 @@ struct Operands {
       for (int tile = 0, at = 0; tile < kK; tile += depth(bits)) {
         for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(bits)) {
           for (int i = 0; i < lane_values(bits); ++i) {
-            Place const place = place_of(bits, lane, i);
-            int const k = tile + place.column, p = k / group * kPanelRows + parameter_of(place.row);
+            TileCoord const coord = tile_coord_of(bits, lane, i);
+            int const k = tile + coord.column, p = k / group * kPanelRows + parameter_of(coord.row);
             double const product = scale[p] * (value_at(&q[at], bits, i) - static_cast<double>(zero[p]));
-            exact[place.row] += (product + offset[p]) * x[m * kK + k];
-            size[place.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
+            exact[coord.row] += (product + offset[p]) * x[m * kK + k];
+            size[coord.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
           }
         }
       }
@@ -85,7 +85,7 @@ void few() {
     for (int i = 0; i < Operands::kK / kWords; ++i) {
       for (int word = 0; word < kWords; ++word) {
         int const byte = word % 4 * 4 + i % steps(kBits);
-        int const column = place_of(kBits, word / 4, kBits == 4 ? 2 * byte : byte).column;
+        int const column = tile_coord_of(kBits, word / 4, kBits == 4 ? 2 * byte : byte).column;
         x[i * kTokens + m].values[word] = o.x[m * Operands::kK + i / steps(kBits) * depth(kBits) + column];
       }
     }

@@ -45,8 +45,8 @@ std::array<Words, wo::kLanes> packed(Codes const& codes) {
   std::array<Words, wo::kLanes> lanes{};
   for (int lane = 0; lane < wo::kLanes; ++lane) {
     for (int i = 0; i < wo::lane_values(kBits); ++i) {
-      wo::Place const place = wo::place_of(kBits, lane, i);
-      lanes[lane][i / 8] |= static_cast<fp4::Word>(codes[place.row][place.column]) << 4 * (i % 8);
+      wo::TileCoord const coord = wo::tile_coord_of(kBits, lane, i);
+      lanes[lane][i / 8] |= static_cast<fp4::Word>(codes[coord.row][coord.column]) << 4 * (i % 8);
     }
   }
   return lanes;

@@ -30,9 +30,9 @@ std::vector<Byte> panel_of(int bits) {
   for (int tile = 0; tile < wo::kPadding / wo::depth(bits); ++tile) {
     for (int lane = 0; lane < wo::kLanes; ++lane) {
       for (int i = 0; i < wo::lane_values(bits); ++i) {
-        wo::Place const place = wo::place_of(bits, lane, i);
+        wo::TileCoord const coord = wo::tile_coord_of(bits, lane, i);
         int const byte = tile * wo::tile_bytes(bits) + lane * wo::lane_bytes(bits) + i * bits / 8;
-        memory[byte][bits == 4 ? i % 2 : 0] = {place.row, tile * wo::depth(bits) + place.column};
+        memory[byte][bits == 4 ? i % 2 : 0] = {coord.row, tile * wo::depth(bits) + coord.column};
         ++written[byte];
       }
     }

@@ -36,7 +36,7 @@ void values_are_copied_once(Operand const& operand, int step) {
       gemm::BlockwiseChunk const chunk = operand.value(0, i, thread, step);
       int const row = i * Operand::kRowsAtOnce + thread / Operand::kChunks, column = thread % Operand::kChunks;
       places.insert(chunk.to);
-      CHECK_EQUAL(static_cast<int>(chunk.to), Operand::place(row, column));
+      CHECK_EQUAL(static_cast<int>(chunk.to), Operand::swizzled_offset(row, column));
       CHECK_EQUAL(chunk.inside, operand.first + row < operand.rows);
       auto const from = static_cast<std::int8_t const*>(chunk.source) - operand.values;
       std::int64_t const source_row = chunk.inside ? operand.first + row : 0;
@@ -54,11 +54,11 @@ void parameters_are_copied_once(Operand const& operand, int step) {
   CHECK(operand.parameter_count() <= Operand::kParameters * Operand::kThreads);
   for (int i = 0; i < operand.parameter_count(); ++i) {
     gemm::BlockwiseChunk const chunk = operand.parameter(0, i, step);
-    int const place = chunk.to / 4, row = place % kTileRows, kind = place / kTileRows % 3,
-              block = place / kTileRows / 3;
+    int const offset = chunk.to / 4, row = offset % kTileRows, kind = offset / kTileRows % 3,
+              block = offset / kTileRows / 3;
     places.insert(chunk.to);
     CHECK(kind < operand.kinds && block < kBlocks && chunk.to % 16 == 0);
-    CHECK_EQUAL(place, Operand::parameters_of(block, kind) + row);
+    CHECK_EQUAL(offset, Operand::parameters_of(block, kind) + row);
     CHECK_EQUAL(chunk.inside, operand.first + row < operand.padded_rows);
     std::int64_t const line = (step * kBlocks + block) * operand.source_kinds + kind;
     std::int64_t const source_row = chunk.inside ? operand.first + row : 0;
@@ -147,20 +147,21 @@ void fragments_make_the_product(int depth, bool twice) {
   std::array<std::array<int, 32>, 16> a, b;
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < 32; ++k) {
-      shared_a[A::place(row, 2 * depth + k / 16) + k % 16] = a[row][k] = draw(-128, 127);
+      shared_a[A::swizzled_offset(row, 2 * depth + k / 16) + k % 16] = a[row][k] = draw(-128, 127);
       b[row][k] = kBits == 8 ? draw(-128, 127) : draw(-8, 7);
-      if (kBits == 8) shared_b[B::place(row, 2 * depth + k / 16) + k % 16] = b[row][k];
-      if (kBits == 4) shared_b[B::place(row, depth) + k % 16] |= (b[row][k] & 15) << (k < 16 ? 0 : 4);
+      if (kBits == 8) shared_b[B::swizzled_offset(row, 2 * depth + k / 16) + k % 16] = b[row][k];
+      if (kBits == 4) shared_b[B::swizzled_offset(row, depth) + k % 16] |= (b[row][k] & 15) << (k < 16 ? 0 : 4);
     }
   }
   int const first = twice ? depth : depth / 2 * 2, skipped = depth - first;  // of 4 bits, depths come in pairs
   Lanes const of_a = ldmatrix_x4(shared_a, [&](int lane) {
-    auto const [row, chunk] = gemm::place_of_a(lane, depth);
-    return A::place(row, chunk);
+    auto const [row, chunk] = gemm::ldmatrix_row_a(lane, depth);
+    return A::swizzled_offset(row, chunk);
   });
   Lanes const of_b = ldmatrix_x4(shared_b, [&](int lane) {
-    auto const [row, chunk] = kBits == 8 ? gemm::place_of_b(lane, depth) : gemm::place_of_b4(lane, first, twice);
-    return B::place(row, chunk);
+    auto const [row, chunk] =
+        kBits == 8 ? gemm::ldmatrix_row_b(lane, depth) : gemm::ldmatrix_row_b4(lane, first, twice);
+    return B::swizzled_offset(row, chunk);
   });
   for (int rows = 0; rows < 2; ++rows) {
     for (int columns = 0; columns < 2; ++columns) {

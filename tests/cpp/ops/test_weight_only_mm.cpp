@@ -22,9 +22,9 @@ void each_value_has_its_place(int bits) {
   std::vector<std::uint8_t> lane(wo::lane_bytes(bits));
   for (int l = 0; l < wo::kLanes; ++l) {
     for (int i = 0; i < wo::lane_values(bits); ++i) {
-      wo::Place const place = wo::place_of(bits, l, i);
-      CHECK(place.row >= 0 && place.row < wo::kPanelRows && place.column >= 0 && place.column < wo::depth(bits));
-      places.insert({place.row, place.column});
+      wo::TileCoord const coord = wo::tile_coord_of(bits, l, i);
+      CHECK(coord.row >= 0 && coord.row < wo::kPanelRows && coord.column >= 0 && coord.column < wo::depth(bits));
+      places.insert({coord.row, coord.column});
     }
   }
   CHECK_EQUAL(static_cast<int>(places.size()), wo::kPanelRows * wo::depth(bits));
@@ -33,9 +33,9 @@ void each_value_has_its_place(int bits) {
 // Lane l's register of a fragment of mma.sync m16n8k16 holds rows g and g + 8 in turn, the first half of K before the
 // second, two neighbours of each 8 columns.
 void check_fragment(int bits, int lane, int step, int reg, int half, int value) {
-  wo::Place const place = wo::place_of(bits, lane, value);
-  CHECK_EQUAL(place.row, lane / 4 + 8 * (reg % 2));
-  CHECK_EQUAL(place.column, 16 * step + 8 * (reg / 2) + 2 * (lane % 4) + half);
+  wo::TileCoord const coord = wo::tile_coord_of(bits, lane, value);
+  CHECK_EQUAL(coord.row, lane / 4 + 8 * (reg % 2));
+  CHECK_EQUAL(coord.column, 16 * step + 8 * (reg / 2) + 2 * (lane % 4) + half);
 }
 
 // (word >> 4 reg) & 0x000f000f is register `reg`: nibbles `reg` and `reg + 4`.
@@ -101,8 +101,8 @@ void the_cpu_restores_what_lies_there(int bits) {
     for (int first = 0; first < wo::kPadding; first += wo::depth(bits)) {
       for (int l = 0; l < wo::kLanes; ++l, lane += wo::lane_bytes(bits)) {
         for (int i = 0; i < wo::lane_values(bits); ++i) {
-          wo::Place const place = wo::place_of(bits, l, i);
-          int const n = panel * wo::kPanelRows + place.row, k = first + place.column;
+          wo::TileCoord const coord = wo::tile_coord_of(bits, l, i);
+          int const n = panel * wo::kPanelRows + coord.row, k = first + coord.column;
           if (n >= Operands::kN || k >= Operands::kK) continue;
           CHECK_EQUAL(operands.dense[n * Operands::kK + k], 0.5F * static_cast<float>(wo::value_at(lane, bits, i) - 1));
         }

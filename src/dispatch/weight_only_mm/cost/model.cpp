@@ -50,7 +50,7 @@ Shape divide(int rows, int tokens, int k_groups, int early, WeightOnlyMmProblem 
   return s;
 }
 
-void place(Shape& s, int resident, int split, Target const& t) {
+void set_residency(Shape& s, int resident, int split, Target const& t) {
   s.resident = resident;
   s.at_once = clusters_at_once(split, resident, t);
   s.crowd = std::min<std::int64_t>(resident, ceil_div(s.tiles(), clusters(split, 1, t)));
@@ -73,7 +73,7 @@ Shape add_gemv(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Tar
   WarpStep const& warp = costs.warp;
   int const panels = c.panels_of(p.bits), rows = panels * kPanelRows;
   Shape s = divide(rows, static_cast<int>(p.m), c.warps, c.warps * (c.stages - 1), p, split);
-  place(s, gemv_residents(row, p, s.tiles() * split, split, t), split, t);
+  set_residency(s, gemv_residents(row, p, s.tiles() * split, split, t), split, t);
   double const step = warp.gemv + panels * ((c.digits ? warp.digit_panel : warp.gemv_panel) + warp.copy * p.bits / 4);
   double const chain = real(s.rounds) * std::max(step, costs.hardware.latency / (c.stages - 1));
   double const issue = real(s.crowd * s.steps) * step * warp.gemv_issue / 4;
@@ -86,7 +86,7 @@ Shape add_gemv(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Tar
 Shape add_decode(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Target const& t, Costs const& costs) {
   DecodeConfig const& c = kDecodeRows[row];
   Shape s = divide(c.rows(), c.tokens, c.k_groups, early_steps(c.tokens), p, split);
-  place(s, blocks_of_sm(c, s.tiles(), split, t.sm_count), split, t);
+  set_residency(s, blocks_of_sm(c, s.tiles(), split, t.sm_count), split, t);
   double const panel = costs.warp.decode_panel + costs.warp.decode_tokens * c.tokens / 8;
   cost.arithmetic = real(s.rounds) * costs.warp.decode + real(s.crowd * s.steps * c.m_groups * c.panels) * panel;
   return s;
@@ -96,7 +96,7 @@ Shape add_decode(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, T
 Shape add_wgmma(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Target const& t, Costs const& costs) {
   WgmmaConfig const& c = kWgmmaRows[row];
   Shape s = divide(c.rows(), c.tokens, c.k_groups, early_steps(c.tokens), p, split);
-  place(s, 1, split, t);
+  set_residency(s, 1, split, t);
   double const products = 64.0 * kPadding * c.tokens;
   double const block = costs.hardware.convert + products / (costs.hardware.tensor * 1e6);
   cost.arithmetic = real(s.steps * c.m_groups * c.blocks) * block;

@@ -103,10 +103,10 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
     next -= steps;
   }
 
-  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums) const {
-    DirectRows<T> const rows(this->params.p, (place.first_panel + this->panel) * kPanelRows);
+  __device__ __forceinline__ void store_directly(typename C::WorkTile const& work, Sums const& sums) const {
+    DirectRows<T> const rows(this->params.p, (work.first_panel + this->panel) * kPanelRows);
 #pragma unroll
-    for (int i = 0; i < Base::kSums; i += 4) store(this->params, rows, place.first_token + i * 2, sums[0] + i);
+    for (int i = 0; i < Base::kSums; i += 4) store(this->params, rows, work.first_token + i * 2, sums[0] + i);
   }
   static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
                                                float const* four) {

@@ -145,13 +145,13 @@ template <class C>
 __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileReduction const& share, float* sums,
                                               int first_row) {
   int const elements = params.tokens * C::kRows, lane = threadIdx.x % 32;
-  auto const place_of = [&](int i) {
+  auto const sums_at = [&](int i) {
     return reinterpret_cast<float4*>(sums + i / C::kRows * C::kSumStride + i % C::kRows);
   };
   auto const sum_over_k_groups = [&](int i) {
-    float4 sum = *place_of(i);
+    float4 sum = *sums_at(i);
 #pragma unroll
-    for (int k_group = 1; k_group < C::kKGroups; ++k_group) sum = sum + place_of(i)[k_group * C::kKGroupSums / 4];
+    for (int k_group = 1; k_group < C::kKGroups; ++k_group) sum = sum + sums_at(i)[k_group * C::kKGroupSums / 4];
     return sum;
   };
   auto const store = [&](int i, float4 const& sum) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   for_subtiles([&](Subtile const& subtile, int i) {
     float4 const sum = sum_over_k_groups(i);
     if (share.is_own(subtile)) {
-      *place_of(i) = sum;
+      *sums_at(i) = sum;
     } else {
       share.send_partial(subtile, sum);
     }
@@ -182,7 +182,7 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   wait_dsmem_barrier(share.barrier);
   for_subtiles([&](Subtile const& subtile, int i) {
     if (!share.is_own(subtile)) return;
-    float4 sum = *place_of(i);
+    float4 sum = *sums_at(i);
     for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
     store(i, sum);
   });
@@ -239,16 +239,16 @@ __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__gri
   if (shares) cluster_wait();
   pdl_wait();
 
-  typename C::Place const place(params, blockIdx.x);
+  typename C::WorkTile const work(params, blockIdx.x);
   int const k_group = warp / C::kMGroups;
   DecodeMainloop<C> const math(params, warp % C::kMGroups);
   typename DecodeMainloop<C>::Sums sums = {};
-  multiply_steps(math, sums, params, shared, first_stage, k_group, place.steps);
+  multiply_steps(math, sums, params, shared, first_stage, k_group, work.steps);
   auto* const all_sums = reinterpret_cast<float*>(stages);
   wait_for_math_warps<C>();  // all stages have been read
   math.store(all_sums + k_group * C::kKGroupSums, sums);
   wait_for_math_warps<C>();
-  finish_decode<C>(params, share, all_sums, place.first_panel * kPanelRows);
+  finish_decode<C>(params, share, all_sums, work.first_panel * kPanelRows);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

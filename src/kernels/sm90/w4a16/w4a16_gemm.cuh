@@ -65,14 +65,14 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
   int next_step = k_group;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
-    typename C::Place const place(params, tile);
+    typename C::WorkTile const work(params, tile);
     typename WgmmaMainloop<C>::Sums sums = {};
-    math.multiply_all(sums, full, empty, first_stage, place.steps, next_step, state);
+    math.multiply_all(sums, full, empty, first_stage, work.steps, next_step, state);
     // Has its own stores: sharing them would make ptxas keep the pipeline position in vector registers.
-    if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, place);
+    if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, work);
     if constexpr (C::kKGroups > 1)
       reduce_k_groups<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), k_group);
-    if (k_group == 0) math.store_directly(place, sums);
+    if (k_group == 0) math.store_directly(work, sums);
   }
 }
 
@@ -88,7 +88,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);
   bool const shares = gridDim.y > 1;
   if (shares && threadIdx.x == 0) {
-    int const eights = eights_of<C>(typename C::Place(params, blockIdx.x), params.tokens);
+    int const eights = eights_of<C>(typename C::WorkTile(params, blockIdx.x), params.tokens);
     SubtileReduction(blockIdx.y, gridDim.y, shared.received, 0).expect(eights * C::kPanels);
   }
   wait_for_start<C>();

@@ -121,11 +121,11 @@ struct WgmmaMainloop {
     for (int i = 0; i < kInSubtile * 4; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], i % 2 ? factor.high : factor.low);
   }
 
-  template <std::size_t... kPlaces>
+  template <std::size_t... kIndices>
   static __device__ __forceinline__ void wgmma_fma(float (&product)[kSums], Word const (&a)[4], std::uint64_t tokens,
-                                                   bool onto, std::index_sequence<kPlaces...>) {
+                                                   bool onto, std::index_sequence<kIndices...>) {
     using cute::SM90::GMMA::ScaleOut;
-    Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kPlaces]..., onto ? ScaleOut::One : ScaleOut::Zero);
+    Instruction::fma(a[0], a[1], a[2], a[3], tokens, product[kIndices]..., onto ? ScaleOut::One : ScaleOut::Zero);
   }
 
   // Issues the product of a subtile, accumulating or from zero.
@@ -240,13 +240,13 @@ struct WgmmaMainloop {
     for (int i = 0; i < C::kBlocks * kSums; ++i) sums[i / kSums][i % kSums] += exchange[i * C::kKGroupThreads];
   }
 
-  __device__ __forceinline__ void store_directly(typename C::Place const& place, Sums const& sums) const {
+  __device__ __forceinline__ void store_directly(typename C::WorkTile const& work, Sums const& sums) const {
 #pragma unroll
     for (int block = 0; block < C::kBlocks; ++block) {
-      DirectRows<T> const rows(params.p, (place.first_panel + panel + block * 4) * kPanelRows);
+      DirectRows<T> const rows(params.p, (work.first_panel + panel + block * 4) * kPanelRows);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
-        store(params, rows, place.first_token + i * 2, sums[block] + i);
+        store(params, rows, work.first_token + i * 2, sums[block] + i);
       }
     }
   }

@@ -98,11 +98,11 @@ struct TileCopies {
   };
 
   // A CTA's share of a tile. Tiles of the same rows are neighbours and share weights in L2.
-  struct Place {
+  struct WorkTile {
     int first_token, first_panel;
     int first_step, steps;
 
-    __device__ __forceinline__ Place(TileParams const& params, int tile) {
+    __device__ __forceinline__ WorkTile(TileParams const& params, int tile) {
       // Avoids the division, which takes as long as the rest of the prologue; few tokens are one tile.
       int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
       first_token = (tile - high * params.token_tiles) * kTokens;
@@ -115,15 +115,15 @@ struct TileCopies {
   // Executed by one thread; for tiles of few rows a K step leaves it some hundred cycles.
   struct Copies {
     Params const& params;
-    Place place;
+    WorkTile work;
     bool is_last;  // token tile
     Tokens tokens;
 
     __device__ __forceinline__ Copies(Params const& params_, int tile)
         : params(params_),
-          place(params, tile),
-          is_last(place.first_token + kTokens > params.tokens),
-          tokens(params, params.maps.tokens[is_last], place.first_token, place.first_step) {}
+          work(params, tile),
+          is_last(work.first_token + kTokens > params.tokens),
+          tokens(params, params.maps.tokens[is_last], work.first_token, work.first_step) {}
 
     __device__ __forceinline__ void issue_tokens(SharedAddress stage, SharedAddress barrier) {
 #pragma unroll
@@ -135,24 +135,23 @@ struct TileCopies {
     __device__ __forceinline__ void issue_weights(SharedAddress stage, SharedAddress barrier, int bytes, int step,
                                                   bool has_zeros) const {
       gemm::mbarrier_expect_tx(barrier, bytes);
-      gemm::tma_load(stage, params.maps.weights, step * kStepWords, place.first_panel, barrier);
+      gemm::tma_load(stage, params.maps.weights, step * kStepWords, work.first_panel, barrier);
       int const group = step * kGroups >> params.group_shift;
       gemm::tma_load(stage + params.stage.scales_at, params.maps.scales, group * kPanelRows * params.scale_bytes,
-                     place.first_panel, barrier);
+                     work.first_panel, barrier);
       if (has_zeros) {
-        gemm::tma_load(stage + params.stage.zeros_at, params.maps.zeros, group * kPanelRows, place.first_panel,
-                       barrier);
+        gemm::tma_load(stage + params.stage.zeros_at, params.maps.zeros, group * kPanelRows, work.first_panel, barrier);
       }
     }
 
     // First K steps: weights before pdl_wait, tokens after. Few steps, as tokens queue behind the weights in TMA.
-    __device__ __forceinline__ int early() const { return min(place.steps, params.early); }
+    __device__ __forceinline__ int early() const { return min(work.steps, params.early); }
     __device__ __forceinline__ void issue_early_weights(SharedAddress stages, Shared const& shared) const {
       int const bytes = params.loaded_bytes[is_last];
 #pragma unroll
       for (int step = 0; step < kEarly; ++step) {
         if (step >= early()) break;
-        issue_weights(stages + step * params.stage.bytes, shared.full + step * 8, bytes, place.first_step + step,
+        issue_weights(stages + step * params.stage.bytes, shared.full + step * 8, bytes, work.first_step + step,
                       params.zero_bytes > 0);
       }
     }
@@ -170,7 +169,7 @@ struct TileCopies {
       // Otherwise these are recomputed in each iteration.
       SharedAddress const first_stage = in_register(stages), first_full = in_register(shared.full);
 #pragma unroll 1
-      for (int step = place.first_step + from, end = place.first_step + place.steps; step < end; ++step) {
+      for (int step = work.first_step + from, end = work.first_step + work.steps; step < end; ++step) {
         SharedAddress const full = first_full + state.stage * 8, stage = first_stage + state.stage * params.stage.bytes;
         gemm::mbarrier_wait(full + kMostStages * 8, state.phase);
         // Otherwise each multiple of the step gets a register, more than the producer has.

@@ -13,8 +13,8 @@ namespace epiloq::ops::weight_only_mm {
 
 // Number of 8-token groups with valid tokens.
 template <class C>
-__device__ __forceinline__ int eights_of(typename C::Place const& place, int tokens) {
-  return min(C::kTokens / 8, (tokens - place.first_token + 7) / 8);
+__device__ __forceinline__ int eights_of(typename C::WorkTile const& work, int tokens) {
+  return min(C::kTokens / 8, (tokens - work.first_token + 7) / 8);
 }
 
 // First reduces over the CTA's K groups, in the stages, which a CTA with a single tile no longer needs; then over the
@@ -24,7 +24,7 @@ class KGroupsEpilogue {
  public:
   using Mainloop = WgmmaMainloop<C>;
   using Sums = typename Mainloop::Sums;
-  using Place = typename C::Place;
+  using WorkTile = typename C::WorkTile;
 
   __device__ __forceinline__ KGroupsEpilogue(TileParams const& params, Mainloop const& math, SharedAddress received,
                                              SharedAddress stages)
@@ -32,18 +32,18 @@ class KGroupsEpilogue {
         p_(params.p),
         share_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
         panel_(math.panel),
-        way_(warp_uniform(threadIdx.x / C::kKGroupThreads)),
-        places_(stages + math.lane * SubtileReduction::kPartBytes +
-                panel_ * kEights * kPlaces * SubtileReduction::kSubtileBytes) {}
+        k_group_(warp_uniform(threadIdx.x / C::kKGroupThreads)),
+        slots_(stages + math.lane * SubtileReduction::kPartBytes +
+               panel_ * kEights * kSlots * SubtileReduction::kSubtileBytes) {}
 
   // Stores the eights that this warp owns.
-  __device__ __forceinline__ void store(Sums const& sums, Place const& place) const {
-    int const eights = eights_of<C>(place, p_.m);
-    Subtile const first = Subtile::of(first_subtile(panel_, way_, eights, C::kKGroups), share_.split);
+  __device__ __forceinline__ void store(Sums const& sums, WorkTile const& work) const {
+    int const eights = eights_of<C>(work, p_.m);
+    Subtile const first = Subtile::of(first_subtile(panel_, k_group_, eights, C::kKGroups), share_.split);
     float4 own[kOwn];
     sync_k_groups(own, sums[0]);
     distribute(own, eights, first);
-    store_own(own, eights, first, place);
+    store_own(own, eights, first, work);
   }
 
  private:
@@ -51,12 +51,12 @@ class KGroupsEpilogue {
   // A warp's own sums wait for the others' in registers if they are few, unless six warpgroups leave none; otherwise in
   // the stages.
   static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerWarpgroups < 6;
-  static constexpr int kPlaces = C::kKGroups - 1;  // in the stages, per eight
+  static constexpr int kSlots = C::kKGroups - 1;  // in the stages, per eight
   static_assert(C::kBlocks == 1 && kEights % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
 
-  // The place for the K group `distance` before the eight's own. The first place later holds that group's own sums.
-  __device__ __forceinline__ SharedAddress place_of(int eight, int distance) const {
-    return places_ + (eight * kPlaces + distance - 1) * SubtileReduction::kSubtileBytes;
+  // The slot for the K group `distance` before the token group's own. The first slot later holds the owner's own sums.
+  __device__ __forceinline__ SharedAddress slot_of(int eight, int distance) const {
+    return slots_ + (eight * kSlots + distance - 1) * SubtileReduction::kSubtileBytes;
   }
 
   // The n-th eight of a K group.
@@ -75,11 +75,11 @@ class KGroupsEpilogue {
     wait_for_math_warps<C>();  // all stages have been read
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      own[n] = part_of(sums, n, way_);
+      own[n] = part_of(sums, n, k_group_);
 #pragma unroll
       for (int distance = 1; distance < C::kKGroups; ++distance) {
-        int const k_group = (way_ + distance) % C::kKGroups;
-        gemm::store_shared_four(place_of(n * C::kKGroups + k_group, distance), part_of(sums, n, k_group));
+        int const k_group = (k_group_ + distance) % C::kKGroups;
+        gemm::store_shared_four(slot_of(n * C::kKGroups + k_group, distance), part_of(sums, n, k_group));
       }
     }
     // Synchronises the warps of all K groups with the same rows.
@@ -88,7 +88,7 @@ class KGroupsEpilogue {
     for (int n = 0; n < kOwn; ++n) {
 #pragma unroll
       for (int distance = 1; distance < C::kKGroups; ++distance) {
-        own[n] = own[n] + gemm::load_shared_four(place_of(n * C::kKGroups + way_, distance));
+        own[n] = own[n] + gemm::load_shared_four(slot_of(n * C::kKGroups + k_group_, distance));
       }
     }
   }
@@ -97,10 +97,10 @@ class KGroupsEpilogue {
   __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Subtile subtile) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      int const eight = n * C::kKGroups + way_;
+      int const eight = n * C::kKGroups + k_group_;
       if (eight >= eights) return;
       if (share_.is_own(subtile)) {
-        if constexpr (!kInRegisters) gemm::store_shared_four(place_of(eight, 1), own[n]);
+        if constexpr (!kInRegisters) gemm::store_shared_four(slot_of(eight, 1), own[n]);
       } else {
         share_.send_partial(subtile, own[n]);
       }
@@ -109,32 +109,32 @@ class KGroupsEpilogue {
   }
 
   __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int eights, Subtile subtile,
-                                            Place const& place) const {
-    DirectRows<typename C::T> const rows(p_, (place.first_panel + panel_) * kPanelRows);
+                                            WorkTile const& work) const {
+    DirectRows<typename C::T> const rows(p_, (work.first_panel + panel_) * kPanelRows);
     wait_dsmem_barrier(share_.barrier);
     constexpr int kCopies = kInRegisters ? kOwn : 1;
 #pragma unroll kCopies
     for (int n = 0; n < kOwn; ++n, subtile = subtile.next(share_.split)) {
-      int const eight = n * C::kKGroups + way_;
+      int const eight = n * C::kKGroups + k_group_;
       if (eight >= eights || !share_.is_own(subtile)) continue;
       float4 sum;
       if constexpr (kInRegisters) {
         sum = own[n];
       } else {
-        sum = gemm::load_shared_four(place_of(eight, 1));
+        sum = gemm::load_shared_four(slot_of(eight, 1));
       }
 #pragma unroll 1
       for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(subtile, distance);
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      Mainloop::store(params_, rows, place.first_token + eight * 8, four);
+      Mainloop::store(params_, rows, work.first_token + eight * 8, four);
     }
   }
 
   TileParams const& params_;
   Problem const& p_;
   SubtileReduction share_;
-  int panel_, way_;
-  SharedAddress places_;
+  int panel_, k_group_;
+  SharedAddress slots_;
 };
 
 // A single K group holds all of a CTA's sums, for more than 32 tokens too many for the buffer behind the stages. CTAs
@@ -144,7 +144,7 @@ template <class C>
 class SingleKGroupEpilogue {
  public:
   using Mainloop = WgmmaMainloop<C>;
-  using Place = typename C::Place;
+  using WorkTile = typename C::WorkTile;
 
   __device__ __forceinline__ SingleKGroupEpilogue(TileParams const& params, Mainloop const& math,
                                                   SharedAddress received, SharedAddress stages)
@@ -158,8 +158,8 @@ class SingleKGroupEpilogue {
                            math.lane * SubtileReduction::kPartBytes)) {}
 
   // Stores the subtiles that this warp owns.
-  __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, Place const& place) const {
-    int const eights = eights_of<C>(place, p_.m);
+  __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, WorkTile const& work) const {
+    int const eights = eights_of<C>(work, p_.m);
     if constexpr (C::kReducesInStages) {
       cluster_arrive();
       cluster_wait();
@@ -167,7 +167,7 @@ class SingleKGroupEpilogue {
 #pragma unroll
     for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], eights, panel_of(block));
 #pragma unroll 1
-    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, panel_of(block), place);
+    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, panel_of(block), work);
   }
 
  private:
@@ -198,8 +198,8 @@ class SingleKGroupEpilogue {
     }
   }
 
-  __device__ __forceinline__ void store_own(int eights, int panel, Place const& place) const {
-    DirectRows<typename C::T> const rows(p_, (place.first_panel + panel) * kPanelRows);
+  __device__ __forceinline__ void store_own(int eights, int panel, WorkTile const& work) const {
+    DirectRows<typename C::T> const rows(p_, (work.first_panel + panel) * kPanelRows);
     wait_dsmem_barrier(received_);
     int const first = first_subtile(panel, 0, eights, 1);
 #pragma unroll 1
@@ -210,7 +210,7 @@ class SingleKGroupEpilogue {
         sum = sum + gemm::load_shared_four(slot(first + eight, rank_, rank));
       }
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      Mainloop::store(params_, rows, place.first_token + eight * 8, four);
+      Mainloop::store(params_, rows, work.first_token + eight * 8, four);
     }
   }
 

@@ -48,7 +48,7 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
   for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
     float sums[Mainloop::kSums] = {};
     Mainloop::sum(sums, of, at, share.steps(tile));
-    store.store(sums, typename T::Place(params.p, tile), share.is_split(tile));
+    store.store(sums, typename T::TileOrigin(params.p, tile), share.is_split(tile));
   }
   store.finish();
 }

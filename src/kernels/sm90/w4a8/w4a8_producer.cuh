@@ -21,7 +21,7 @@ template <class T>
 struct BlockwiseSm90Copies {
   using Shared = typename T::Shared;
   using Share = typename T::Share;
-  using Place = typename T::Place;
+  using TileOrigin = typename T::TileOrigin;
   using Parameters = typename T::Parameters;
 
   static BlockwiseSm90Params params_of(BlockwiseProblem const& p) {
@@ -65,12 +65,12 @@ struct BlockwiseSm90Copies {
     auto const& p = params.p;
     Share const share(p);
     int const tile = share.first();
-    Place const place(p, tile);
+    TileOrigin const origin(p, tile);
     Steps const steps(params, share, tile);
     typename T::State at;
 #pragma unroll 1
     for (int i = 0; i < early(params); ++i, at.advance()) {
-      fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
+      fill(at, origin, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
     }
   }
   // Calls `fill` for each of the CTA's stages in turn once it is empty, except the first few.
@@ -81,12 +81,12 @@ struct BlockwiseSm90Copies {
     Share const share(p);
     typename T::State at{filled, 0};
     for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
-      Place const place(p, tile);
+      TileOrigin const origin(p, tile);
       Steps const steps(params, share, tile);
 #pragma unroll 1
       for (int i = filled; i < steps.count; ++i) {
         mbarrier_wait(shared.empty + at.stage * 8, at.phase ^ 1);
-        fill(at, place, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
+        fill(at, origin, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
         at.advance();
       }
       filled = 0;
@@ -96,31 +96,31 @@ struct BlockwiseSm90Copies {
   // Rows and tokens outside the tile keep old contents, which reach only their own sums. Weight parameters outside
   // count towards the transaction and read as zero.
   static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
-    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+    return [&](auto const& at, TileOrigin const& origin, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
-      bool const is_last = place.first_n + T::kRows > params.p.n;
+      bool const is_last = origin.first_n + T::kRows > params.p.n;
       mbarrier_expect_tx(full, params.weights.boxes[is_last] * T::kRowBytes + parameters.lines() * T::kRows * 4);
       tma_load(shared.weights + at.stage * T::kWeights, params.weights.maps[is_last], step * T::kRowBytes,
-               place.first_n, full);
+               origin.first_n, full);
       SharedAddress const to = shared.weight_parameters + at.stage * T::kWeightParameters;
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
-        tma_load(to + line * T::kRows * 4, params.weight_parameters, place.first_n,
+        tma_load(to + line * T::kRows * 4, params.weight_parameters, origin.first_n,
                  step * params.p.kinds + parameters.source(line, params.p.kinds, params.p.k), full);
       }
     };
   }
   static __device__ __forceinline__ auto tokens(Shared const& shared, BlockwiseSm90Params const& params) {
-    return [&](auto const& at, Place const& place, int step, Parameters const& parameters) {
+    return [&](auto const& at, TileOrigin const& origin, int step, Parameters const& parameters) {
       auto const& p = params.p;
       SharedAddress const full = shared.full + at.stage * 8;
-      int const part_bytes = min(T::kTokens, p.padded_m - place.first_m) * 16;
-      bool const is_last = place.first_m + T::kTokens > p.m;
+      int const part_bytes = min(T::kTokens, p.padded_m - origin.first_m) * 16;
+      bool const is_last = origin.first_m + T::kTokens > p.m;
       mbarrier_expect_tx(full, params.values.boxes[is_last] * T::kStep + parameters.lines() * part_bytes);
-      tma_load(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, place.first_m,
+      tma_load(shared.values + at.stage * T::kValues, params.values.maps[is_last], step * T::kStep, origin.first_m,
                full);
       SharedAddress const to = shared.parts + at.stage * T::kTokenParts;
-      auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + place.first_m;
+      auto const* const from = reinterpret_cast<float4 const*>(p.a_parameters) + origin.first_m;
 #pragma unroll 1
       for (int line = 0; line < parameters.lines(); ++line) {
         auto const source = static_cast<std::int64_t>(step) * T::kKinds + parameters.source(line, T::kKinds, 1);

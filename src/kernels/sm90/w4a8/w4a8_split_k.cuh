@@ -33,18 +33,18 @@ class BlockwiseSm90SplitK {
 
   // The stages are free once all CTAs have arrived: they were written by TMA and read by wgmma, both of which have been
   // waited for, so relaxed arrival suffices.
-  __device__ __forceinline__ void store(Sums const& sums, typename T::Place const& place) const {
+  __device__ __forceinline__ void store(Sums const& sums, typename T::TileOrigin const& origin) const {
     cluster_arrive();
     cluster_wait();
     distribute(sums);
     wait_dsmem_barrier(received_);
     switch (p_.dtype) {
       case DType::kFloat16:
-        return store_own<__half>(place);
+        return store_own<__half>(origin);
       case DType::kBFloat16:
-        return store_own<__nv_bfloat16>(place);
+        return store_own<__nv_bfloat16>(origin);
       default:
-        return store_own<float>(place);
+        return store_own<float>(origin);
     }
   }
 
@@ -77,8 +77,8 @@ class BlockwiseSm90SplitK {
   }
 
   template <class Out>
-  __device__ __forceinline__ void store_own(typename T::Place const& place) const {
-    int const n = place.first_n + row_;
+  __device__ __forceinline__ void store_own(typename T::TileOrigin const& origin) const {
+    int const n = origin.first_n + row_;
     auto const* const bias = static_cast<Out const*>(p_.bias);
     auto const bias_of = [&](int row) { return bias != nullptr && row < p_.n ? static_cast<float>(bias[row]) : 0.f; };
     float const biases[2] = {bias_of(n), bias_of(n + 8)};
@@ -95,7 +95,7 @@ class BlockwiseSm90SplitK {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        int const token = place.first_m + eight * 8 + token_ + i % 2, row = n + i / 2 * 8;
+        int const token = origin.first_m + eight * 8 + token_ + i % 2, row = n + i / 2 * 8;
         if (token >= p_.m || row >= p_.n) continue;
         float const sum = clamped(sums[i] + biases[i / 2], p_.lo, p_.hi);
         static_cast<Out*>(p_.out)[token * p_.stride_out + row] = static_cast<Out>(sum);

@@ -15,7 +15,7 @@ template <class T>
 class BlockwiseSm90Store {
  public:
   using Sums = float[T::kTokens / 2];
-  using Place = typename T::Place;
+  using TileOrigin = typename T::TileOrigin;
 
   __device__ BlockwiseSm90Store(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group)
       : params_(params),
@@ -25,13 +25,13 @@ class BlockwiseSm90Store {
         warp_(warp_uniform(threadIdx.x / 32 % 4)),
         lane_(threadIdx.x % 32) {}
 
-  __device__ void store(Sums const& sums, Place const& place, bool is_split) const {
-    if (is_split) return BlockwiseSm90SplitK<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, place);
-    if (!params_.stores_boxes) return store_rows(sums, place);
+  __device__ void store(Sums const& sums, TileOrigin const& origin, bool is_split) const {
+    if (is_split) return BlockwiseSm90SplitK<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, origin);
+    if (!params_.stores_boxes) return store_rows(sums, origin);
     if (params_.p.dtype == DType::kFloat16) {
-      store_boxes<__half>(sums, place);
+      store_boxes<__half>(sums, origin);
     } else {
-      store_boxes<__nv_bfloat16>(sums, place);
+      store_boxes<__nv_bfloat16>(sums, origin);
     }
   }
 
@@ -52,8 +52,8 @@ class BlockwiseSm90Store {
   // 16-bit outputs, by TMA: boxes of 64 weight rows (a line of 128 bytes) by some tokens; one is stored while the next
   // is prepared, and the last ones during the next tile's products.
   template <class Out>
-  __device__ void store_boxes(Sums const& sums, Place const& place) const {
-    int const first_row = place.first_n + group_ * T::kGroupRows;
+  __device__ void store_boxes(Sums const& sums, TileOrigin const& origin) const {
+    int const first_row = origin.first_n + group_ * T::kGroupRows;
     float const bias[2] = {bias_of<Out>(first_row + 16 * warp_ + lane_ / 4),
                            bias_of<Out>(first_row + 16 * warp_ + lane_ / 4 + 8)};
     // stmatrix transposes four 8 x 8 matrices: lane l gives the address of row l % 8 of matrix l / 8, a token: rows r
@@ -76,7 +76,7 @@ class BlockwiseSm90Store {
       fence_proxy_async();
       wait_for_group();
       if (is_sender()) {
-        tma_store(params_.output, first_row * static_cast<int>(sizeof(Out)), place.first_m + chunk * T::kChunk,
+        tma_store(params_.output, first_row * static_cast<int>(sizeof(Out)), origin.first_m + chunk * T::kChunk,
                   slots_ + chunk % T::kSlots * T::kSlotBytes);
         tma_store_commit();
       }
@@ -107,7 +107,7 @@ class BlockwiseSm90Store {
   }
 
   // Rows that TMA cannot write, and float32 outputs.
-  __device__ void store_rows(Sums const& sums, Place const& place) const {
+  __device__ void store_rows(Sums const& sums, TileOrigin const& origin) const {
     float* const mine = reinterpret_cast<float*>(shared_.slots + group_ * T::kGroupSlots);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -118,7 +118,7 @@ class BlockwiseSm90Store {
         mine[token * T::Finish::kPitch + row] = sums[chunk * kOfChunk + i];
       }
       wait_for_group();
-      T::Finish::store(params_.p, mine, place.first_m + chunk * T::kChunk, place.first_n + group_ * T::kGroupRows);
+      T::Finish::store(params_.p, mine, origin.first_m + chunk * T::kChunk, origin.first_n + group_ * T::kGroupRows);
     }
   }
 

@@ -99,9 +99,9 @@ struct BlockwiseSm90Tile {
     }
   };
 
-  struct Place {
+  struct TileOrigin {
     int first_m = 0, first_n;
-    __device__ Place(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
+    __device__ TileOrigin(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
       if (p.m <= kTokens) return;  // avoids a division
       first_m = tile % token_tiles(p) * kTokens, first_n = tile / token_tiles(p) * kRows;
     }
