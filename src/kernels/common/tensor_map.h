@@ -70,7 +70,7 @@ struct RowTiles {
 // Tiles of `tile` rows; `knows_last` is false if only the device knows which tile is the last.
 inline RowTiles row_tiles_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride, int tile,
                              int size, bool knows_last = true, int box_columns = 128) {
-  auto const box_of = [tile](int there) { return there >= tile ? tile : (there + 7) / 8 * 8; };
+  auto const box_of = [tile](int rows) { return rows >= tile ? tile : (rows + 7) / 8 * 8; };
   int const rest = size % tile, box = box_of(size), last_box = knows_last && rest != 0 ? box_of(rest) : box;
   return {{tensor_map_of(matrix, rows, columns, stride, box, box_columns),
            tensor_map_of(matrix, rows, columns, stride, last_box, box_columns)},

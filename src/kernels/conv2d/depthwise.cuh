@@ -33,7 +33,7 @@ struct Plan {
 struct ThreadPixels {
   int lane, n;      // n: the first channel
   int image, p, q;  // of the first pixel
-  bool is_there;
+  bool is_valid;
   Window window;       // of the first pixel
   std::int64_t down;   // from a pixel's window to the next one's
   std::int64_t first;  // index of the first pixel in out
@@ -47,7 +47,7 @@ struct ThreadPixels {
     q = column % s.q;
     p = line % steps * kPixels;
     image = line / steps;
-    is_there = mine < columns && image < s.batch && n < s.co;
+    is_valid = mine < columns && image < s.batch && n < s.co;
     window = window_of(s, image, p, q);
     down = s.stride_h * s.x_row;
     first = (static_cast<std::int64_t>(image) * s.p + p) * s.q + q;

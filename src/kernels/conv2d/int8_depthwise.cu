@@ -56,9 +56,9 @@ __device__ __forceinline__ void finish(int const (&sums)[kPixels][kChannels], De
   for (int i = 0; i < kPixels; ++i) {
     if (pixels.p + i >= s.p) return;
     alignas(16) Out out[kChannels];
-    bool const is_right = channels.finish(out, sums[i]);
+    bool const is_certain = channels.finish(out, sums[i]);
     if constexpr (std::is_same_v<Out, std::int8_t>) {
-      if (!is_right) {
+      if (!is_certain) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) out[c] = exact(f, min(pixels.n + c, s.co - 1), sums[i][c]);
       }
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
     __syncthreads();  // the previous taps have been read
     stage<kChannels>(words, d, first_tap, taps);
     __syncthreads();
-    if (!pixels.is_there) continue;
+    if (!pixels.is_valid) continue;
 #pragma unroll 1
     for (int t = 0; t < taps; ++t) {
       unsigned const weight = words[t * d.plan.lanes + pixels.lane];
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(kThreads, 2) void depthwise_kernel(__grid_constant_
       tap.advance(s, 1, {0, 1, 0});
     }
   }
-  if (!pixels.is_there) return;
+  if (!pixels.is_valid) return;
   switch (p.out_dtype) {
     case DType::kInt8:
       return finish<std::int8_t>(sums, d, pixels);

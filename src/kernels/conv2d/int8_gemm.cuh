@@ -42,8 +42,8 @@ __device__ __forceinline__ void start(typename T::Mainloop::Sums& sums, TiledPro
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const n = channel_of(first_column + 8 * j + neighbours + i);
-      bool const is_there = n < tile.count_n && blockIdx.z == 0;
-      unsigned const first = is_there ? first_sum(t.problem.finish, tile.group * t.outputs + tile.first_n + n) : 0u;
+      bool const is_valid = n < tile.count_n && blockIdx.z == 0;
+      unsigned const first = is_valid ? first_sum(t.problem.finish, tile.group * t.outputs + tile.first_n + n) : 0u;
 #pragma unroll
       for (auto& row : sums) row[4 * j + i] = row[4 * j + 2 + i] = first;
     }

@@ -135,11 +135,11 @@ struct WideCopies {
       bool const inside = is_inside(shape, {0, y[i], x[i]}, offset);
       copy_or_fill<T::kBytes>(stage + to + i * C::kApart * T::kDepth, pixels[i] + offset.at, inside, t.fill);
     }
-    bool const is_there = k < t.columns;
+    bool const is_valid = k < t.columns;
     std::int8_t const* const from = weight + k;
 #pragma unroll
     for (int i = 0; i < C::kWeights; ++i) {
-      bool const copy = is_there & (weights[i] != kNone);
+      bool const copy = is_valid & (weights[i] != kNone);
       copy_or_fill<T::kBytes>(stage + T::kB + to + i * C::kApart * T::kDepth, from + weights[i], copy, 0);
     }
     k += T::kDepth;
@@ -207,9 +207,9 @@ struct ByteCopies {
       });
     });
     run<C::kWeights>(stage + T::kB, [&](int row) {
-      int const channel = channel_of(row), there = channel < count_n ? t.columns - k : 0;
+      int const channel = channel_of(row), valid = channel < count_n ? t.columns - k : 0;
       std::int8_t const* const first = weight + channel * t.columns + k;
-      return joined([&](int i) { return i < there ? first[i] : std::int8_t{0}; });
+      return joined([&](int i) { return i < valid ? first[i] : std::int8_t{0}; });
     });
     k += T::kDepth;
     column.advance(shape, t.channels, t.stage);

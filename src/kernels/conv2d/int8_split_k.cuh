@@ -74,11 +74,11 @@ __device__ __forceinline__ void finish_as(SumsInShared<T> const& shared, TiledPr
       int sums[kRun];
       shared.get(sums, line, run, split);
       alignas(16) Out out[kRun];
-      bool const is_right = channels.finish(out, sums);
+      bool const is_certain = channels.finish(out, sums);
       Out* const to = static_cast<Out*>(p.out) + m * p.shape.out_pixel + n;
       store(to, out, count, t.whole_runs && count >= kRun);
       if constexpr (std::is_same_v<Out, std::int8_t>) {
-        if (is_right) continue;
+        if (is_certain) continue;
         unsigned doubtful = channels.doubtful(sums) & ((1u << min(count, kRun)) - 1);
         // Indexed at run time, so not in registers. No other CTA reads this one's part of the line.
 #pragma unroll

@@ -37,7 +37,7 @@ __global__ __launch_bounds__(kThreads) void depthwise_kernel(__grid_constant__ D
   depthwise::ThreadPixels const pixels(s, d.plan);
   pdl_trigger();
   pdl_wait();
-  if (!pixels.is_there) return;
+  if (!pixels.is_valid) return;
 
   float scale[kChannels], shift[kChannels];  // W = scale q + shift, shift = -scale zero or the offset
   float zero[kChannels];

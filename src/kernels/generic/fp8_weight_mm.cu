@@ -148,8 +148,8 @@ struct Decode {
     for (int i = 0; i < kTiles; ++i) x[i] += steps * kTokenLoads;
   }
 
-  // Adds the products of a K step, without its scales. A lane that is not `there` has zeros.
-  __device__ __forceinline__ void multiply(Sums& sums, Step const& step, int ahead, bool there) {
+  // Adds the products of a K step, without its scales. Lanes past K are not `is_valid` and multiply zeros.
+  __device__ __forceinline__ void multiply(Sums& sums, Step const& step, int ahead, bool is_valid) {
     uint4 some[kTiles];
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
@@ -157,8 +157,9 @@ struct Decode {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (word % 2 == 0)
-          some[tile] = there ? load_tokens(static_cast<uint4 const*>(p.x) + (x[tile] + ahead * kTokenLoads + word / 2))
-                             : uint4{};
+          some[tile] = is_valid
+                           ? load_tokens(static_cast<uint4 const*>(p.x) + (x[tile] + ahead * kTokenLoads + word / 2))
+                           : uint4{};
         // Columns 0 and 2, and 1 and 3.
         Word const low = word_of(some[tile], word % 2 * 2), high = word_of(some[tile], word % 2 * 2 + 1);
         b[tile][0] = __byte_perm(low, high, 0x5410);
@@ -191,11 +192,11 @@ struct Decode {
     }
   }
 
-  __device__ __forceinline__ void add(Sums& sums, Step const& step, int ahead, bool there = true) {
+  __device__ __forceinline__ void add(Sums& sums, Step const& step, int ahead, bool is_valid = true) {
     look_for_nan(step);
-    if constexpr (!kGrouped) return multiply(sums, step, ahead, there);
+    if constexpr (!kGrouped) return multiply(sums, step, ahead, is_valid);
     Sums products = {};
-    multiply(products, step, ahead, there);
+    multiply(products, step, ahead, is_valid);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float const of_block = __ldg(p.weight.scale + (scale[half] + block));
@@ -234,9 +235,9 @@ struct Decode {
   __device__ __forceinline__ void add_part(Sums& sums) {
     if (p.weight.k % kDepth == 0) return;
     Step rest = {};
-    bool const there = threadIdx.x % 4 * kLaneColumns < static_cast<int>(p.weight.k % kDepth);
-    if (there) load(rest, 0);
-    add(sums, rest, 0, there);
+    bool const is_valid = threadIdx.x % 4 * kLaneColumns < static_cast<int>(p.weight.k % kDepth);
+    if (is_valid) load(rest, 0);
+    add(sums, rest, 0, is_valid);
   }
 
   // Sums of this warp to [token][row]; NaN for a row with a NaN among its codes.

@@ -114,8 +114,8 @@ struct Vector {
       reinterpret_cast<int4*>(values)[i] = int4{};
     }
   }
-  __device__ __forceinline__ void load_if(bool there, T const* source) {
-    if (there) {
+  __device__ __forceinline__ void load_if(bool is_valid, T const* source) {
+    if (is_valid) {
       load(source);
     } else {
       clear();

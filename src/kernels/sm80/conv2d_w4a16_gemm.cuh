@@ -35,16 +35,16 @@ struct PatchTokens {
   }
 
   // Steps are issued in order, each once.
-  __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int) {
+  __device__ __forceinline__ void issue(void const* valid_address, SharedAddress tile, int) {
     auto const* const x = static_cast<T const*>(p.product.x);
     conv2d::Offset const offset(p.shape, column);
     int const bytes = min(max(p.channels - column.channel, 0), 8) * 2;
 #pragma unroll
     for (int i = 0; i < S::kTokens / kApart; ++i) {
       conv2d::Window const window = windows[i * kApart];
-      bool const is_there = bytes > 0 && is_inside(p.shape, window, offset);
-      cp_async16(tile + to + i * kApart * wo::TokenLayout::kBytes, is_there ? x + (window.at + offset.at) : somewhere,
-                 is_there ? bytes : 0);
+      bool const is_valid = bytes > 0 && is_inside(p.shape, window, offset);
+      cp_async16(tile + to + i * kApart * wo::TokenLayout::kBytes,
+                 is_valid ? x + (window.at + offset.at) : valid_address, is_valid ? bytes : 0);
     }
     column.advance(p.shape, p.padded_channels, p.step);
   }

@@ -46,13 +46,14 @@ struct Tiled {
       to = TokenLayout::of(token, chunk);
     }
 
-    __device__ __forceinline__ void issue(void const* somewhere, SharedAddress tile, int step) const {
+    // Chunks past the last token or column are zero-filled; `valid_address` is then never read.
+    __device__ __forceinline__ void issue(void const* valid_address, SharedAddress tile, int step) const {
       int const bytes = min(max(k - step * kStep, 0), 8) * 2;
       T const* from = x + step * kStep;
 #pragma unroll
       for (int i = 0; i < kTokens / kApart; ++i, from += apart) {
-        bool const is_there = i * kApart < tokens && bytes > 0;
-        cp_async16(tile + to + i * kApart * TokenLayout::kBytes, is_there ? from : somewhere, is_there ? bytes : 0);
+        bool const is_valid = i * kApart < tokens && bytes > 0;
+        cp_async16(tile + to + i * kApart * TokenLayout::kBytes, is_valid ? from : valid_address, is_valid ? bytes : 0);
       }
     }
   };

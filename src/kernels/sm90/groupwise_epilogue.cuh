@@ -53,11 +53,11 @@ struct GroupwiseSlot {
         if (row < rows) *reinterpret_cast<int4*>(target + row * p.stride_d + column) = unit;
       }
     } else {
-      int const known = min(columns, p.n - first_column);
+      int const valid_columns = min(columns, p.n - first_column);
 #pragma unroll 1
       for (int i = lane; i < rows * C::kChunk; i += 32) {
         int const row = i / C::kChunk, column = i % C::kChunk;
-        if (column < known) {
+        if (column < valid_columns) {
           target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
         }
       }
@@ -74,38 +74,38 @@ class GroupwiseEpilogue {
   using Sum = typename C::Sum;
   struct NoExchange {};
   using Exchange = std::conditional_t<C::kSplitsLastWave, StageExchange<C>, NoExchange>;
-  static constexpr int kEights = C::kChunk / 8;        // columns of a slot
-  static constexpr int kEightRows = C::kWarpRows / 8;  // rows of a thread, eight apart
-  static constexpr int kTogether = 2 * kEightRows;     // sums per eight columns
-  static constexpr bool is_there(int chunk, int eight) { return chunk * kEights + eight < C::kN / 8; }
+  static constexpr int kColumnGroups = C::kChunk / 8;  // of 8 columns, per slot
+  static constexpr int kRowGroups = C::kWarpRows / 8;  // rows per thread, eight apart
+  static constexpr int kGroupSums = 2 * kRowGroups;    // per thread and column group
+  static constexpr bool in_tile(int chunk, int group) { return chunk * kColumnGroups + group < C::kN / 8; }
 
   // `first_row`: the warp's first row in a tile; the rows of the next round follow kRoundRows later.
   __device__ GroupwiseEpilogue(GroupwiseParams const& params, typename C::Shared const& shared, int warp, int first_row,
                                int lane)
       : params_(params),
-        of_rows_(shared.row_operands(warp)),
-        of_columns_(shared.column_operands(C::kSharesColumnOperands ? 0 : warp)),
+        row_operands_(shared.row_operands(warp)),
+        column_operands_(shared.column_operands(C::kSharesColumnOperands ? 0 : warp)),
         first_row_(first_row),
         lane_(lane),
-        own_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
+        slot_offset_(Slot::swizzled(lane / 4, 2 * (lane % 4))) {}
 
   // Before a tile's products: issues the loads of its epilogue operands.
   __device__ __forceinline__ void load_operands(GroupwiseTile const& tile) {
     if constexpr (C::kPerRowScales) {
       auto const& p = params_.p;
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
-      int const known_row = min(row, max(tile.end_row - 1, 0));
+      int const clamped_row = min(row, max(tile.end_row - 1, 0));
       __syncwarp();  // the previous tile's operands have been read
       if constexpr (C::kSharesColumnOperands) {
-        of_columns_ += to_other_copy_;
+        column_operands_ += to_other_copy_;
         to_other_copy_ = -to_other_copy_;
       }
       float const* const scale_b = p.scale_b.ptr + std::int64_t{tile.expert} * p.scale_b_expert;
-      copy_columns(of_columns_, scale_b, p.scale_b.stride_row, tile.first_column);
-      copy_rows(of_rows_, p.scale_a.ptr, p.scale_a.stride_row, known_row);
+      copy_columns(column_operands_, scale_b, p.scale_b.stride_row, tile.first_column);
+      copy_rows(row_operands_, p.scale_a.ptr, p.scale_a.stride_row, clamped_row);
       if constexpr (C::kHasZeroPoint) {
         copy_columns(column_zero_points(), p.azp_adj, 1, tile.first_column);
-        copy_rows(row_zero_points(), p.azp, p.azp_stride, known_row);
+        copy_rows(row_zero_points(), p.azp, p.azp_stride, clamped_row);
       }
       cp_async_commit();
     }
@@ -124,53 +124,53 @@ class GroupwiseEpilogue {
   template <bool kHasBias>
   __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
                                             GroupwiseTile const& tile, Exchange const& exchange) const {
-    Sum whole[kEights][kTogether];  // including the other CTA's partial sums
-    OfColumns columns;
-    OfRows rows{{1.f, 1.f}, {1, 1}};
+    Sum whole[kColumnGroups][kGroupSums];  // including the other CTA's partial sums
+    ColumnOperands columns;
+    RowOperands rows{{1.f, 1.f}, {1, 1}};
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      int const column = 8 * (chunk * kEights + j) + 2 * (lane_ % 4);
-      columns.bias[j] = kHasBias && is_there(chunk, j) ? bias_of(tile.first_column + column) : float2{};
-      if (!C::kPerRowScales || !is_there(chunk, j)) continue;
-      columns.scale[j] = *reinterpret_cast<float2 const*>(of_columns_ + column);
+    for (int j = 0; j < kColumnGroups; ++j) {
+      int const column = 8 * (chunk * kColumnGroups + j) + 2 * (lane_ % 4);
+      columns.bias[j] = kHasBias && in_tile(chunk, j) ? bias_of(tile.first_column + column) : float2{};
+      if (!C::kPerRowScales || !in_tile(chunk, j)) continue;
+      columns.scale[j] = *reinterpret_cast<float2 const*>(column_operands_ + column);
       if (C::kHasZeroPoint) columns.azp_adj[j] = *reinterpret_cast<int2 const*>(column_zero_points() + column);
     }
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      if (!is_there(chunk, j)) continue;
-      int const first = kTogether * (chunk * kEights + j);
+    for (int j = 0; j < kColumnGroups; ++j) {
+      if (!in_tile(chunk, j)) continue;
+      int const first = kGroupSums * (chunk * kColumnGroups + j);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) whole[j][i] = sums[first + i];
+      for (int i = 0; i < kGroupSums; ++i) whole[j][i] = sums[first + i];
       if constexpr (C::kSplitsLastWave) {
-        if (exchange.receives()) exchange.template add_received<kTogether>(whole[j], first);
+        if (exchange.receives()) exchange.template add_received<kGroupSums>(whole[j], first);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kEightRows && C::kPerRowScales; ++i) {
+    for (int i = 0; i < kRowGroups && C::kPerRowScales; ++i) {
       int const row = round * C::kWarpRows + lane_ / 4 + 8 * i;
-      rows.scale[i] = of_rows_[row];
+      rows.scale[i] = row_operands_[row];
       if (C::kHasZeroPoint) rows.azp[i] = row_zero_points()[row];
     }
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      if (!is_there(chunk, j)) continue;
-      float values[2 * kEightRows];
+    for (int j = 0; j < kColumnGroups; ++j) {
+      if (!in_tile(chunk, j)) continue;
+      float values[2 * kRowGroups];
       finish_sums<kHasBias>(values, whole[j], rows, columns, j);
-      unsigned char* const at = slot + (own_ ^ (8 * j * static_cast<int>(sizeof(Out))));
+      unsigned char* const at = slot + (slot_offset_ ^ (8 * j * static_cast<int>(sizeof(Out))));
 #pragma unroll
-      for (int i = 0; i < kEightRows; ++i) Slot::put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
+      for (int i = 0; i < kRowGroups; ++i) Slot::put(at + 8 * i * C::kLine, values[2 * i], values[2 * i + 1]);
     }
   }
 
  private:
   using Slot = GroupwiseSlot<C>;
 
-  // Epilogue operands of two neighbouring columns of each eight, and of two rows.
-  struct OfColumns {
-    float2 scale[kEights], bias[kEights];
-    int2 azp_adj[kEights];
+  // Epilogue operands of a thread's two neighbouring columns of each column group, and of its rows.
+  struct ColumnOperands {
+    float2 scale[kColumnGroups], bias[kColumnGroups];
+    int2 azp_adj[kColumnGroups];
   };
-  struct OfRows {
+  struct RowOperands {
     float scale[2];
     int azp[2];
   };
@@ -205,18 +205,18 @@ class GroupwiseEpilogue {
   }
 
   __device__ __forceinline__ int* row_zero_points() const {
-    return reinterpret_cast<int*>(of_rows_ + C::kRowOperands / 2);
+    return reinterpret_cast<int*>(row_operands_ + C::kRowOperands / 2);
   }
   __device__ __forceinline__ int* column_zero_points() const {
-    return reinterpret_cast<int*>(of_columns_ + C::kColumnOperands / 2);
+    return reinterpret_cast<int*>(column_operands_ + C::kColumnOperands / 2);
   }
 
-  // Two neighbours of a row, and of the row eight below if the warp has it.
+  // Two neighbouring columns of a row, and of the row eight below if the warp has it.
   template <bool kHasBias>
-  __device__ __forceinline__ void finish_sums(float (&values)[2 * kEightRows], Sum const* sums, OfRows const& rows,
-                                              OfColumns const& columns, int j) const {
+  __device__ __forceinline__ void finish_sums(float (&values)[2 * kRowGroups], Sum const* sums, RowOperands const& rows,
+                                              ColumnOperands const& columns, int j) const {
 #pragma unroll
-    for (int i = 0; i < 2 * kEightRows; ++i) {
+    for (int i = 0; i < 2 * kRowGroups; ++i) {
       bool const second = i % 2 == 1;
       float const of_bias = second ? columns.bias[j].y : columns.bias[j].x;
       if constexpr (C::kPerRowScales) {
@@ -234,10 +234,10 @@ class GroupwiseEpilogue {
   }
 
   GroupwiseParams const& params_;
-  float *of_rows_, *of_columns_;            // operands, followed by their zero points
+  float *row_operands_, *column_operands_;  // operands, followed by their zero points
   int to_other_copy_ = C::kColumnOperands;  // of the column operands
   int first_row_, lane_;
-  int own_;  // where the lane's first two values of a slot lie
+  int slot_offset_;  // of the lane's first two values in a slot
 };
 
 }  // namespace epiloq::gemm

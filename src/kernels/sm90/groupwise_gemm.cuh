@@ -30,15 +30,15 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
                                int lane) {
   using Mainloop = GroupwiseMainloop<C>;
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
-  KRange<C> const share(params);
-  typename Mainloop::StageAddresses addresses(params, shared, group_m, group_k, warp, lane, share.first_of_all());
+  KRange<C> const k_range(params);
+  typename Mainloop::StageAddresses addresses(params, shared, group_m, group_k, warp, lane, k_range.first_of_all());
   int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // K steps of the tiles done so far
   auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
     typename GroupwiseStore<C>::Exchange exchange{};
     if constexpr (C::kMaySplitK) {
-      if (share.is_split(tile)) {
+      if (k_range.is_split(tile)) {
         bool const has_rows = warp_uniform(tile.first_row + first_row < tile.end_row);
         if constexpr (C::kSplitsLastWave) {
           exchange = {params, shared, group * 4 + warp, lane, has_rows};
@@ -54,17 +54,17 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   GroupwiseTile tile, following{};
   for (bool more = scheduler.next(tile); warp_uniform(more); tile = following) {
-    int const depth = share.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
+    int const depth = k_range.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
     int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
     if constexpr (C::kMulticast) addresses.select_empty(warp_uniform(tile.is_alone));
     out.load_operands(tile);
     auto const store_part = [&] { out.store_pending(); };
-    auto const look_ahead = [&] { more = scheduler.next(following); };
+    auto const fetch_next_tile = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
       if constexpr (C::kFillsSlotsEarly) out.fill_first_round(sums, tile);
     };
-    Mainloop::sum(sums, addresses, Position<C>(before + group_k), steps, boundary, store_part, look_ahead, fill);
+    Mainloop::sum(sums, addresses, Position<C>(before + group_k), steps, boundary, store_part, fetch_next_tile, fill);
     out.await_operands();
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kDefersStores && !more);
@@ -75,7 +75,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
       finish(of_rows, tile, depth, false);
     }
     before += depth;
-    if constexpr (!C::kDefersStores) look_ahead();
+    if constexpr (!C::kDefersStores) fetch_next_tile();
   }
   out.finish();
 }
@@ -111,7 +111,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   }
   pdl_wait();
   if (group == C::kConsumerGroups) {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+    if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
     if constexpr (C::kSeparateProducers) {
       producer.run_separate(warp >= C::kProducerWarps, warp % C::kProducerWarps, early);
     } else {
@@ -122,10 +122,10 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     if (C::kMayCopyAllScales && params.copies_all_scales) {
       if (scale_warp >= 0) copy_all_scales<C>(producer, scale_warp);
     } else if (!C::kPerRowScales && !C::producer_loads_scales(params) && scale_warp >= 0 && part < C::kScaleWarps) {
-      read_scales<C>(params, shared, producer.share, scale_warp % C::kProducerWarps, part * 32 + lane);
+      read_scales<C>(params, shared, producer.k_range, scale_warp % C::kProducerWarps, part * 32 + lane);
     }
   } else {
-    if constexpr (C::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+    if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
     multiply_tiles<C>(params, shared, group, warp, lane);
   }
 }
@@ -225,7 +225,7 @@ struct GroupwiseGemm {
     std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.split_k, cluster);
     std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
     if (p.split_k > 1 && !(is_dense && split_tile_count(p, sm_count) > 0)) {
-      throw std::logic_error("epiloq.groupwise_mm: K cannot be shared here");
+      throw std::logic_error("epiloq.groupwise_mm: K cannot be split here");
     }
     cuda_check(
         launch_pdl_clusters(kernel, static_cast<int>(blocks), cluster, C::kThreads, C::kSharedBytes, stream, params),

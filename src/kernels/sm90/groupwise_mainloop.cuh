@@ -153,26 +153,26 @@ struct GroupwiseMainloop {
   }
 
   // Multiplies `steps` stages, every kKGroups-th. With deferred stores and more steps than kParts, `store_part` is
-  // called at least kParts times while wgmma is in flight, `look_ahead` once, and `fill` once the sums of the first
-  // round are complete.
-  template <class StorePart, class LookAhead, class Fill>
+  // called at least kParts times while wgmma is in flight, `fetch_next_tile` once, and `fill` once the sums of the
+  // first round are complete.
+  template <class StorePart, class FetchNextTile, class Fill>
   static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], StageAddresses const& of, Position<C> at,
-                                             int steps, int boundary, StorePart store_part, LookAhead look_ahead,
-                                             Fill fill) {
+                                             int steps, int boundary, StorePart store_part,
+                                             FetchNextTile fetch_next_tile, Fill fill) {
     if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], of, at, steps, store_part, look_ahead);
+      sum_in_place(sums[0], of, at, steps, store_part, fetch_next_tile);
     } else if constexpr (C::kOverlaps) {
       sum_overlapped(sums[0], of, at, steps, boundary);
     } else {
-      sum_serial(sums, of, at, steps, boundary, store_part, look_ahead, fill);
+      sum_serial(sums, of, at, steps, boundary, store_part, fetch_next_tile, fill);
     }
   }
 
   // int8: accumulates in place; a stage is released once the next one's product has been issued.
-  template <class StorePart, class LookAhead>
+  template <class StorePart, class FetchNextTile>
   static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], StageAddresses const& of, Position<C> at,
-                                                      int steps, StorePart store_part, LookAhead look_ahead) {
+                                                      int steps, StorePart store_part, FetchNextTile fetch_next_tile) {
     Position<C> behind = at;
     for (int i = 0; i < steps; ++i) {
       wait(of, at);
@@ -184,17 +184,17 @@ struct GroupwiseMainloop {
       release(of, behind);
       behind.advance(C::kKGroups);
     }
-    if constexpr (C::kDefersStores) look_ahead();
+    if constexpr (C::kDefersStores) fetch_next_tile();
     await<0>(sums);
     release(of, behind);
   }
 
   // One product at a time, promoted while other warpgroups multiply. The loop is unrolled so that ptxas polls the next
   // full barrier before the promotion and hides its latency; one step in four stores a part of the previous tile.
-  template <class StorePart, class LookAhead, class Fill>
+  template <class StorePart, class FetchNextTile, class Fill>
   static __device__ __forceinline__ void sum_serial(float (&sums)[C::kRounds][kSums], StageAddresses const& of,
                                                     Position<C> at, int steps, int boundary, StorePart store_part,
-                                                    LookAhead look_ahead, Fill fill) {
+                                                    FetchNextTile fetch_next_tile, Fill fill) {
     float product[kSums];
     Factors factors;
     auto const run_step = [&](int step, auto beside_first, auto beside_last) {
@@ -227,7 +227,7 @@ struct GroupwiseMainloop {
       }
 #pragma unroll 1
       for (; step < steps - 1; ++step) run_step(step, nothing, store_part);
-      run_step(step, look_ahead, fill);
+      run_step(step, fetch_next_tile, fill);
     }
   }
 

@@ -43,12 +43,12 @@ class WeightScales {
 template <class C>
 struct TileProducer {
   GroupwiseParams const& params;
-  KRange<C> share;
+  KRange<C> k_range;
   SharedAddress full, empty, tokens, weights, scales;
 
   __device__ TileProducer(GroupwiseParams const& params_, typename C::Shared const& shared)
       : params(params_),
-        share(params_),
+        k_range(params_),
         full(warp_uniform(shared_address(shared.full()))),
         empty(warp_uniform(shared_address(shared.empty()))),
         tokens(warp_uniform(shared_address(shared.tokens(0)))),
@@ -67,19 +67,19 @@ struct TileProducer {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return;
-    KSteps const steps = share.of(tile);
+    KSteps const steps = k_range.of(tile);
     for (int i = 0; i < min(steps.depth, kEarlyBoxes); ++i) {
       tma_prefetch(params.weights.maps[0], (steps.first + i) * kGroupDepth, tile.first_column);
     }
   }
 
   // Issues the weights of the first K steps, which constant_b guarantees that no running kernel writes; returns their
-  // number. Called by a whole warp, like `run` and `run_apart`.
+  // number. Called by a whole warp, like `run` and `run_separate`.
   __device__ int issue_early(int producer) const {
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     GroupwiseTile tile;
     if (!scheduler.next(tile)) return 0;
-    KSteps const steps = share.of(tile);
+    KSteps const steps = k_range.of(tile);
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
     int const expected =
@@ -109,13 +109,14 @@ struct TileProducer {
     Position<C> state(producer);
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
-      KSteps const steps = share.of(tile);
-      int const weight_row = known(tile.expert * params.p.n + tile.first_column), token_row = known(tile.first_row);
-      bool const last_row = known(tile.first_row + C::kM > tile.end_row);
-      bool const last_column = known(tile.first_column + C::kN > params.p.n);
-      bool const halves_tokens = C::kMulticast && known(tile.is_multicast) && !last_row;
+      KSteps const steps = k_range.of(tile);
+      int const weight_row = to_uniform(tile.expert * params.p.n + tile.first_column),
+                token_row = to_uniform(tile.first_row);
+      bool const last_row = to_uniform(tile.first_row + C::kM > tile.end_row);
+      bool const last_column = to_uniform(tile.first_column + C::kN > params.p.n);
+      bool const halves_tokens = C::kMulticast && to_uniform(tile.is_multicast) && !last_row;
       CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
-      int const expected = known(bytes_of(last_row, last_column));
+      int const expected = to_uniform(bytes_of(last_row, last_column));
       WeightScales<C> const of_columns(params.p, tile);
       auto const issue = [&](int i) {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
@@ -127,7 +128,7 @@ struct TileProducer {
         if (elect_one()) {
           if (!has_weights && !C::kProducerMayLoadScales) mbarrier_expect_tx(barrier, expected);
           if (halves_tokens) {
-            copy_half_to_both(to_tokens, half, column, token_row, barrier);
+            load_half_multicast(to_tokens, half, column, token_row, barrier);
           } else {
             tma_load(to_tokens, token_map, column, token_row, barrier);
           }
@@ -160,12 +161,12 @@ struct TileProducer {
     }
   }
 
-  // Loads a tile coordinate into a uniform register; only for paired CTAs, as the first copies wait for it.
-  static __device__ int known(int value) { return C::kMulticast ? warp_uniform(value) : value; }
+  // Moves a tile coordinate to a uniform register; with multicast only, as the first copies wait for it.
+  static __device__ int to_uniform(int value) { return C::kMulticast ? warp_uniform(value) : value; }
 
-  // This CTA's half of the tokens, multicast to both.
-  __device__ void copy_half_to_both(SharedAddress to, int half, int column, int first_row,
-                                    SharedAddress barrier) const {
+  // Loads this CTA's half of the tokens into both CTAs.
+  __device__ void load_half_multicast(SharedAddress to, int half, int column, int first_row,
+                                      SharedAddress barrier) const {
     int const first = half * (C::kM / 2);
     tma_load_multicast(to + first * kGroupDepth, params.half, column, first_row + first, barrier);
   }
@@ -182,7 +183,7 @@ struct TileProducer {
         behind(producer);  // this step's stage, and the step that must release it
     GroupwiseScheduler<C> scheduler(params.p, params.tiles);
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
-      KSteps const steps = share.of(tile);
+      KSteps const steps = k_range.of(tile);
       int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
       bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
       CUtensorMap const& map = from.maps[is_last];

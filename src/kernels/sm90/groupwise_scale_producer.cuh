@@ -17,7 +17,7 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
   Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
-    KSteps const steps = of.share.of(tile);
+    KSteps const steps = of.k_range.of(tile);
     int const row = tile.first_column / kGroupDepth;  // there is one expert
 #pragma unroll 1
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
@@ -38,11 +38,11 @@ __device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
 // Warps that load scales of any layout, four bytes at a time (cp.async). `own` is the thread's first row. Spread over
 // the schedulers, as they compete with consumer warps.
 template <class C>
-__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, KRange<C> const& share,
+__device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, KRange<C> const& k_range,
                             int producer, int own) {
   constexpr int kTogether = 32 * C::kScaleWarps;
-  constexpr int kTokenTurns = (C::kM + kTogether - 1) / kTogether;
-  constexpr int kWeightTurns = (C::kWeightScales + kTogether - 1) / kTogether;
+  constexpr int kTokenIterations = (C::kM + kTogether - 1) / kTogether;
+  constexpr int kWeightIterations = (C::kWeightScales + kTogether - 1) / kTogether;
   auto const& p = params.p;
   int const own_weight = kTogether - 1 - own;  // the warp with fewer rows begins
   SharedAddress const full = in_register(shared_address(shared.full())),
@@ -53,15 +53,15 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
   Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
-    KSteps const steps = share.of(tile);
-    unsigned token[kTokenTurns], weight[kWeightTurns];  // offsets
+    KSteps const steps = k_range.of(tile);
+    unsigned token[kTokenIterations], weight[kWeightIterations];  // offsets
 #pragma unroll
-    for (int t = 0; t < kTokenTurns; ++t) {
+    for (int t = 0; t < kTokenIterations; ++t) {
       int const row = max(0, min(tile.first_row + own + kTogether * t, tile.end_row - 1));
       token[t] = (row >> p.scale_a.shift) * p.scale_a.stride_row;
     }
 #pragma unroll
-    for (int t = 0; t < kWeightTurns; ++t) {
+    for (int t = 0; t < kWeightIterations; ++t) {
       int const index = own_weight + kTogether * t, offset = C::kColumnScales ? index : index * (C::kN - 1);
       int const column = min(tile.first_column + offset, p.n - 1);
       weight[t] = tile.expert * p.scale_b_expert + (column >> p.scale_b.shift) * p.scale_b.stride_row;
@@ -71,12 +71,12 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
       SharedAddress const stage = state.stage * (C::kStageScales * 4);
 #pragma unroll
-      for (int t = 0; t < kTokenTurns; ++t) {
+      for (int t = 0; t < kTokenIterations; ++t) {
         if (own + kTogether * t >= C::kM) continue;
         cp_async4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
       }
 #pragma unroll
-      for (int t = 0; t < kWeightTurns; ++t) {
+      for (int t = 0; t < kWeightIterations; ++t) {
         if (own_weight + kTogether * t >= C::kWeightScales) continue;
         cp_async4(weights + stage + 4 * kTogether * t, p.scale_b.ptr + (weight[t] + step * p.scale_b.stride_k));
       }

@@ -111,9 +111,9 @@ class RowExchange {
   }
 
   __device__ __forceinline__ void send(Sum const (&sums)[C::kRowSums]) const {
-    int const there = rank_ ^ 1;
-    SharedAddress const barrier = dsmem_address(barrier_, there);
-    SharedAddress const own = dsmem_address(own_, there), other = dsmem_address(other_, there);
+    int const peer = rank_ ^ 1;
+    SharedAddress const barrier = dsmem_address(barrier_, peer);
+    SharedAddress const own = dsmem_address(own_, peer), other = dsmem_address(other_, peer);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       Sum const* const four = sums + 4 * i;

@@ -101,10 +101,10 @@ class GroupwiseStore {
       if constexpr (C::kSplitsLastWave) {
         if (exchange.sends()) {
 #pragma unroll
-          for (int j = 0; j < Epilogue::kEights; ++j) {
-            if (!Epilogue::is_there(chunk, j)) continue;
-            int const first = Epilogue::kTogether * (chunk * Epilogue::kEights + j);
-            exchange.template send<Epilogue::kTogether>(sums[round] + first, first);
+          for (int j = 0; j < Epilogue::kColumnGroups; ++j) {
+            if (!Epilogue::in_tile(chunk, j)) continue;
+            int const first = Epilogue::kGroupSums * (chunk * Epilogue::kColumnGroups + j);
+            exchange.template send<Epilogue::kGroupSums>(sums[round] + first, first);
           }
           continue;
         }

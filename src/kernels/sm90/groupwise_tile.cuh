@@ -68,11 +68,11 @@ struct Groupwise {
   static constexpr int kThreads = 128 * (kConsumerGroups + 1);
   // Register reallocation from producer to consumer warpgroups, if those need more than an equal share. A CTA only has
   // what it was launched with: asking for more deadlocks.
-  static constexpr bool kMovesRegisters = kConsumerGroups > 1;
-  static constexpr bool kWantsRegisters = kConsumerGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
+  static constexpr bool kReallocatesRegisters = kConsumerGroups > 1;
+  static constexpr bool kNeedsRegisters = kConsumerGroups == 3 || kN > 160 || kN == 128 || kRounds > 1;
   static constexpr int kAllRegisters =
       65536 / kThreads / 8 * 8 * (kConsumerGroups + 1);  // per thread of each warpgroup
-  static constexpr int kProducerRegisters = kWantsRegisters ? 40 : 72;
+  static constexpr int kProducerRegisters = kNeedsRegisters ? 40 : 72;
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumerGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));

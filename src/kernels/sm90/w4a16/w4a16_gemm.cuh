@@ -25,8 +25,8 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   static constexpr int kConsumerThreads = kConsumerWarpgroups * kWarpgroupThreads;
   // One producer warp; or a whole producer warpgroup if registers are to be reallocated, which costs 300 cycles at
   // start. A single consumer warpgroup already has as many registers as an instruction can address.
-  static constexpr bool kSharesRegisters = kConsumerWarpgroups > 1;
-  static constexpr int kCopyThreads = kSharesRegisters ? kWarpgroupThreads : 32,
+  static constexpr bool kReallocatesRegisters = kConsumerWarpgroups > 1;
+  static constexpr int kCopyThreads = kReallocatesRegisters ? kWarpgroupThreads : 32,
                        kThreads = kConsumerThreads + kCopyThreads;
   // The producer keeps at least 32 registers if that costs the consumers none.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8;
@@ -94,7 +94,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   wait_for_start<C>();
   if (!C::kReducesInStages && shares) cluster_arrive();
   pdl_trigger();
-  if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+  if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
   multiply_tiles<C>(params, shared, stages, group, warp);
 }
 

@@ -34,7 +34,7 @@ struct TokenBoxes {
   int whole, last;
 
   static TokenBoxes of(int tokens, int tile) {
-    auto const box = [](int there) { return (there + kEight - 1) / kEight * kEight; };
+    auto const box = [](int count) { return (count + kEight - 1) / kEight * kEight; };
     int const rest = tokens % tile;
     return {std::min(tile, box(tokens)), rest == 0 ? tile : box(rest)};
   }

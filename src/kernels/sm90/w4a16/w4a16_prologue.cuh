@@ -47,7 +47,7 @@ template <class C>
 __device__ __forceinline__ void finish_prologue(bool is_split) {
   if (!C::kReducesInStages && is_split) cluster_arrive();
   pdl_trigger();
-  if constexpr (C::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
+  if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
 }
 
 // All CTAs start together and memory idles until the first load, so weights are issued first. The elected lane's

@@ -98,10 +98,10 @@ __global__ __launch_bounds__(T::kThreads,
   __syncthreads();
   pdl_trigger();
   if (copies) {
-    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
+    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
     fill_stages<T>(params, shared, warp);
   } else {
-    if constexpr (T::kSharesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
+    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
     multiply_tiles<T>(params, shared, group);
   }
 }

@@ -27,10 +27,10 @@ struct BlockwiseSm90Tile {
   // Above 64 tokens a consumer thread needs more registers than an equal share of the CTA's 384 threads gives, so they
   // are reallocated; asking for more than the CTA was launched with deadlocks. With fewer tokens neither that nor
   // ping-pong (see BlockwiseSm90Mainloop) pays.
-  static constexpr bool kIsNarrow = kTokens <= 64, kSharesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
+  static constexpr bool kIsNarrow = kTokens <= 64, kReallocatesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
   static constexpr int kCopyWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kCopyWarps * 32;
   static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 168;
-  static_assert(!kSharesRegisters ||
+  static_assert(!kReallocatesRegisters ||
                 (kCopyRegisters + kGroups * kProductRegisters) * kGroupThreads <= kFirstRegisters * kThreads);
   static constexpr int kFullArrivals = 2, kEmptyArrivals = kGroups * kGroupThreads / 32;
 
