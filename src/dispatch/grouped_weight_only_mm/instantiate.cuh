@@ -42,7 +42,7 @@ void launch_grouped(Problem const& p, int tiles, int split, int device, Stream s
   static_assert(S::kRows == kTileRows);
   static PerDevice prepared;
   wo::StageLayout const layout = wo::StageLayout::of(p.product.weight, S::kPanels, F::kGroups);
-  int const shared_bytes = kLocatedBytes + std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
+  int const shared_bytes = kExpertWorkBytes + std::max(S::kStages * S::stage_bytes(layout), S::kSumBytes);
   dim3 const grid(static_cast<unsigned>(tiles) * static_cast<unsigned>(ceil_div(p.product.weight.n, S::kRows)), split);
   wo::launch_kernel(grouped_kernel<S, T>, prepared, kLaunching, p, layout, grid, S::kThreads, shared_bytes, device,
                     stream);

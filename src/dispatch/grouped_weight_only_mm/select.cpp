@@ -52,8 +52,8 @@ int stage_bytes(Weight const& w, Format format, int tokens) {
 
 bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
   int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
-  constexpr int kLocated = 256;  // beside the stages, at most
-  return kLocated + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
+  constexpr int kExpertWork = 256;  // beside the stages, at most
+  return kExpertWork + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
 }
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }

@@ -27,7 +27,7 @@ bool has_wgmma(Problem const& problem, DType x, Format format, Target const& tar
 // Rows of one FP4 matrix from which it is the kernel; and from which, without it, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
-// Of one matrix of FP4 weights a GEMV for few tokens and WGMMA for many, unless sums are to be batch invariant.
+// Of one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless sums are to be batch invariant.
 // Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // A tile that is given. Throws InvalidArgument where there is no such kernel, or it does not fit.

@@ -28,7 +28,7 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 // the fastest choice for small M.
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
-// Few tokens are bound by memory, which larger tiles do not read faster.
+// Small M is bound by memory, which larger tiles do not read faster.
 bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
   constexpr int kDecodeTokens = 64;
   return rows_of_expert(p) > kDecodeTokens || tile.config.tokens() <= kDecodeTokens;

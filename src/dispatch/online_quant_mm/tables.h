@@ -24,7 +24,7 @@ inline constexpr int kAny = INT_MAX;
 
 // SM80: warp tile (tokens, weight rows), warps along each, K groups, stages. Not tuned on SM80.
 inline constexpr std::array kTiles{
-    BlockwiseConfig{16, 16, 1, 1, 4, 4},  // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 16, 1, 1, 4, 4},  // 0: small M: warps stream weights on their own
     BlockwiseConfig{16, 32, 1, 1, 4, 4},  // 1
     BlockwiseConfig{32, 32, 1, 1, 4, 3},  // 2
     BlockwiseConfig{32, 32, 2, 1, 2, 4},  // 3
@@ -41,7 +41,7 @@ inline constexpr std::array kRules{
 
 // SM75: one stage in shared memory (sm75/w4a8_mainloop.cuh). Not tuned on SM75.
 inline constexpr std::array kSm75Tiles{
-    BlockwiseConfig{16, 16, 1, 1, 4, 1},  // 0: few tokens: warps stream weights on their own
+    BlockwiseConfig{16, 16, 1, 1, 4, 1},  // 0: small M: warps stream weights on their own
     BlockwiseConfig{16, 32, 1, 1, 4, 1},  // 1
     BlockwiseConfig{32, 32, 1, 1, 4, 1},  // 2
     BlockwiseConfig{32, 32, 2, 1, 2, 1},  // 3

@@ -54,7 +54,7 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
 // partial sums commute, so K may be split in two, too; in which order more are added depends on the tokens of a tile.
 bool keeps_order(WgmmaConfig const& c) { return c.k_groups == 2 && !c.rounds; }
 
-// The fastest such row, split as is best for few tokens.
+// The fastest such row, split as is best for small M.
 Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
   constexpr int kMostSplit = 2;
   int const few = kWgmmaRows.front().tokens;

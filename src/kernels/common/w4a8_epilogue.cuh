@@ -9,16 +9,16 @@ namespace epiloq::gemm {
 
 // kPadding puts the rows of the accumulator fragments in different banks.
 template <int kTileM, int kTileN, int kKGroups, int kThreads, int kPadding>
-struct BlockwiseFinish {
+struct BlockwiseEpilogue {
   static constexpr int kPitch = kTileN + kPadding;
   static constexpr int kVector = 8;  // columns per thread
   static constexpr int kSharedBytes = kKGroups * kTileM * kPitch * 4;
 
-  static __device__ void keep(float* sums, int k_group, int row, int column, float2 pair) {
+  static __device__ void write(float* sums, int k_group, int row, int column, float2 pair) {
     *reinterpret_cast<float2*>(sums + (k_group * kTileM + row) * kPitch + column) = pair;
   }
 
-  static __device__ void add_up(float const* sums, int row, int column, float (&x)[kVector]) {
+  static __device__ void reduce(float const* sums, int row, int column, float (&x)[kVector]) {
 #pragma unroll
     for (int k_group = 0; k_group < kKGroups; ++k_group) {
       auto const* const from = reinterpret_cast<float4 const*>(sums + (k_group * kTileM + row) * kPitch + column);
@@ -42,7 +42,7 @@ struct BlockwiseFinish {
       int const m = first_m + row, n = first_n + column;
       if (m >= p.m || n >= p.n) continue;
       float x[kVector];
-      add_up(sums, row, column, x);
+      reduce(sums, row, column, x);
       alignas(16) T result[kVector];
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {

@@ -40,9 +40,9 @@ struct BlockwiseSm75 {
                  : "memory");
   }
 
-  // The registers of a thread's share of an operand's next stage.
+  // A thread's chunks of an operand's next stage, in registers.
   template <class Operand>
-  struct Held {
+  struct NextStage {
     uint4 values[Operand::kValues], parameters[Operand::kParameters];
 
     __device__ __forceinline__ void load(Operand const& from, int step, int thread) {
@@ -73,8 +73,8 @@ struct BlockwiseSm75 {
     static_assert(K::kStages == 1);
     typename K::Work const work;
     SharedAddress const stages;
-    Held<typename K::A> a;
-    Held<typename K::B> b;
+    NextStage<typename K::A> a;
+    NextStage<typename K::B> b;
 
     __device__ __forceinline__ Pipeline(typename K::Work const& work_, unsigned char* stages_)
         : work(work_), stages(shared_address(stages_)) {

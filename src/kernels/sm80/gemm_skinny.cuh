@@ -1,6 +1,6 @@
 #pragma once
 
-// Skinny int8 GEMM for few tokens, bound by reading the weights once.
+// Skinny int8 GEMM for small M, bound by reading the weights once.
 //
 // A CTA owns 16 * panels weight rows and every token. Its warps split K in steps of 64 bytes and stream weights
 // straight into mma.sync fragments: a dot product does not depend on the order of K, so each thread takes 16

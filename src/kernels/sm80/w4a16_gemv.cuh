@@ -1,8 +1,8 @@
 #pragma once
 
-// W4A16/W8A16 GEMV for at most 8 tokens, bound by reading the weight once. The warps of a CTA share its rows and take K
-// steps in turn, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads are
-// in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
+// W4A16/W8A16 GEMV for at most 8 tokens, bound by reading the weight once. The warps of a CTA share its rows and
+// alternate K steps, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads
+// are in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
@@ -100,7 +100,7 @@ struct Gemv {
 
 // sums: [kWarps][kTokens][kSumStride] in shared memory, complete.
 template <class T, class S>
-__device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& share) {
+__device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& reduction) {
   int const elements = p.m * S::kRows;
   auto const sum_at = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
   __syncthreads();
@@ -109,29 +109,29 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
     float sum = 0.f;
 #pragma unroll
     for (int warp = 0; warp < S::kWarps; ++warp) sum += at[warp * S::kWarpSums];
-    if (share.split > 1) {
+    if (reduction.split > 1) {
       *at = sum;
     } else {
       store<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
     }
   }
-  if (share.split == 1) return;
+  if (reduction.split == 1) return;
   __syncthreads();
   // A lane has four rows of a token.
   int const subtiles = gemv_subtiles(p.m, S::kRows), lane = threadIdx.x % 32;
   auto const for_subtiles = [&](auto const& act) {
     for (int i = threadIdx.x / 32; i < subtiles; i += S::kWarps) {
-      act(Subtile::of(i, share.split), min(i * kSubtileElements + lane * 4, S::kTokens * S::kRows - 4));
+      act(Subtile::of(i, reduction.split), min(i * kSubtileElements + lane * 4, S::kTokens * S::kRows - 4));
     }
   };
   for_subtiles([&](Subtile const& subtile, int i) {
-    if (!share.is_own(subtile)) share.send_partial(subtile, *reinterpret_cast<float4 const*>(sum_at(i)));
+    if (!reduction.is_own(subtile)) reduction.send_partial(subtile, *reinterpret_cast<float4 const*>(sum_at(i)));
   });
-  wait_dsmem_barrier(share.barrier);
+  wait_dsmem_barrier(reduction.barrier);
   for_subtiles([&](Subtile const& subtile, int i) {
-    if (!share.is_own(subtile)) return;
+    if (!reduction.is_own(subtile)) return;
     float4 sum = *reinterpret_cast<float4 const*>(sum_at(i));
-    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
+    for (int distance = 1; distance < reduction.split; ++distance) sum = sum + reduction.received(subtile, distance);
     if (i < elements) store_rows<T>(p, i / S::kRows, first_row + i % S::kRows, sum);
   });
 }
@@ -157,9 +157,9 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
     return first_step + (step < steps ? step : step - steps);
   };
 
-  SubtileReduction const share(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
+  SubtileReduction const reduction(rank, split, shared_address(memory), shared_address(memory) + kReceivedBarrierBytes);
   if (split > 1) {
-    if (threadIdx.x == 0) share.expect(gemv_subtiles(p.m, S::kRows));
+    if (threadIdx.x == 0) reduction.expect(gemv_subtiles(p.m, S::kRows));
     __syncthreads();
     cluster_arrive();
   }
@@ -203,7 +203,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   __syncthreads();  // the sums replace the pipelines
   auto* const all_sums = reinterpret_cast<float*>(shared);
   Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums, pipeline);
-  finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, share);
+  finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, reduction);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

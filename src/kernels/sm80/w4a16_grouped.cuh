@@ -1,8 +1,8 @@
 #pragma once
 
 // Weight-only GEMM for a mixture of experts (grouped_packed_mm, packed_fp4_mm) with mma.sync: the W4A16 GEMM, with a
-// search for each CTA's expert. blockIdx.x enumerates the weight-row tiles of one token tile after the other.
-// Superfluous CTAs, which have no tile, come last, so that the others spread evenly over the SMs. blockIdx.y is the
+// search for each CTA's expert. blockIdx.x enumerates the weight-row tiles of one token tile after the other. CTAs
+// without a tile come last, so that the others spread evenly over the SMs. blockIdx.y is the
 // slice of K.
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
@@ -57,29 +57,29 @@ __device__ __forceinline__ Tile find_tile(Problem const& p, int tile) {
 // The product of one expert.
 template <class T>
 __device__ __forceinline__ wo::Problem product_of(Problem const& p, Tile const& tile, int scale_bytes) {
-  wo::Problem one = p.product;
-  wo::Weight& w = one.weight;
+  wo::Problem product = p.product;
+  wo::Weight& w = product.weight;
   std::int64_t const expert = tile.expert, panels = (w.n + wo::kPanelRows - 1) / wo::kPanelRows;
   std::int64_t const parameters = expert * panels * w.groups * wo::kPanelRows;
   w.q += expert * panels * wo::kPanelRows * w.padded_k * w.bits / 8;
   w.scale = static_cast<std::uint8_t const*>(w.scale) + parameters * scale_bytes;
   if (w.zero != nullptr) w.zero += parameters;
-  std::int64_t const x = p.masked ? expert * p.stride_x_expert : tile.begin * one.stride_x;
-  std::int64_t const out = p.masked ? expert * p.stride_out_expert : tile.begin * one.stride_out;
-  one.m = tile.end - tile.begin;
-  one.x = static_cast<T const*>(one.x) + x;
-  one.out = static_cast<T*>(one.out) + out;
-  if (one.bias != nullptr) one.bias = static_cast<T const*>(one.bias) + expert * w.n;
-  return one;
+  std::int64_t const x = p.masked ? expert * p.stride_x_expert : tile.begin * product.stride_x;
+  std::int64_t const out = p.masked ? expert * p.stride_out_expert : tile.begin * product.stride_out;
+  product.m = tile.end - tile.begin;
+  product.x = static_cast<T const*>(product.x) + x;
+  product.out = static_cast<T*>(product.out) + out;
+  if (product.bias != nullptr) product.bias = static_cast<T const*>(product.bias) + expert * w.n;
+  return product;
 }
 
-// What a CTA multiplies, in front of its stages: registers are for sums.
-struct Located {
-  wo::Problem one;
+// What a CTA multiplies; in shared memory before the stages, as registers are for sums.
+struct ExpertWork {
+  wo::Problem product;
   Tile tile;
 };
-inline constexpr int kLocatedBytes = wo::whole_lines(sizeof(Located));
-static_assert(kLocatedBytes <= 256);
+inline constexpr int kExpertWorkBytes = wo::whole_lines(sizeof(ExpertWork));
+static_assert(kExpertWorkBytes <= 256);
 
 struct ExpertTile {
   Tile const& tile;
@@ -96,23 +96,23 @@ __global__ __launch_bounds__(S::kThreads,
                              S::kBlocks) void grouped_kernel(__grid_constant__ Problem const p,
                                                              __grid_constant__ wo::StageLayout const layout) {
   extern __shared__ __align__(wo::kSharedLine) std::uint8_t shared[];
-  auto& located = *reinterpret_cast<Located*>(shared);
+  auto& work = *reinterpret_cast<ExpertWork*>(shared);
   int const row_tiles = (p.product.weight.n + S::kRows - 1) / S::kRows;
   if (p.counts != nullptr) pdl_wait();
   if (threadIdx.x < 32) {
     int const index = blockIdx.x / row_tiles;
     Tile const found =
         p.counts != nullptr ? find_tile<S::kTokens>(p, index) : Tile{0, 0, p.product.m, index * S::kTokens};
-    if (threadIdx.x == 0) located = {product_of<T>(p, found, layout.scale_bytes), found};
+    if (threadIdx.x == 0) work = {product_of<T>(p, found, layout.scale_bytes), found};
   }
   __syncthreads();
-  if (located.tile.first >= located.one.m) {
+  if (work.tile.first >= work.product.m) {
     pdl_trigger();
     return;
   }
-  auto const make_tokens = [&](int token, int) { return typename S::Tokens(located.one, token); };
-  wo::multiply_tile<S, T>(located.one, layout, shared + kLocatedBytes, make_tokens,
-                          ExpertTile{located.tile, p.factor, row_tiles});
+  auto const make_tokens = [&](int token, int) { return typename S::Tokens(work.product, token); };
+  wo::multiply_tile<S, T>(work.product, layout, shared + kExpertWorkBytes, make_tokens,
+                          ExpertTile{work.tile, p.factor, row_tiles});
 }
 
 }  // namespace epiloq::ops::grouped_weight_only_mm

@@ -5,8 +5,8 @@
 // sm75/w4a8_mainloop.cuh and sm80/w4a8_mainloop.cuh.
 //
 // A CTA owns a tile of D. Its groups of warps split K: each has its own pipeline of K steps of 128, and at the end
-// their sums are reduced in shared memory in a fixed order. For few tokens a K group is one warp and needs no barrier;
-// for many there is one K group.
+// their sums are reduced in shared memory in a fixed order. At small M a K group is one warp and needs no barrier;
+// at large M there is one K group.
 //
 // Integers become floats for free: an int32 sum starts at the bits of 1.5 * 2^23 instead of 0, and as its magnitude
 // stays below 2^22 its bits are then those of the float 1.5 * 2^23 + sum. fma(., s, -1.5 * 2^23 s) yields s * sum with
@@ -37,7 +37,7 @@ __device__ __forceinline__ float round_to_22_bits(float x) {
 
 // Integers rather than a BlockwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__
 // template.
-template <class Machine, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kKGroups_, int kStages_, int kGroup,
+template <class Mainloop, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kKGroups_, int kStages_, int kGroup,
           int kBits>
 struct Blockwise {
   static constexpr int kStep = kBlockwiseStep;
@@ -62,8 +62,8 @@ struct Blockwise {
   static constexpr int kSharedBytes =
       BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kKGroups, kStages}.shared_bytes(kGroup, kBits);
 
-  using Finish = BlockwiseFinish<kTileM, kTileN, kKGroups, kThreads, 8>;
-  static_assert(kKGroups * kStages * kStageBytes <= kSharedBytes && Finish::kSharedBytes <= kSharedBytes);
+  using Epilogue = BlockwiseEpilogue<kTileM, kTileN, kKGroups, kThreads, 8>;
+  static_assert(kKGroups * kStages * kStageBytes <= kSharedBytes && Epilogue::kSharedBytes <= kSharedBytes);
 
   using Sums = float[kRows][kColumns][4];
 
@@ -153,7 +153,7 @@ struct Blockwise {
         for (int r = 0; r < kRows; ++r) {
           int product[4] = {kFloatBits, kFloatBits, kFloatBits, kFloatBits};
 #pragma unroll
-          for (int d = 0; d < kDepth; ++d) Machine::multiply(product, a[d][r], b[d][c].x);
+          for (int d = 0; d < kDepth; ++d) Mainloop::multiply(product, a[d][r], b[d][c].x);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             RowParameters const& row = of_row[r][i / 2];
@@ -205,7 +205,7 @@ struct Blockwise {
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
     unsigned char* const stages = shared + k_group * kStages * kStageBytes;
     int const steps = (p.k / kStep - k_group + kKGroups - 1) / kKGroups;
-    typename Machine::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, stages);
+    typename Mainloop::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, stages);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
     Sums sums = {};
@@ -228,13 +228,13 @@ struct Blockwise {
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          Finish::keep(all_sums, k_group, first_row + 16 * r + 8 * h + lane / 4, first_column + 8 * j + 2 * (lane % 4),
-                       {sums[r][j][2 * h], sums[r][j][2 * h + 1]});
+          Epilogue::write(all_sums, k_group, first_row + 16 * r + 8 * h + lane / 4,
+                          first_column + 8 * j + 2 * (lane % 4), {sums[r][j][2 * h], sums[r][j][2 * h + 1]});
         }
       }
     }
     __syncthreads();
-    Finish::store(p, all_sums, first_m, first_n);
+    Epilogue::store(p, all_sums, first_m, first_n);
   }
 };
 
@@ -246,9 +246,9 @@ __global__ __launch_bounds__(K::kThreads,
   K::run(p, shared);
 }
 
-template <class Machine, BlockwiseConfig kConfig, int kGroup, int kBits>
+template <class Mainloop, BlockwiseConfig kConfig, int kGroup, int kBits>
 struct BlockwiseGemm {
-  using K = Blockwise<Machine, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.k_groups,
+  using K = Blockwise<Mainloop, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.k_groups,
                       kConfig.stages, kGroup, kBits>;
 
   static void launch(BlockwiseProblem const& p, int device, Stream stream) {

@@ -24,7 +24,7 @@ struct ImageParams : wo::TileParams {
 struct ImageTokens {
   using Params = ImageParams;
   static constexpr int kBytes = 2;
-  static constexpr int kCopyRegisters = 40;
+  static constexpr int kProducerRegisters = 40;
 
   Params const& params;
   CUtensorMap const& map;

@@ -201,12 +201,12 @@ void subtiles_have_one_owner_and_slots_apart() {
 // A wgmma tile's pieces are numbered once each, and a block finishes as many of each warp's, or one more.
 void warps_finish_as_many_subtiles() {
   for (int k_groups = 1; k_groups <= 3; ++k_groups) {
-    for (int eights : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) {
+    for (int token_groups : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) {
       std::set<int> all;
       for (int panel = 0; panel < 16; ++panel) {
         for (int k_group = 0; k_group < k_groups; ++k_group) {
-          int const first = wo::first_subtile(panel, k_group, eights, k_groups),
-                    own = (eights - k_group + k_groups - 1) / k_groups;
+          int const first = wo::first_subtile(panel, k_group, token_groups, k_groups),
+                    own = (token_groups - k_group + k_groups - 1) / k_groups;
           for (int i = 0; i < own; ++i) CHECK(all.insert(first + i).second);
           for (int split = 2; split <= epiloq::kMaxCluster; ++split) {
             std::array<int, epiloq::kMaxCluster> finished{};
@@ -215,7 +215,7 @@ void warps_finish_as_many_subtiles() {
           }
         }
       }
-      CHECK(static_cast<int>(all.size()) == 16 * eights && *all.rbegin() == 16 * eights - 1);
+      CHECK(static_cast<int>(all.size()) == 16 * token_groups && *all.rbegin() == 16 * token_groups - 1);
     }
   }
 }

@@ -32,8 +32,8 @@ struct TiledConfig {
 };
 
 // SM90 decode kernel with TMA, for small M: one pipeline of K steps, tokens included, shared by all warps of a CTA.
-// `m_groups` warps multiply `panels` panels of 16 weight rows each by all tokens, and `k_groups` such sets take K steps
-// in turn. Warps do not wait for each other, unlike wgmma's. `blocks` is the number of resident CTAs per SM.
+// `m_groups` warps multiply `panels` panels of 16 weight rows each by all tokens, and `k_groups` such sets alternate K
+// steps. Warps do not wait for each other, unlike wgmma's. `blocks` is the number of resident CTAs per SM.
 struct DecodeConfig {
   int m_groups, k_groups, panels, tokens, blocks;
 
@@ -42,7 +42,7 @@ struct DecodeConfig {
 };
 
 // SM90 WGMMA GEMM: `m_groups` warpgroups of `blocks` x 64 weight rows each, by `tokens` tokens; `k_groups` such sets
-// take K steps in turn. Tiles are tall because each reads all tokens from L2, whose bandwidth is the limit; so there
+// alternate K steps. Tiles are tall because each reads all tokens from L2, whose bandwidth is the limit; so there
 // are few tiles, and K is split. With `rounds` a weight is rounded to the tokens' type together with its scale, as for
 // a dense product, and the tensor cores accumulate over all of K.
 struct WgmmaConfig {

@@ -13,7 +13,7 @@
 namespace epiloq::ops::weight_only_mm {
 
 // Loads a float of another CTA's shared memory, at the offset it has in this CTA's.
-__device__ __forceinline__ float read_from(float const* shared, int rank) {
+__device__ __forceinline__ float load_dsmem_float(float const* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   float value;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_rows(Problem const& p, int token, int row,
   }
 }
 
-// sums: [kTokens][kRows + 4] in shared memory, complete for this CTA. In a cluster each CTA finishes a share of the
+// sums: [kTokens][kRows + 4] in shared memory, complete for this CTA. In a cluster each CTA stores some of the
 // elements.
 template <class T, int kRows, int kTokens>
 __device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
@@ -76,7 +76,7 @@ __device__ void finish(Problem const& p, float const* sums, int first_row, int f
   cluster_sync();
   for_each(rank * threads + threadIdx.x, split * threads, [&](float const* at) {
     float sum = 0.f;
-    for (int other = 0; other < split; ++other) sum += read_from(at, other);
+    for (int other = 0; other < split; ++other) sum += load_dsmem_float(at, other);
     return sum;
   });
   cluster_sync();  // other CTAs may still read this CTA's sums
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_at_once(void* to, uint2 const& value) {
                : "memory");
 }
 
-// Writes accumulators of 16 weight rows by 8 tokens to D without a detour through shared memory. A lane holds rows g
+// Writes accumulators of 16 weight rows by 8 tokens to D without staging them in shared memory. A lane holds rows g
 // and g + 8 of tokens 2 t and 2 t + 1; after a transposition rows 2 t and 2 t + 1 of token g, and of the next eight
 // rows; after an exchange with its neighbours rows 4 t to 4 t + 3, so that each token's 16 rows are one 32-byte write.
 template <class T>
@@ -96,14 +96,14 @@ struct DirectRows {
   Problem const& p;
   int first_row, t;
   float bias[2];
-  bool are_whole;  // all rows exist, and groups of four start on 8 bytes
+  bool is_full;  // all rows exist, and groups of four start on 8 bytes
 
   __device__ __forceinline__ DirectRows(Problem const& p_, int first_row_)
       : p(p_),
         first_row(first_row_),
         t(threadIdx.x % 4),
-        are_whole(first_row + kPanelRows <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
-                  p_.stride_out % 4 == 0) {
+        is_full(first_row + kPanelRows <= p.weight.n && reinterpret_cast<std::uintptr_t>(p_.out) % 8 == 0 &&
+                p_.stride_out % 4 == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const row = first_row + 8 * half + threadIdx.x % 32 / 4;
@@ -125,8 +125,8 @@ struct DirectRows {
     unsigned const words[2] = {pair(0, sums, unit), pair(1, sums, unit)};
     int const token = first_token + threadIdx.x % 32 / 4;
     T* const to = static_cast<T*>(p.out) + token * p.stride_out + first_row;
-    if (are_whole) {
-      uint2 const four = traded(words);
+    if (is_full) {
+      uint2 const four = exchanged(words);
       if (token < p.m) store_at_once(to + 4 * t, four);
       return;
     }
@@ -144,7 +144,7 @@ struct DirectRows {
 
   // Lane t of four holds words t and 4 + t of eight and receives words 2 t and 2 t + 1, by two exchanges in which even
   // lanes send one half and odd lanes the other.
-  __device__ __forceinline__ uint2 traded(unsigned const (&words)[2]) const {
+  __device__ __forceinline__ uint2 exchanged(unsigned const (&words)[2]) const {
     bool const is_odd = t % 2 != 0, is_low = t < 2;
     int const even = t % 2 * 2;
     unsigned const a = __shfl_sync(~0u, is_odd ? words[1] : words[0], is_low ? even : even + 1, 4);

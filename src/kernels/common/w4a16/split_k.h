@@ -17,11 +17,11 @@ EPILOQ_HD constexpr int receive_slot(Subtile const& subtile, int distance, int s
 // Slots per CTA for partial sums from others.
 EPILOQ_HD constexpr int receive_slots(int subtiles, int split) { return (subtiles + split - 1) / split * (split - 1); }
 
-// Order of a WGMMA tile's subtiles: [panel][K group][eights of tokens of the K group]. A warp's subtiles are
+// Order of a WGMMA tile's subtiles: [panel][K group][8-token group of the K group]. A warp's subtiles are
 // consecutive, so that every warp owns some whatever the split.
-EPILOQ_HD constexpr int first_subtile(int panel, int k_group, int eights, int k_groups) {
-  int const longer = eights % k_groups;
-  return panel * eights + k_group * (eights / k_groups) + (k_group < longer ? k_group : longer);
+EPILOQ_HD constexpr int first_subtile(int panel, int k_group, int token_groups, int k_groups) {
+  int const longer = token_groups % k_groups;
+  return panel * token_groups + k_group * (token_groups / k_groups) + (k_group < longer ? k_group : longer);
 }
 
 // Subtiles of the GEMV kernel. With split-K a CTA's shared memory begins with a barrier and the receive slots.

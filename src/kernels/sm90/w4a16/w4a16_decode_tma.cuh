@@ -142,7 +142,7 @@ struct DecodeMainloop {
 
 // Reduces over K groups, four rows of a token per lane, and over the CTAs that split K.
 template <class C>
-__device__ __forceinline__ void finish_decode(TileParams const& params, SubtileReduction const& share, float* sums,
+__device__ __forceinline__ void finish_decode(TileParams const& params, SubtileReduction const& reduction, float* sums,
                                               int first_row) {
   int const elements = params.tokens * C::kRows, lane = threadIdx.x % 32;
   auto const sums_at = [&](int i) {
@@ -157,47 +157,48 @@ __device__ __forceinline__ void finish_decode(TileParams const& params, SubtileR
   auto const store = [&](int i, float4 const& sum) {
     if (i < elements) store_rows<typename C::T>(params.p, i / C::kRows, first_row + i % C::kRows, sum);
   };
-  if (share.split == 1) {
+  if (reduction.split == 1) {
     for (int i = threadIdx.x * 4; i < elements; i += C::kConsumerThreads * 4) store(i, sum_over_k_groups(i));
     return;
   }
   int const subtiles = gemv_subtiles(params.tokens, C::kRows);
   int const each = (subtiles + C::kWarps - 1) / C::kWarps, begin = threadIdx.x / 32 * each;
-  Subtile const first = Subtile::of(begin, share.split);
+  Subtile const first = Subtile::of(begin, reduction.split);
   auto const for_subtiles = [&](auto const& act) {  // consecutive subtiles; every CTA owns as many of each warp
     Subtile subtile = first;
     for (int i = begin, end = min(begin + each, subtiles); i < end; ++i) {
       act(subtile, i * kSubtileElements + lane * 4);
-      subtile = subtile.next(share.split);
+      subtile = subtile.next(reduction.split);
     }
   };
   for_subtiles([&](Subtile const& subtile, int i) {
     float4 const sum = sum_over_k_groups(i);
-    if (share.is_own(subtile)) {
+    if (reduction.is_own(subtile)) {
       *sums_at(i) = sum;
     } else {
-      share.send_partial(subtile, sum);
+      reduction.send_partial(subtile, sum);
     }
   });
-  wait_dsmem_barrier(share.barrier);
+  wait_dsmem_barrier(reduction.barrier);
   for_subtiles([&](Subtile const& subtile, int i) {
-    if (!share.is_own(subtile)) return;
+    if (!reduction.is_own(subtile)) return;
     float4 sum = *sums_at(i);
-    for (int distance = 1; distance < share.split; ++distance) sum = sum + share.received(subtile, distance);
+    for (int distance = 1; distance < reduction.split; ++distance) sum = sum + reduction.received(subtile, distance);
     store(i, sum);
   });
 }
 
 // The K steps of one K group.
 template <class C, bool kSameType, bool kHasZeros>
-__device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
-                                                  TileParams const& params, typename C::Shared const& shared,
-                                                  SharedAddress stages, int k_group, int steps) {
+__device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& mainloop,
+                                                  typename DecodeMainloop<C>::Sums& sums, TileParams const& params,
+                                                  typename C::Shared const& shared, SharedAddress stages, int k_group,
+                                                  int steps) {
   gemm::DynamicPipelineState state{k_group, 0};  // every K group has at least one stage
 #pragma unroll 1
   for (int step = k_group; step < steps; step += C::kKGroups) {
     gemm::mbarrier_wait(shared.full + state.stage * 8, state.phase);
-    math.template multiply<kSameType, kHasZeros>(sums, stages + state.stage * params.stage.bytes);
+    mainloop.template multiply<kSameType, kHasZeros>(sums, stages + state.stage * params.stage.bytes);
     __syncwarp();
     if (threadIdx.x % 32 == 0) gemm::mbarrier_arrive(shared.empty + state.stage * 8);
     state.advance(params.stages, C::kKGroups);
@@ -206,17 +207,18 @@ __device__ __forceinline__ void multiply_steps_of(DecodeMainloop<C> const& math,
 
 // One loop per kind of parameters: branches inside a single loop are slower.
 template <class C>
-__device__ __forceinline__ void multiply_steps(DecodeMainloop<C> const& math, typename DecodeMainloop<C>::Sums& sums,
-                                               TileParams const& params, typename C::Shared const& shared,
-                                               SharedAddress stages, int k_group, int steps) {
+__device__ __forceinline__ void multiply_steps(DecodeMainloop<C> const& mainloop,
+                                               typename DecodeMainloop<C>::Sums& sums, TileParams const& params,
+                                               typename C::Shared const& shared, SharedAddress stages, int k_group,
+                                               int steps) {
   Weight const& w = params.p.weight;
   bool const has_zeros = w.zero != nullptr;
   if (w.scale_dtype != DecodeMainloop<C>::kDType) {
-    if (has_zeros) return multiply_steps_of<C, false, true>(math, sums, params, shared, stages, k_group, steps);
-    return multiply_steps_of<C, false, false>(math, sums, params, shared, stages, k_group, steps);
+    if (has_zeros) return multiply_steps_of<C, false, true>(mainloop, sums, params, shared, stages, k_group, steps);
+    return multiply_steps_of<C, false, false>(mainloop, sums, params, shared, stages, k_group, steps);
   }
-  if (has_zeros) return multiply_steps_of<C, true, true>(math, sums, params, shared, stages, k_group, steps);
-  multiply_steps_of<C, true, false>(math, sums, params, shared, stages, k_group, steps);
+  if (has_zeros) return multiply_steps_of<C, true, true>(mainloop, sums, params, shared, stages, k_group, steps);
+  multiply_steps_of<C, true, false>(mainloop, sums, params, shared, stages, k_group, steps);
 }
 
 // One tile per CTA along x; the CTAs along y split its K.
@@ -228,27 +230,27 @@ __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__gri
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
   SharedAddress const first_stage = shared_address(stages);
   int const warp = warp_uniform(threadIdx.x / 32);
-  if (warp == C::kWarps) return start_and_copy<C>(params, shared, first_stage, 0);
+  if (warp == C::kWarps) return run_producer<C>(params, shared, first_stage, 0);
   if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);
-  bool const shares = gridDim.y > 1;
-  SubtileReduction const share(blockIdx.y, gridDim.y, shared.received, first_stage + params.exchange_at);
-  if (shares && threadIdx.x == 0) share.expect(gemv_subtiles(params.tokens, C::kRows));
+  bool const is_split = gridDim.y > 1;
+  SubtileReduction const reduction(blockIdx.y, gridDim.y, shared.received, first_stage + params.exchange_at);
+  if (is_split && threadIdx.x == 0) reduction.expect(gemv_subtiles(params.tokens, C::kRows));
   wait_for_start<C>();
-  if (shares) cluster_arrive();
+  if (is_split) cluster_arrive();
   pdl_trigger();
-  if (shares) cluster_wait();
+  if (is_split) cluster_wait();
   pdl_wait();
 
   typename C::WorkTile const work(params, blockIdx.x);
   int const k_group = warp / C::kMGroups;
-  DecodeMainloop<C> const math(params, warp % C::kMGroups);
+  DecodeMainloop<C> const mainloop(params, warp % C::kMGroups);
   typename DecodeMainloop<C>::Sums sums = {};
-  multiply_steps(math, sums, params, shared, first_stage, k_group, work.steps);
+  multiply_steps(mainloop, sums, params, shared, first_stage, k_group, work.steps);
   auto* const all_sums = reinterpret_cast<float*>(stages);
-  wait_for_math_warps<C>();  // all stages have been read
-  math.store(all_sums + k_group * C::kKGroupSums, sums);
-  wait_for_math_warps<C>();
-  finish_decode<C>(params, share, all_sums, work.first_panel * kPanelRows);
+  sync_consumers<C>();  // all stages have been read
+  mainloop.store(all_sums + k_group * C::kKGroupSums, sums);
+  sync_consumers<C>();
+  finish_decode<C>(params, reduction, all_sums, work.first_panel * kPanelRows);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

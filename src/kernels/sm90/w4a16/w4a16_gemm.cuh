@@ -26,14 +26,14 @@ struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_,
   // One producer warp; or a whole producer warpgroup if registers are to be reallocated, which costs 300 cycles at
   // start. A single consumer warpgroup already has as many registers as an instruction can address.
   static constexpr bool kReallocatesRegisters = kConsumerWarpgroups > 1;
-  static constexpr int kCopyThreads = kReallocatesRegisters ? kWarpgroupThreads : 32,
-                       kThreads = kConsumerThreads + kCopyThreads;
+  static constexpr int kProducerThreads = kReallocatesRegisters ? kWarpgroupThreads : 32,
+                       kThreads = kConsumerThreads + kProducerThreads;
   // The producer keeps at least 32 registers if that costs the consumers none.
   static constexpr int kEqualRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kCopyRegisters =
-      kConsumerWarpgroups < 6 && Tokens_::kCopyRegisters < 32 ? 32 : Tokens_::kCopyRegisters;
+  static constexpr int kProducerRegisters =
+      kConsumerWarpgroups < 6 && Tokens_::kProducerRegisters < 32 ? 32 : Tokens_::kProducerRegisters;
   static constexpr int kConsumerRegisters =
-      (kEqualRegisters + (kEqualRegisters - kCopyRegisters) / kConsumerWarpgroups) / 8 * 8;
+      (kEqualRegisters + (kEqualRegisters - kProducerRegisters) / kConsumerWarpgroups) / 8 * 8;
 
   static constexpr bool kReducesInStages = reduces_in_stages(kKGroups, kTokens_);  // if CTAs split K
 };
@@ -43,9 +43,9 @@ template <class C>
 __device__ void reduce_k_groups(typename WgmmaMainloop<C>::Sums& sums, float* exchange, int k_group) {
   constexpr int kFloats = C::kRows * C::kTokens;  // per K group
   exchange += threadIdx.x % C::kKGroupThreads;
-  wait_for_math_warps<C>();  // the last tile's sums have been read
+  sync_consumers<C>();  // the last tile's sums have been read
   if (k_group > 0) WgmmaMainloop<C>::write(sums, exchange + (k_group - 1) * kFloats);
-  wait_for_math_warps<C>();
+  sync_consumers<C>();
   if (k_group > 0) return;
 #pragma unroll
   for (int other = 1; other < C::kKGroups; ++other) WgmmaMainloop<C>::add(sums, exchange + (other - 1) * kFloats);
@@ -55,7 +55,7 @@ template <class C>
 __device__ void multiply_tiles(TileParams const& params, typename C::Shared const& shared, unsigned char* stages,
                                int group, int warp) {
   int const k_group = group / C::kMGroups;
-  WgmmaMainloop<C> const math(params, group % C::kMGroups, warp);
+  WgmmaMainloop<C> const mainloop(params, group % C::kMGroups, warp);
   if (!C::kReducesInStages && gridDim.y > 1) cluster_wait();
   pdl_wait();
   SharedAddress const full = warp_uniform(shared.full), empty = warp_uniform(shared.empty);
@@ -67,12 +67,12 @@ __device__ void multiply_tiles(TileParams const& params, typename C::Shared cons
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     typename C::WorkTile const work(params, tile);
     typename WgmmaMainloop<C>::Sums sums = {};
-    math.multiply_all(sums, full, empty, first_stage, work.steps, next_step, state);
+    mainloop.multiply_all(sums, full, empty, first_stage, work.steps, next_step, state);
     // Has its own stores: sharing them would make ptxas keep the pipeline position in vector registers.
-    if (gridDim.y > 1) return ClusterEnd<C>(params, math, shared.received, first_stage).store(sums, work);
+    if (gridDim.y > 1) return SplitKEpilogue<C>(params, mainloop, shared.received, first_stage).store(sums, work);
     if constexpr (C::kKGroups > 1)
       reduce_k_groups<C>(sums, reinterpret_cast<float*>(stages + params.exchange_at), k_group);
-    if (k_group == 0) math.store_directly(work, sums);
+    if (k_group == 0) mainloop.store_directly(work, sums);
   }
 }
 
@@ -84,15 +84,15 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   typename C::Shared const shared(barriers);
   unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
   int const group = warp_uniform(threadIdx.x / C::kWarpgroupThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
-  if (group == C::kConsumerWarpgroups) return start_and_copy<C>(params, shared, shared_address(stages), warp);
+  if (group == C::kConsumerWarpgroups) return run_producer<C>(params, shared, shared_address(stages), warp);
   if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);
-  bool const shares = gridDim.y > 1;
-  if (shares && threadIdx.x == 0) {
-    int const eights = eights_of<C>(typename C::WorkTile(params, blockIdx.x), params.tokens);
-    SubtileReduction(blockIdx.y, gridDim.y, shared.received, 0).expect(eights * C::kPanels);
+  bool const is_split = gridDim.y > 1;
+  if (is_split && threadIdx.x == 0) {
+    int const token_groups = token_groups_of<C>(typename C::WorkTile(params, blockIdx.x), params.tokens);
+    SubtileReduction(blockIdx.y, gridDim.y, shared.received, 0).expect(token_groups * C::kPanels);
   }
   wait_for_start<C>();
-  if (!C::kReducesInStages && shares) cluster_arrive();
+  if (!C::kReducesInStages && is_split) cluster_arrive();
   pdl_trigger();
   if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
   multiply_tiles<C>(params, shared, stages, group, warp);

@@ -49,7 +49,7 @@ template <int kBytes_, class Params_>
 struct RowTokens {
   using Params = Params_;
   static constexpr int kBytes = kBytes_;
-  static constexpr int kCopyRegisters = 24;  // of the producer thread, a multiple of eight
+  static constexpr int kProducerRegisters = 24;  // of the producer thread, a multiple of eight
 
   CUtensorMap const& map;
   int first_token, column;
@@ -67,7 +67,7 @@ using MatrixTokens = RowTokens<2, TileParams>;
 // A CTA's copies: kGroups scale groups begin in a K step (of 32 or 64 columns), or one that spans 2^n steps; a stage is
 // free once kConsumerWarps warps have released it. Integers rather than a WgmmaConfig: nvcc 13.0 cannot name a
 // structural value in the stub of a __global__ template.
-template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kProducerWarps, class Tokens_>
+template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kConsumerWarps, class Tokens_>
 struct TileCopies {
   using Tokens = Tokens_;
   using Params = typename Tokens::Params;
@@ -92,18 +92,18 @@ struct TileCopies {
 #pragma unroll
       for (int stage = kEarly; stage < kMostStages; ++stage) gemm::mbarrier_init(full + stage * 8, 1);
 #pragma unroll
-      for (int stage = 0; stage < kMostStages; ++stage) gemm::mbarrier_init(empty + stage * 8, kProducerWarps);
+      for (int stage = 0; stage < kMostStages; ++stage) gemm::mbarrier_init(empty + stage * 8, kConsumerWarps);
       cutlass::arch::fence_barrier_init();
     }
   };
 
-  // A CTA's share of a tile. Tiles of the same rows are neighbours and share weights in L2.
+  // A tile and the CTA's K steps of it. Tiles of the same rows are neighbours and share weights in L2.
   struct WorkTile {
     int first_token, first_panel;
     int first_step, steps;
 
     __device__ __forceinline__ WorkTile(TileParams const& params, int tile) {
-      // Avoids the division, which takes as long as the rest of the prologue; few tokens are one tile.
+      // Avoids the division, which takes as long as the rest of the prologue; small M is one tile.
       int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
       first_token = (tile - high * params.token_tiles) * kTokens;
       first_panel = high * kPanels;

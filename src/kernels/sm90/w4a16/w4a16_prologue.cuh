@@ -13,7 +13,7 @@ namespace epiloq::ops::weight_only_mm {
 
 // One thread; the first tile's first weights have been issued.
 template <class C, bool kHasZeros>
-__device__ __forceinline__ void copy_tiles(typename C::Params const& params, typename C::Shared const& shared,
+__device__ __forceinline__ void load_tiles(typename C::Params const& params, typename C::Shared const& shared,
                                            SharedAddress stages, typename C::Copies& first) {
   pdl_wait();
   first.issue_early_tokens(stages, shared);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_tiles(typename C::Params const& params, typ
 }
 
 template <class C>
-__device__ __forceinline__ void wait_for_math_warps() {
+__device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(C::kConsumerThreads) : "memory");
 }
 
@@ -47,15 +47,15 @@ template <class C>
 __device__ __forceinline__ void finish_prologue(bool is_split) {
   if (!C::kReducesInStages && is_split) cluster_arrive();
   pdl_trigger();
-  if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kCopyRegisters>();
+  if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
 }
 
 // All CTAs start together and memory idles until the first load, so weights are issued first. The elected lane's
 // branches have no other condition, or nvcc puts a loop around each copy; registers are released in one place, as all
 // four warps must do it together.
 template <class C>
-__device__ __forceinline__ void start_and_copy(typename C::Params const& params, typename C::Shared const& shared,
-                                               SharedAddress stages, int warp) {
+__device__ __forceinline__ void run_producer(typename C::Params const& params, typename C::Shared const& shared,
+                                             SharedAddress stages, int warp) {
   bool const is_split = gridDim.y > 1, elect_one = gemm::elect_one();
   typename C::Copies first(params, blockIdx.x);
   if (warp == 0) {
@@ -72,9 +72,9 @@ __device__ __forceinline__ void start_and_copy(typename C::Params const& params,
     if (elect_one) {
       // A branch inside the loop would cost registers for each step's addresses.
       if (params.zero_bytes > 0) {
-        copy_tiles<C, true>(params, shared, stages, first);
+        load_tiles<C, true>(params, shared, stages, first);
       } else {
-        copy_tiles<C, false>(params, shared, stages, first);
+        load_tiles<C, false>(params, shared, stages, first);
       }
     }
   }

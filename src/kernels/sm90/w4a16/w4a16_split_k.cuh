@@ -1,9 +1,10 @@
 #pragma once
 
 // Split-K epilogue of the weight-only WGMMA GEMM over the CTAs of a cluster, which may have K groups too: partial sums
-// of the same rows are shared out by eights of tokens, four sums per lane.
+// of the same rows are distributed by 8-token groups, four sums per lane.
 //
-// Code that runs once is dominated by instruction fetch, so only what must name its registers is unrolled per eight.
+// Code that runs once is dominated by instruction fetch, so only what must name its registers is unrolled per token
+// group.
 
 #include "kernels/common/w4a16/split_k.cuh"
 #include "kernels/sm90/w4a16/w4a16_mainloop.cuh"
@@ -13,7 +14,7 @@ namespace epiloq::ops::weight_only_mm {
 
 // Number of 8-token groups with valid tokens.
 template <class C>
-__device__ __forceinline__ int eights_of(typename C::WorkTile const& work, int tokens) {
+__device__ __forceinline__ int token_groups_of(typename C::WorkTile const& work, int tokens) {
   return min(C::kTokens / 8, (tokens - work.first_token + 7) / 8);
 }
 
@@ -26,40 +27,40 @@ class KGroupsEpilogue {
   using Sums = typename Mainloop::Sums;
   using WorkTile = typename C::WorkTile;
 
-  __device__ __forceinline__ KGroupsEpilogue(TileParams const& params, Mainloop const& math, SharedAddress received,
+  __device__ __forceinline__ KGroupsEpilogue(TileParams const& params, Mainloop const& mainloop, SharedAddress received,
                                              SharedAddress stages)
       : params_(params),
         p_(params.p),
-        share_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
-        panel_(math.panel),
+        reduction_(blockIdx.y, gridDim.y, received, stages + params.exchange_at),
+        panel_(mainloop.panel),
         k_group_(warp_uniform(threadIdx.x / C::kKGroupThreads)),
-        slots_(stages + math.lane * SubtileReduction::kPartBytes +
-               panel_ * kEights * kSlots * SubtileReduction::kSubtileBytes) {}
+        slots_(stages + mainloop.lane * SubtileReduction::kPartBytes +
+               panel_ * kTokenGroups * kSlots * SubtileReduction::kSubtileBytes) {}
 
-  // Stores the eights that this warp owns.
+  // Stores the token groups that this warp owns.
   __device__ __forceinline__ void store(Sums const& sums, WorkTile const& work) const {
-    int const eights = eights_of<C>(work, p_.m);
-    Subtile const first = Subtile::of(first_subtile(panel_, k_group_, eights, C::kKGroups), share_.split);
+    int const token_groups = token_groups_of<C>(work, p_.m);
+    Subtile const first = Subtile::of(first_subtile(panel_, k_group_, token_groups, C::kKGroups), reduction_.split);
     float4 own[kOwn];
     sync_k_groups(own, sums[0]);
-    distribute(own, eights, first);
-    store_own(own, eights, first, work);
+    distribute(own, token_groups, first);
+    store_own(own, token_groups, first, work);
   }
 
  private:
-  static constexpr int kEights = C::kTokens / 8, kOwn = kEights / C::kKGroups, kBarrier = 2;
+  static constexpr int kTokenGroups = C::kTokens / 8, kOwn = kTokenGroups / C::kKGroups, kBarrier = 2;
   // A warp's own sums wait for the others' in registers if they are few, unless six warpgroups leave none; otherwise in
   // the stages.
   static constexpr bool kInRegisters = kOwn <= 2 && C::kConsumerWarpgroups < 6;
-  static constexpr int kSlots = C::kKGroups - 1;  // in the stages, per eight
-  static_assert(C::kBlocks == 1 && kEights % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
+  static constexpr int kSlots = C::kKGroups - 1;  // in the stages, per token group
+  static_assert(C::kBlocks == 1 && kTokenGroups % C::kKGroups == 0 && kBarrier + C::kPanels <= 16);
 
   // The slot for the K group `distance` before the token group's own. The first slot later holds the owner's own sums.
-  __device__ __forceinline__ SharedAddress slot_of(int eight, int distance) const {
-    return slots_ + (eight * kSlots + distance - 1) * SubtileReduction::kSubtileBytes;
+  __device__ __forceinline__ SharedAddress slot_of(int token_group, int distance) const {
+    return slots_ + (token_group * kSlots + distance - 1) * SubtileReduction::kSubtileBytes;
   }
 
-  // The n-th eight of a K group.
+  // The n-th token group of a K group.
   static __device__ __forceinline__ float4 part_of(float const (&sums)[Mainloop::kSums], int n, int k_group) {
     float4 part;
 #pragma unroll
@@ -70,9 +71,9 @@ class KGroupsEpilogue {
     return part;
   }
 
-  // The warp's own eights, summed over K groups.
+  // The warp's own token groups, summed over K groups.
   __device__ __forceinline__ void sync_k_groups(float4 (&own)[kOwn], float const (&sums)[Mainloop::kSums]) const {
-    wait_for_math_warps<C>();  // all stages have been read
+    sync_consumers<C>();  // all stages have been read
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
       own[n] = part_of(sums, n, k_group_);
@@ -94,45 +95,46 @@ class KGroupsEpilogue {
   }
 
   // Sends partial sums to the CTAs that own them.
-  __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int eights, Subtile subtile) const {
+  __device__ __forceinline__ void distribute(float4 const (&own)[kOwn], int token_groups, Subtile subtile) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      int const eight = n * C::kKGroups + k_group_;
-      if (eight >= eights) return;
-      if (share_.is_own(subtile)) {
-        if constexpr (!kInRegisters) gemm::store_shared_four(slot_of(eight, 1), own[n]);
+      int const token_group = n * C::kKGroups + k_group_;
+      if (token_group >= token_groups) return;
+      if (reduction_.is_own(subtile)) {
+        if constexpr (!kInRegisters) gemm::store_shared_four(slot_of(token_group, 1), own[n]);
       } else {
-        share_.send_partial(subtile, own[n]);
+        reduction_.send_partial(subtile, own[n]);
       }
-      subtile = subtile.next(share_.split);
+      subtile = subtile.next(reduction_.split);
     }
   }
 
-  __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int eights, Subtile subtile,
+  __device__ __forceinline__ void store_own(float4 const (&own)[kOwn], int token_groups, Subtile subtile,
                                             WorkTile const& work) const {
     DirectRows<typename C::T> const rows(p_, (work.first_panel + panel_) * kPanelRows);
-    wait_dsmem_barrier(share_.barrier);
+    wait_dsmem_barrier(reduction_.barrier);
     constexpr int kCopies = kInRegisters ? kOwn : 1;
 #pragma unroll kCopies
-    for (int n = 0; n < kOwn; ++n, subtile = subtile.next(share_.split)) {
-      int const eight = n * C::kKGroups + k_group_;
-      if (eight >= eights || !share_.is_own(subtile)) continue;
+    for (int n = 0; n < kOwn; ++n, subtile = subtile.next(reduction_.split)) {
+      int const token_group = n * C::kKGroups + k_group_;
+      if (token_group >= token_groups || !reduction_.is_own(subtile)) continue;
       float4 sum;
       if constexpr (kInRegisters) {
         sum = own[n];
       } else {
-        sum = gemm::load_shared_four(slot_of(eight, 1));
+        sum = gemm::load_shared_four(slot_of(token_group, 1));
       }
 #pragma unroll 1
-      for (int distance = 1; distance < share_.split; ++distance) sum = sum + share_.received(subtile, distance);
+      for (int distance = 1; distance < reduction_.split; ++distance)
+        sum = sum + reduction_.received(subtile, distance);
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      Mainloop::store(params_, rows, work.first_token + eight * 8, four);
+      Mainloop::store(params_, rows, work.first_token + token_group * 8, four);
     }
   }
 
   TileParams const& params_;
   Problem const& p_;
-  SubtileReduction share_;
+  SubtileReduction reduction_;
   int panel_, k_group_;
   SharedAddress slots_;
 };
@@ -146,28 +148,28 @@ class SingleKGroupEpilogue {
   using Mainloop = WgmmaMainloop<C>;
   using WorkTile = typename C::WorkTile;
 
-  __device__ __forceinline__ SingleKGroupEpilogue(TileParams const& params, Mainloop const& math,
+  __device__ __forceinline__ SingleKGroupEpilogue(TileParams const& params, Mainloop const& mainloop,
                                                   SharedAddress received, SharedAddress stages)
       : params_(params),
         p_(params.p),
         rank_(blockIdx.y),
         split_(gridDim.y),
-        panel_(math.panel),
+        panel_(mainloop.panel),
         received_(in_register(received)),
         slots_(in_register(stages + (C::kReducesInStages ? 0 : params.exchange_at) +
-                           math.lane * SubtileReduction::kPartBytes)) {}
+                           mainloop.lane * SubtileReduction::kPartBytes)) {}
 
   // Stores the subtiles that this warp owns.
   __device__ __forceinline__ void store(typename Mainloop::Sums const& sums, WorkTile const& work) const {
-    int const eights = eights_of<C>(work, p_.m);
+    int const token_groups = token_groups_of<C>(work, p_.m);
     if constexpr (C::kReducesInStages) {
       cluster_arrive();
       cluster_wait();
     }
 #pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], eights, panel_of(block));
+    for (int block = 0; block < C::kBlocks; ++block) distribute(sums[block], token_groups, panel_of(block));
 #pragma unroll 1
-    for (int block = 0; block < C::kBlocks; ++block) store_own(eights, panel_of(block), work);
+    for (int block = 0; block < C::kBlocks; ++block) store_own(token_groups, panel_of(block), work);
   }
 
  private:
@@ -180,15 +182,15 @@ class SingleKGroupEpilogue {
     return slots_ + (number - owner + rank) * kSubtileBytes;
   }
 
-  __device__ __forceinline__ void distribute(float const (&sums)[Mainloop::kSums], int eights, int panel) const {
-    int const first = first_subtile(panel, 0, eights, 1);
+  __device__ __forceinline__ void distribute(float const (&sums)[Mainloop::kSums], int token_groups, int panel) const {
+    int const first = first_subtile(panel, 0, token_groups, 1);
     int owner = first % split_;
 #pragma unroll
-    for (int eight = 0; eight < C::kTokens / 8; ++eight) {
-      if (eight >= eights) return;
-      float const* const of = sums + eight * 4;
+    for (int token_group = 0; token_group < C::kTokens / 8; ++token_group) {
+      if (token_group >= token_groups) return;
+      float const* const of = sums + token_group * 4;
       float4 const part{of[0], of[1], of[2], of[3]};
-      SharedAddress const to = slot(first + eight, owner, rank_);
+      SharedAddress const to = slot(first + token_group, owner, rank_);
       if (owner == rank_) {
         gemm::store_shared_four(to, part);
       } else {
@@ -198,19 +200,20 @@ class SingleKGroupEpilogue {
     }
   }
 
-  __device__ __forceinline__ void store_own(int eights, int panel, WorkTile const& work) const {
+  __device__ __forceinline__ void store_own(int token_groups, int panel, WorkTile const& work) const {
     DirectRows<typename C::T> const rows(p_, (work.first_panel + panel) * kPanelRows);
     wait_dsmem_barrier(received_);
-    int const first = first_subtile(panel, 0, eights, 1);
+    int const first = first_subtile(panel, 0, token_groups, 1);
 #pragma unroll 1
-    for (int eight = (rank_ + split_ - first % split_) % split_; eight < eights; eight += split_) {
-      float4 sum = gemm::load_shared_four(slot(first + eight, rank_, 0));
+    for (int token_group = (rank_ + split_ - first % split_) % split_; token_group < token_groups;
+         token_group += split_) {
+      float4 sum = gemm::load_shared_four(slot(first + token_group, rank_, 0));
 #pragma unroll 1
       for (int rank = 1; rank < split_; ++rank) {
-        sum = sum + gemm::load_shared_four(slot(first + eight, rank_, rank));
+        sum = sum + gemm::load_shared_four(slot(first + token_group, rank_, rank));
       }
       float const four[] = {sum.x, sum.y, sum.z, sum.w};
-      Mainloop::store(params_, rows, work.first_token + eight * 8, four);
+      Mainloop::store(params_, rows, work.first_token + token_group * 8, four);
     }
   }
 
@@ -221,6 +224,6 @@ class SingleKGroupEpilogue {
 };
 
 template <class C>
-using ClusterEnd = std::conditional_t<C::kKGroups == 1, SingleKGroupEpilogue<C>, KGroupsEpilogue<C>>;
+using SplitKEpilogue = std::conditional_t<C::kKGroups == 1, SingleKGroupEpilogue<C>, KGroupsEpilogue<C>>;
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -64,7 +64,7 @@ struct TileStage {
 };
 
 // Whether CTAs that split K exchange sums through the stages rather than a buffer behind them (w4a16_split_k.cuh): with
-// one K group with many tokens.
+// one K group and more than 32 tokens.
 constexpr bool reduces_in_stages(int k_groups, int tokens) { return k_groups == 1 && tokens > 32; }
 constexpr bool reduces_in_stages(WgmmaConfig const& c) { return reduces_in_stages(c.k_groups, c.tokens); }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90 W4A8/W8A8 WGMMA GEMM with quantisation blocks of 128, for many tokens: weights are the first operand, so that
+// SM90 W4A8/W8A8 WGMMA GEMM with quantisation blocks of 128, for large M: weights are the first operand, so that
 // D^T is computed.
 //
 // Persistent over tiles of 128 weight rows; if there are few tiles, or few in the last wave, the CTAs of a cluster
@@ -40,15 +40,15 @@ __device__ __forceinline__ void prefetch_maps(BlockwiseSm90Params const& params)
 template <class T>
 __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
   using Mainloop = BlockwiseSm90Mainloop<T>;
-  typename Mainloop::Share const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
-  typename T::Share const share(params.p);
+  typename Mainloop::StageAddresses const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
+  typename T::TileScheduler const scheduler(params.p);
   BlockwiseSm90Store<T> const store(params, shared, group);
   typename T::State at;
   if (T::kPingpong && group == 1) Mainloop::order_arrive(group);
-  for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
+  for (int tile = scheduler.first(); tile < scheduler.tiles; tile = scheduler.after(tile)) {
     float sums[Mainloop::kSums] = {};
-    Mainloop::sum(sums, of, at, share.steps(tile));
-    store.store(sums, typename T::TileOrigin(params.p, tile), share.is_split(tile));
+    Mainloop::sum(sums, of, at, scheduler.steps(tile));
+    store.store(sums, typename T::TileOrigin(params.p, tile), scheduler.is_split(tile));
   }
   store.finish();
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void start(BlockwiseSm90Params const& params, typenam
     }
     cutlass::arch::fence_barrier_init();
     BlockwiseSm90Copies<T>::fill_early(params, BlockwiseSm90Copies<T>::weights(shared, params));
-    if (typename T::Share(params.p).has_shared()) BlockwiseSm90SplitK<T>::expect(shared);
+    if (typename T::TileScheduler(params.p).has_split_tile()) BlockwiseSm90SplitK<T>::expect(shared);
   }
   __syncwarp();
 }
@@ -79,7 +79,7 @@ __device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, t
     pdl_wait();
     Copies::fill_others(shared, params, 0, Copies::tokens(shared, params));
   }
-  if (!typename T::Share(params.p).has_shared()) return;
+  if (!typename T::TileScheduler(params.p).has_split_tile()) return;
   __syncwarp();
   cluster_arrive();  // where the others do
   cluster_wait();
@@ -98,10 +98,10 @@ __global__ __launch_bounds__(T::kThreads,
   __syncthreads();
   pdl_trigger();
   if (copies) {
-    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kCopyRegisters>();
+    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     fill_stages<T>(params, shared, warp);
   } else {
-    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kProductRegisters>();
+    if constexpr (T::kReallocatesRegisters) cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     multiply_tiles<T>(params, shared, group);
   }
 }

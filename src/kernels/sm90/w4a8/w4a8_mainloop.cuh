@@ -28,16 +28,16 @@ struct BlockwiseSm90Mainloop {
       decltype(cute::SM90::GMMA::rs_op_selector<cute::tfloat32_t, cute::tfloat32_t, float, Shape<8, kTokens>>());
   using State = typename T::State;
 
-  // A warpgroup's share of the first stage, as descriptors and as 32-bit addresses.
-  struct Share {
+  // A warpgroup's addresses within the first stage, as descriptors and as 32-bit shared addresses.
+  struct StageAddresses {
     SharedAddress full, empty, of_row;
     SharedAddress packed;  // of 4-bit weights: the 16 bytes that the lane passes to ldmatrix
     std::uint32_t weights, values, parts;
-    std::uint32_t taken;  // of a parameter, by lanes that supply its low part: the high part
+    std::uint32_t high_mask;  // what lanes that supply a parameter's low part subtract: its high part; 0 in others
     int group;
     bool releases, has_offsets;
 
-    __device__ Share(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
+    __device__ StageAddresses(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
         : full(warp_uniform(shared.full)),
           empty(warp_uniform(shared.empty)),
           of_row(in_register(shared.weight_parameters +
@@ -47,7 +47,7 @@ struct BlockwiseSm90Mainloop {
           weights(warp_uniform(swizzled_address(shared.weights + group_ * T::kGroupRows * T::kStep))),
           values(warp_uniform(swizzled_address(shared.values))),
           parts(warp_uniform(swizzled_address(shared.parts))),
-          taken(in_register(thread % 4 >= 2 ? kTf32Bits : 0)),
+          high_mask(in_register(thread % 4 >= 2 ? kTf32Bits : 0)),
           group(group_),
           releases(thread % 32 == 0),
           has_offsets(p.kinds == T::kKinds) {}
@@ -60,7 +60,7 @@ struct BlockwiseSm90Mainloop {
     unsigned packed[2][4];
   };
   template <bool kAdds>
-  static __device__ __forceinline__ void read(Rows& rows, Share const& of, State const& at) {
+  static __device__ __forceinline__ void read(Rows& rows, StageAddresses const& of, State const& at) {
     mbarrier_wait(of.full + at.stage * 8, at.phase);
     SharedAddress const row = of.of_row + at.stage * T::kWeightParameters;
 #pragma unroll
@@ -109,9 +109,9 @@ struct BlockwiseSm90Mainloop {
   // Tensor cores ignore the bits that TF32 lacks, so a parameter is its own high part and the remainder its low part;
   // the error is at most 2^-21 relative.
   template <bool kAdds>
-  static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, Share const& of) {
+  static __device__ __forceinline__ void split(Factors& factors, Rows const& rows, StageAddresses const& of) {
     auto const part = [&](float x) {
-      return __float_as_uint(__fsub_rn(x, __uint_as_float(__float_as_uint(x) & of.taken)));
+      return __float_as_uint(__fsub_rn(x, __uint_as_float(__float_as_uint(x) & of.high_mask)));
     };
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -164,8 +164,8 @@ struct BlockwiseSm90Mainloop {
   // Issues a block's products, the first of their scales, and the offsets' part. With ping-pong the other warpgroup
   // goes next: it promotes while these are in flight.
   template <bool kAdds>
-  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
-                                               State const& at) {
+  static __device__ __forceinline__ void begin(float (&sums)[kSums], Block& block, Factors& factors,
+                                               StageAddresses const& of, State const& at) {
     auto const weights = of.weights + at.stage * (T::kWeights >> 4);
     auto const values = of.values + at.stage * (T::kValues >> 4);
     auto const parts = of.parts + at.stage * (T::kTokenParts >> 4);
@@ -194,12 +194,12 @@ struct BlockwiseSm90Mainloop {
   }
 
   // Waits for the issued products and promotes all but the last part.
-  static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors, Share const& of,
-                                                State const& at) {
+  static __device__ __forceinline__ void finish(float (&sums)[kSums], Block& block, Factors& factors,
+                                                StageAddresses const& of, State const& at) {
     cute::warpgroup_wait<0>();
     fence(block.products, block.scales, sums);
     if constexpr (T::kScaleParts > 1) {
-      add_up(sums, block, 0);
+      promote(sums, block, 0);
       fence(block.products, block.scales, sums, factors.scales[0], factors.scales[1]);
       cute::warpgroup_arrive();
       begin_scales(block, factors, of.parts + at.stage * (T::kTokenParts >> 4), 1);
@@ -209,11 +209,11 @@ struct BlockwiseSm90Mainloop {
     }
     release(of, at);
   }
-  static __device__ __forceinline__ void release(Share const& of, State const& at) {
+  static __device__ __forceinline__ void release(StageAddresses const& of, State const& at) {
     __syncwarp();
     if (of.releases) mbarrier_arrive(of.empty + at.stage * 8);
   }
-  static __device__ __forceinline__ void add_up(float (&sums)[kSums], Block const& block, int part) {
+  static __device__ __forceinline__ void promote(float (&sums)[kSums], Block const& block, int part) {
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
       float& sum = sums[part * kScales + i];
@@ -225,18 +225,19 @@ struct BlockwiseSm90Mainloop {
   // last promotion.
   template <bool kAdds, bool kNextAdds>
   static __device__ __forceinline__ void sum_block(float (&sums)[kSums], Block& block, Rows& rows, Factors& factors,
-                                                   Share const& of, State& at, bool has_next) {
+                                                   StageAddresses const& of, State& at, bool has_next) {
     begin<kAdds>(sums, block, factors, of, at);
     State const behind = at;
     at.advance();
     if (has_next) read<kNextAdds>(rows, of, at);
     finish(sums, block, factors, of, behind);
     split<kNextAdds>(factors, rows, of);
-    add_up(sums, block, T::kScaleParts - 1);
+    promote(sums, block, T::kScaleParts - 1);
   }
   // Every block adds its own offsets' part, or the first of two adds both.
   template <bool kAllAdd>
-  static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], Share const& of, State& at, int steps) {
+  static __device__ __forceinline__ void sum_blocks(float (&sums)[kSums], StageAddresses const& of, State& at,
+                                                    int steps) {
     Block block;
     Rows rows;
     Factors factors;
@@ -251,7 +252,7 @@ struct BlockwiseSm90Mainloop {
       if (--steps == 0) break;
     }
   }
-  static __device__ __forceinline__ void sum(float (&sums)[kSums], Share const& of, State& at, int steps) {
+  static __device__ __forceinline__ void sum(float (&sums)[kSums], StageAddresses const& of, State& at, int steps) {
     if (steps == 0) return;
     if (of.has_offsets) {
       sum_blocks<true>(sums, of, at, steps);

@@ -20,7 +20,7 @@ struct BlockwiseSm90Params {
 template <class T>
 struct BlockwiseSm90Copies {
   using Shared = typename T::Shared;
-  using Share = typename T::Share;
+  using TileScheduler = typename T::TileScheduler;
   using TileOrigin = typename T::TileOrigin;
   using Parameters = typename T::Parameters;
 
@@ -45,28 +45,30 @@ struct BlockwiseSm90Copies {
     return params;
   }
 
-  // The CTA's K steps of a tile, as `share` has them, but from a table: divisions would delay the first copies.
+  // The CTA's K steps of a tile, as `scheduler` has them, but from a table: divisions would delay the first copies.
   // (Consumers start later and keep the divisions.)
   struct Steps {
     int first, count;
-    __device__ Steps(BlockwiseSm90Params const& params, Share const& share, int tile) : first(0), count(share.all) {
-      if (!share.is_split(tile)) return;
+    __device__ Steps(BlockwiseSm90Params const& params, TileScheduler const& scheduler, int tile)
+        : first(0), count(scheduler.all) {
+      if (!scheduler.is_split(tile)) return;
       first = params.first_steps[blockIdx.y], count = params.first_steps[blockIdx.y + 1] - first;
     }
   };
 
   // The first K steps whose weights are issued before everything else.
   static __device__ int early(BlockwiseSm90Params const& params) {
-    Share const share(params.p);
-    return share.first() < share.tiles ? min(Steps(params, share, share.first()).count, T::kEarlySteps) : 0;
+    TileScheduler const scheduler(params.p);
+    return scheduler.first() < scheduler.tiles ? min(Steps(params, scheduler, scheduler.first()).count, T::kEarlySteps)
+                                               : 0;
   }
   template <class Fill>
   static __device__ __forceinline__ void fill_early(BlockwiseSm90Params const& params, Fill fill) {
     auto const& p = params.p;
-    Share const share(p);
-    int const tile = share.first();
+    TileScheduler const scheduler(p);
+    int const tile = scheduler.first();
     TileOrigin const origin(p, tile);
-    Steps const steps(params, share, tile);
+    Steps const steps(params, scheduler, tile);
     typename T::State at;
 #pragma unroll 1
     for (int i = 0; i < early(params); ++i, at.advance()) {
@@ -78,11 +80,11 @@ struct BlockwiseSm90Copies {
   static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
                                                      int filled, Fill fill) {
     auto const& p = params.p;
-    Share const share(p);
+    TileScheduler const scheduler(p);
     typename T::State at{filled, 0};
-    for (int tile = share.first(); tile < share.tiles; tile = share.after(tile)) {
+    for (int tile = scheduler.first(); tile < scheduler.tiles; tile = scheduler.after(tile)) {
       TileOrigin const origin(p, tile);
-      Steps const steps(params, share, tile);
+      Steps const steps(params, scheduler, tile);
 #pragma unroll 1
       for (int i = filled; i < steps.count; ++i) {
         mbarrier_wait(shared.empty + at.stage * 8, at.phase ^ 1);

@@ -1,7 +1,7 @@
 #pragma once
 
 // Split-K epilogue of the W4A8 GEMM: a tile whose K the CTAs of a cluster split, their last one. Subtiles (split_k.h)
-// are the eights of its tokens.
+// are its 8-token groups.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
@@ -20,7 +20,7 @@ class BlockwiseSm90SplitK {
 
   // Called by one thread before its CTA arrives at the cluster barrier.
   static __device__ void expect(typename T::Shared const& shared) {
-    init_dsmem_barrier(shared.received, subtiles().own_of(T::kEights) * (split() - 1) * T::kVectors);
+    init_dsmem_barrier(shared.received, subtiles().own_of(T::kTokenGroups) * (split() - 1) * T::kVectors);
   }
 
   // `warp`: of the warps of all rows.
@@ -54,7 +54,7 @@ class BlockwiseSm90SplitK {
 
   static __device__ __forceinline__ SubtileOwnership subtiles() { return {rank(), split()}; }
 
-  // The slot of an own eight for the CTA `distance` ranks after this one.
+  // The slot of an own token group for the CTA `distance` ranks after this one.
   __device__ __forceinline__ SharedAddress slot(int ordinal, int distance) const {
     return slots_ + (ordinal * split() + distance) * T::kVectors;
   }
@@ -62,8 +62,8 @@ class BlockwiseSm90SplitK {
   __device__ __forceinline__ void distribute(Sums const& sums) const {
     Subtile subtile{0, 0};
 #pragma unroll
-    for (int eight = 0; eight < T::kEights; ++eight) {
-      float const* const of = sums + 4 * eight;
+    for (int token_group = 0; token_group < T::kTokenGroups; ++token_group) {
+      float const* const of = sums + 4 * token_group;
       float4 const four{of[0], of[1], of[2], of[3]};
       int const distance = subtiles().distance_to(subtile);
       SharedAddress const to = slot(subtile.ordinal, distance);
@@ -84,7 +84,7 @@ class BlockwiseSm90SplitK {
     float const biases[2] = {bias_of(n), bias_of(n + 8)};
     int ordinal = 0;
 #pragma unroll 1
-    for (int eight = rank(); eight < T::kEights; eight += split(), ++ordinal) {
+    for (int token_group = rank(); token_group < T::kTokenGroups; token_group += split(), ++ordinal) {
       float sums[4] = {};
 #pragma unroll 1
       for (int distance = 0; distance < split(); ++distance) {
@@ -95,7 +95,7 @@ class BlockwiseSm90SplitK {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        int const token = origin.first_m + eight * 8 + token_ + i % 2, row = n + i / 2 * 8;
+        int const token = origin.first_m + token_group * 8 + token_ + i % 2, row = n + i / 2 * 8;
         if (token >= p_.m || row >= p_.n) continue;
         float const sum = clamped(sums[i] + biases[i / 2], p_.lo, p_.hi);
         static_cast<Out*>(p_.out)[token * p_.stride_out + row] = static_cast<Out>(sum);

@@ -115,10 +115,10 @@ class BlockwiseSm90Store {
 #pragma unroll
       for (int i = 0; i < kOfChunk; ++i) {
         int const token = i / 4 * 8 + 2 * (lane_ % 4) + i % 2, row = 16 * warp_ + i / 2 % 2 * 8 + lane_ / 4;
-        mine[token * T::Finish::kPitch + row] = sums[chunk * kOfChunk + i];
+        mine[token * T::Epilogue::kPitch + row] = sums[chunk * kOfChunk + i];
       }
       wait_for_group();
-      T::Finish::store(params_.p, mine, origin.first_m + chunk * T::kChunk, origin.first_n + group_ * T::kGroupRows);
+      T::Epilogue::store(params_.p, mine, origin.first_m + chunk * T::kChunk, origin.first_n + group_ * T::kGroupRows);
     }
   }
 

@@ -28,10 +28,10 @@ struct BlockwiseSm90Tile {
   // are reallocated; asking for more than the CTA was launched with deadlocks. With fewer tokens neither that nor
   // ping-pong (see BlockwiseSm90Mainloop) pays.
   static constexpr bool kIsNarrow = kTokens <= 64, kReallocatesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
-  static constexpr int kCopyWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kCopyWarps * 32;
-  static constexpr int kCopyRegisters = 40, kProductRegisters = 232, kFirstRegisters = 168;
+  static constexpr int kProducerWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kProducerWarps * 32;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232, kLaunchRegisters = 168;
   static_assert(!kReallocatesRegisters ||
-                (kCopyRegisters + kGroups * kProductRegisters) * kGroupThreads <= kFirstRegisters * kThreads);
+                (kProducerRegisters + kGroups * kConsumerRegisters) * kGroupThreads <= kLaunchRegisters * kThreads);
   static constexpr int kFullArrivals = 2, kEmptyArrivals = kGroups * kGroupThreads / 32;
 
   static constexpr int kRowBytes = kStep * kBits / 8;  // of the weight
@@ -43,11 +43,11 @@ struct BlockwiseSm90Tile {
 
   // Tokens stored together, by TMA, from slots or from the stages.
   static constexpr int kChunk = kTokens % 32 == 0 ? 32 : 16;
-  using Finish = BlockwiseFinish<kChunk, kGroupRows, 1, kGroupThreads, 4>;
+  using Epilogue = BlockwiseEpilogue<kChunk, kGroupRows, 1, kGroupThreads, 4>;
   static constexpr int kLine = kGroupRows * 2, kSlots = 2, kSlotBytes = kChunk * kLine;
   static constexpr int kAlignment = 1024;  // of TMA's 128-byte swizzle
   static constexpr int kGroupSlots =
-      (std::max(kSlots * kSlotBytes, Finish::kSharedBytes) + kAlignment - 1) / kAlignment * kAlignment;
+      (std::max(kSlots * kSlotBytes, Epilogue::kSharedBytes) + kAlignment - 1) / kAlignment * kAlignment;
   static_assert(kLine == 128 && kWeights % kAlignment == 0 && kValues % kAlignment == 0);
   static constexpr int kMaxStages = 8, kBarrierBytes = (2 * kMaxStages + 1) * 8;
   static constexpr int kFixedBytes = kGroups * kGroupSlots + kBarrierBytes + kAlignment;
@@ -58,11 +58,11 @@ struct BlockwiseSm90Tile {
   static constexpr int kEarlySteps = 2;  // whose weights are issued before everything else
   using State = PipelineState<kStages>;
 
-  // With split-K the stages hold the sums of the CTA's eights of tokens, one vector per lane: those of all CTAs, for as
-  // many eights as any CTA owns.
-  static constexpr int kEights = kTokens / 8, kConsumerWarps = kGroups * kGroupThreads / 32;
+  // With split-K the stages hold the partial sums of the CTA's 8-token groups, one vector per lane: those of all CTAs,
+  // for as many groups as any CTA owns.
+  static constexpr int kTokenGroups = kTokens / 8, kConsumerWarps = kGroups * kGroupThreads / 32;
   static constexpr int kVectors = kConsumerWarps * 32 * 16;  // bytes
-  static_assert((kEights + kMaxCluster - 1) * kVectors <= kStages * (kWeights + kValues));
+  static_assert((kTokenGroups + kMaxCluster - 1) * kVectors <= kStages * (kWeights + kValues));
 
   // Addresses of the first stage's parts.
   struct Shared {
@@ -99,6 +99,7 @@ struct BlockwiseSm90Tile {
     }
   };
 
+  // A tile's first row and column of D.
   struct TileOrigin {
     int first_m = 0, first_n;
     __device__ TileOrigin(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
@@ -111,22 +112,22 @@ struct BlockwiseSm90Tile {
     return token_tiles(p) * ((p.n + kRows - 1) / kRows);
   }
 
-  // A CTA's share: whole tiles, then one whose K its cluster splits, if any.
-  struct Share {
-    int tiles, whole, shared;  // `shared`: that tile, or at least `tiles` if there is none
-    int all;                   // quantisation blocks along K
+  // A CTA's tiles: whole ones, then one whose K its cluster splits, if any.
+  struct TileScheduler {
+    int tiles, whole, split_tile;  // `split_tile`: at least `tiles` if there is none
+    int all;                       // quantisation blocks along K
 
-    __device__ explicit Share(BlockwiseProblem const& p)
+    __device__ explicit TileScheduler(BlockwiseProblem const& p)
         : tiles(BlockwiseSm90Tile::tiles(p)),
           whole(gridDim.y == 1 ? tiles : p.whole),
-          shared(whole + blockIdx.x),
+          split_tile(whole + blockIdx.x),
           all(p.k / kStep) {}
-    __device__ bool has_shared() const { return shared < tiles; }
+    __device__ bool has_split_tile() const { return split_tile < tiles; }
     __device__ bool is_split(int tile) const { return tile >= whole; }
     // Valid while it is below `tiles`.
-    __device__ int first() const { return whole_or_shared(blockIdx.x * gridDim.y + blockIdx.y); }
+    __device__ int first() const { return whole_or_split(blockIdx.x * gridDim.y + blockIdx.y); }
     __device__ int after(int tile) const {
-      return is_split(tile) ? tiles : whole_or_shared(tile + gridDim.x * gridDim.y);
+      return is_split(tile) ? tiles : whole_or_split(tile + gridDim.x * gridDim.y);
     }
     __device__ int first_step(int tile) const { return is_split(tile) ? blockIdx.y * all / gridDim.y : 0; }
     __device__ int steps(int tile) const {
@@ -134,7 +135,7 @@ struct BlockwiseSm90Tile {
     }
 
    private:
-    __device__ int whole_or_shared(int tile) const { return tile < whole ? tile : shared; }
+    __device__ int whole_or_split(int tile) const { return tile < whole ? tile : split_tile; }
   };
 };
 
