@@ -1,5 +1,7 @@
 #pragma once
 
+// From a row of the mma.sync table to the launch (SM80 and newer).
+
 #include "dispatch/groupwise_mm/tables.h"
 #include "kernels/launch/groupwise_mm.h"
 #include "kernels/sm80/groupwise_gemm.cuh"

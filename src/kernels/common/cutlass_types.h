@@ -1,5 +1,7 @@
 #pragma once
 
+// CUTLASS's types of DType's elements.
+
 #include "cutlass/numeric_types.h"
 #include "epiloq/tensor.h"
 

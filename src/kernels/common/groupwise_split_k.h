@@ -1,5 +1,7 @@
 #pragma once
 
+// Which tiles of the groupwise GEMM two CTAs split along K; host code, for the cost model and the launch.
+
 #include <cstdint>
 
 #include "kernels/common/tile_config.h"

@@ -1,5 +1,7 @@
 #pragma once
 
+// Dynamic shared memory that limits the resident CTAs per SM.
+
 #include <cstdint>
 
 namespace epiloq {

@@ -1,5 +1,7 @@
 #pragma once
 
+// Cache of kernel parameters that hold TMA descriptors.
+
 #include <cstdint>
 #include <memory>
 

@@ -1,12 +1,11 @@
 // Attention of one query token per sequence (flash decoding) on tensor cores.
 //
 // A CTA multiplies up to eight query heads of a key head, so that keys and values are read once for all of them. The
-// tokens are shared out in steps of 16 to the warps of all CTAs of a split, in turn, so that a masked end of a cache
-// leaves no CTA idle. Each warp has its own pipeline of shared-memory stages (cp.async), so that the main loop has no
-// CTA barrier, and uses mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output =
-// values (D x 16 tokens) * weights (16 tokens x 8 heads). Columns of D may come in any order as long as keys and
-// queries agree, and rows of values as long as the output is stored accordingly: a lane therefore reads whole chunks of
-// a row.
+// warps of all CTAs of a split take steps of 16 tokens round-robin, so that a masked end of a cache leaves no CTA idle.
+// Each warp has its own pipeline of shared-memory stages (cp.async), so that the main loop has no CTA barrier, and uses
+// mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output = values (D x 16 tokens) * weights
+// (16 tokens x 8 heads). Columns of D may come in any order as long as keys and queries agree, and rows of values as
+// long as the output is stored accordingly: a lane therefore reads whole chunks of a row.
 //
 // Weights are rounded to the sum of two 16-bit floats; 8-bit keys and values are exact as float16. Partial results of a
 // CTA's warps are merged in shared memory, those of a split's CTAs through DSMEM (SM90) or by a second kernel.
@@ -63,10 +62,10 @@ struct Layout {
   }
 };
 
-// What is known of a stage besides keys and values.
+// A stage's metadata.
 struct StageState {
   std::uint16_t scale[2 * kStep];  // of keys, then of values
-  Word counts;                     // a bit per token; 0: there are no more steps
+  Word valid;                      // a bit per unmasked token; 0: there are no more steps
 };
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -108,7 +107,7 @@ __device__ __forceinline__ Word transposed(Word pair) {
   return result;
 }
 
-// The steps of a warp in which a token counts. Masks of 32 steps are read at a time, one step per lane.
+// Iterates over a warp's steps that have an unmasked token. Masks of 32 steps are read at a time, one step per lane.
 class Steps {
  public:
   __device__ Steps(Problem const& p, int first, int stride)
@@ -117,18 +116,18 @@ class Steps {
         next_(first),
         stride_(stride) {}
 
-  // The next step's first token, and a bit for each of its tokens that counts: 0 if there is no step left.
-  __device__ __forceinline__ int advance(Word& counts) {
-    while (open_ == 0) {
+  // Returns the next step's first token, and a bit for each unmasked token: 0 if there is no step left.
+  __device__ __forceinline__ int advance(Word& valid) {
+    while (remaining_ == 0) {
       if (next_ >= (tokens_ + kStep - 1) / kStep) {
-        counts = 0;
+        valid = 0;
         return 0;
       }
       read_window();
     }
-    int const lane = __ffs(static_cast<int>(open_)) - 1;
-    open_ &= open_ - 1;
-    counts = __shfl_sync(~0u, counts_, lane);
+    int const lane = __ffs(static_cast<int>(remaining_)) - 1;
+    remaining_ &= remaining_ - 1;
+    valid = __shfl_sync(~0u, valid_, lane);
     return (window_ + lane * stride_) * kStep;
   }
 
@@ -137,9 +136,9 @@ class Steps {
     window_ = next_;
     std::int64_t const step = window_ + std::int64_t{stride_} * (threadIdx.x % 32), token = step * kStep;
     int const count = token >= tokens_ ? 0 : static_cast<int>(min(std::int64_t{kStep}, tokens_ - token));
-    counts_ = (1u << count) - 1;
-    if (mask_ != nullptr && count != 0) counts_ &= mask_bits(mask_ + token, count);
-    open_ = __ballot_sync(~0u, counts_ != 0);
+    valid_ = (1u << count) - 1;
+    if (mask_ != nullptr && count != 0) valid_ &= mask_bits(mask_ + token, count);
+    remaining_ = __ballot_sync(~0u, valid_ != 0);
     next_ = static_cast<int>(min(window_ + std::int64_t{stride_} * 32, std::int64_t{INT_MAX}));
   }
   static __device__ __forceinline__ Word mask_bits(std::uint8_t const* from, int count) {
@@ -160,7 +159,7 @@ class Steps {
 
   std::uint8_t const* mask_;
   int tokens_, next_, stride_, window_ = 0;
-  Word open_ = 0, counts_ = 0;  // steps of the window still to come; tokens of this lane's step that count
+  Word remaining_ = 0, valid_ = 0;  // steps of the window still to come; unmasked tokens of this lane's step
 };
 
 template <class T, Kind kKind, int kWidth>
@@ -185,7 +184,7 @@ struct Attention {
   Steps steps;
   Word q[kTiles][2];
   float factor[2];  // of scores, of heads 2 * column …: scale, log2(e), and what the queries were divided by
-  float most[2], sum[2], out[kTiles][4];
+  float maximum[2], sum[2], out[kTiles][4];
   float unit = FLT_MIN;  // with scales: weights are divided by this, the largest scale of a value so far
 
   __device__ Attention(Problem const& problem, Shared& memory)
@@ -211,7 +210,7 @@ struct Attention {
 #pragma unroll
       for (int j = 0; j < 4; ++j) out[i][j] = 0.f;
     }
-    most[0] = most[1] = -INFINITY, sum[0] = sum[1] = 0.f;
+    maximum[0] = maximum[1] = -INFINITY, sum[0] = sum[1] = 0.f;
   }
 
   __device__ __forceinline__ int heads() const { return min(kHeadsPerCta, p.group - first_head); }
@@ -262,14 +261,14 @@ struct Attention {
 
   // Starts copying a step, if there is one, to a stage. Returns the scale that this lane fetches for it.
   __device__ __forceinline__ std::uint16_t fetch(int stage) {
-    Word counts;
-    int const token = steps.advance(counts), lane = threadIdx.x % 32;
-    if (lane == 0) shared.stages[warp][stage].counts = counts;
+    Word valid;
+    int const token = steps.advance(valid), lane = threadIdx.x % 32;
+    if (lane == 0) shared.stages[warp][stage].valid = valid;
     std::uint16_t scale = 0;
-    if (counts != 0) {
+    if (valid != 0) {
       SharedAddress const to = shared_address(shared.data[warp]) + stage * L::kStageBytes;
       constexpr int kBytes = L::kRow / kWidth;
-      Word const of_lane = counts >> token_of_lane;
+      Word const of_lane = valid >> token_of_lane;
       auto const* const from_keys = keys + token * p.of_key.token * kBytes;
       auto const* const from_values = values + token * p.of_value.token * kBytes;
 #pragma unroll
@@ -292,7 +291,7 @@ struct Attention {
         bool const of_key = lane < kStep;
         Strides const& s = of_key ? p.of_key_scale : p.of_value_scale;
         auto const* const from = static_cast<std::uint16_t const*>(of_key ? p.key_scale : p.value_scale);
-        if (counts >> lane % kStep & 1) scale = from[batch * s.batch + key_head * s.head + token + lane % kStep];
+        if (valid >> lane % kStep & 1) scale = from[batch * s.batch + key_head * s.head + token + lane % kStep];
       }
     }
     cp_async_commit();
@@ -338,11 +337,11 @@ struct Attention {
     float kept[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float whole = fmaxf(most[j], fmaxf(scores[j], scores[2 + j]));
+      float whole = fmaxf(maximum[j], fmaxf(scores[j], scores[2 + j]));
 #pragma unroll
       for (int lane = 4; lane < 32; lane *= 2) whole = fmaxf(whole, __shfl_xor_sync(~0u, whole, lane));
-      kept[j] = weight_of(most[j], whole);
-      most[j] = whole, sum[j] *= kept[j];
+      kept[j] = weight_of(maximum[j], whole);
+      maximum[j] = whole, sum[j] *= kept[j];
     }
     if constexpr (L::kHasScales) {
 #pragma unroll
@@ -398,7 +397,7 @@ struct Attention {
     }
   }
 
-  __device__ __forceinline__ void add(int stage, Word counts) {
+  __device__ __forceinline__ void add(int stage, Word valid) {
     StageState const& state = shared.stages[warp][stage];
     unsigned char const* const data = shared.data[warp] + stage * L::kStageBytes;
     float scores[4], value_scale[2] = {1.f, 1.f};
@@ -406,7 +405,7 @@ struct Attention {
     bool is_larger = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      bool const counted = counts >> (row + 8 * i) & 1;
+      bool const is_valid = valid >> (row + 8 * i) & 1;
       float key_scale = 1.f;
       if constexpr (L::kHasScales) {
         key_scale = scale_of(state, row + 8 * i);
@@ -416,8 +415,8 @@ struct Attention {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& one = scores[2 * i + j];
-        one = counted ? one * (factor[j] * key_scale) : -INFINITY;
-        is_larger |= one > most[j];
+        one = is_valid ? one * (factor[j] * key_scale) : -INFINITY;
+        is_larger |= one > maximum[j];
       }
     }
     if (__any_sync(~0u, is_larger)) rescale(scores, fmaxf(value_scale[0], value_scale[1]));
@@ -427,8 +426,8 @@ struct Attention {
       float weight[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        // Relative to 0 where no token has counted yet.
-        weight[j] = exp2f(scores[2 * i + j] - (most[j] == -INFINITY ? 0.f : most[j]) + kRaise);
+        // Relative to 0 as long as all tokens are masked.
+        weight[j] = exp2f(scores[2 * i + j] - (maximum[j] == -INFINITY ? 0.f : maximum[j]) + kRaise);
         sum[j] += weight[j];
         if constexpr (L::kHasScales) weight[j] *= __fdividef(value_scale[i], unit);
       }
@@ -451,19 +450,19 @@ struct Attention {
     for (int i = 0; i < L::kStages - 1; ++i) put_scale(i, scales[i]);
     std::uint16_t scale = 0;
     bool is_first = true;
-    int stage = 0, before = L::kStages - 1;
+    int stage = 0, refill = L::kStages - 1;
 #pragma unroll 1
     while (true) {
       cp_async_wait<L::kStages - 2>();
       // The scale fetched a step ago, for the stage before the one that is filled now.
-      if (!is_first) put_scale(before == 0 ? L::kStages - 1 : before - 1, scale);
+      if (!is_first) put_scale(refill == 0 ? L::kStages - 1 : refill - 1, scale);
       __syncwarp();
-      Word const counts = shared.stages[warp][stage].counts;
-      if (counts == 0) break;
-      scale = fetch(before);
+      Word const valid = shared.stages[warp][stage].valid;
+      if (valid == 0) break;
+      scale = fetch(refill);
       is_first = false;
-      add(stage, counts);
-      before = stage, stage = stage + 1 == L::kStages ? 0 : stage + 1;
+      add(stage, valid);
+      refill = stage, stage = stage + 1 == L::kStages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
     __syncwarp();
@@ -479,7 +478,7 @@ struct Attention {
 #pragma unroll
       for (int lane = 4; lane < 32; lane *= 2) total[j] += __shfl_xor_sync(~0u, total[j], lane);
       int const head = 2 * column + j;
-      if (row == 0) shared.warp_state[warp][head] = {most[j], total[j], {}};
+      if (row == 0) shared.warp_state[warp][head] = {maximum[j], total[j], {}};
       float const times = L::kHasScales ? unit : 1.f;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -520,10 +519,10 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
       Partials<kWidth> const partials(p.workspace, std::int64_t{p.batches} * p.key_heads * p.group * split);
       std::int64_t const row = (first_row + h) * split + rank;
       *reinterpret_cast<float4*>(partials.values + row * kWidth + element) = four.values;
-      if (element == 0) partials.states[row] = {four.most, four.sum, {}};
+      if (element == 0) partials.states[row] = {four.maximum, four.sum, {}};
     } else {
       *reinterpret_cast<float4*>(own + h * kWidth + element) = four.values;
-      if (element == 0) shared.own_state[h] = {four.most, four.sum, {}};
+      if (element == 0) shared.own_state[h] = {four.maximum, four.sum, {}};
     }
   }
   if (split == 1 || p.workspace != nullptr) return;

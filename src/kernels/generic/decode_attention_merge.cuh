@@ -8,12 +8,12 @@
 
 namespace epiloq::ops::decode_attention {
 
-// Weights are relative to 2^most.
+// Running maximum of the scores (base 2) and sum of the weights, which are relative to 2^maximum.
 struct State {
-  float most, sum, unused[2];
+  float maximum, sum, unused[2];
 };
 
-// 2^(part - whole) for maxima, of which the whole's is -infinity where no token has counted yet.
+// 2^(part - whole) for maxima; the whole's is -infinity as long as all tokens are masked.
 __device__ __forceinline__ float weight_of(float part, float whole) {
   return whole == -INFINITY ? 0.f : exp2f(part - whole);
 }
@@ -26,17 +26,17 @@ __device__ __forceinline__ float weight_of_part(float part, float whole) {
 // Four elements of a head: numerators and the sum that divides them.
 struct Four {
   float4 values;
-  float most, sum;
+  float maximum, sum;
 };
 
 // `state(i)` and `values(i)` of the parts.
 template <class StateOf, class ValuesOf>
 __device__ __forceinline__ Four merged(int parts, StateOf state, ValuesOf values) {
   Four whole{{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
-  for (int i = 0; i < parts; ++i) whole.most = fmaxf(whole.most, state(i).most);
+  for (int i = 0; i < parts; ++i) whole.maximum = fmaxf(whole.maximum, state(i).maximum);
   for (int i = 0; i < parts; ++i) {
     State const of_part = state(i);
-    float const weight = weight_of_part(of_part.most, whole.most);
+    float const weight = weight_of_part(of_part.maximum, whole.maximum);
     float4 const four = values(i);
     whole.sum = fmaf(weight, of_part.sum, whole.sum);
     whole.values.x = fmaf(weight, four.x, whole.values.x), whole.values.y = fmaf(weight, four.y, whole.values.y);
@@ -45,7 +45,7 @@ __device__ __forceinline__ Four merged(int parts, StateOf state, ValuesOf values
   return whole;
 }
 
-// Where no token counts the result is 0.
+// If all tokens are masked the result is 0.
 template <class T>
 __device__ __forceinline__ void store(Four const& four, void* out, std::int64_t element) {
   T* const to = static_cast<T*>(out) + element;
@@ -66,7 +66,7 @@ struct Partials {
 
 constexpr int kMergeWarps = 8;
 
-// Merges the partial results of a head: warps take splits in turn, lanes elements.
+// Merges the partial results of a head: warps take splits round-robin, lanes elements.
 template <class T, int kWidth>
 __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant__ Problem const p, int split) {
   constexpr int kPerLane = kWidth / 32, kAtOnce = 4;
@@ -83,7 +83,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant
   float const* const values = partials.values + head * split * kWidth + lane;
   pdl_wait();
   pdl_trigger();
-  float most = -INFINITY, sum = 0.f, out[kPerLane] = {};
+  float maximum = -INFINITY, sum = 0.f, out[kPerLane] = {};
 #pragma unroll 1
   for (int first = warp; first < split; first += kMergeWarps * kAtOnce) {
     State state[kAtOnce];
@@ -95,16 +95,16 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) part[i][j] = at < split ? values[at * kWidth + j * 32] : 0.f;
     }
-    float whole = most;
+    float whole = maximum;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) whole = fmaxf(whole, state[i].most);
-    float const kept = weight_of(most, whole);
-    most = whole, sum *= kept;
+    for (int i = 0; i < kAtOnce; ++i) whole = fmaxf(whole, state[i].maximum);
+    float const kept = weight_of(maximum, whole);
+    maximum = whole, sum *= kept;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) out[j] *= kept;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      float const weight = weight_of_part(state[i].most, whole);
+      float const weight = weight_of_part(state[i].maximum, whole);
       sum = fmaf(weight, state[i].sum, sum);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) out[j] = fmaf(weight, part[i][j], out[j]);
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant
   }
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) shared.values[warp][j * 32 + lane] = out[j];
-  if (lane == 0) shared.states[warp] = {most, sum, {}};
+  if (lane == 0) shared.states[warp] = {maximum, sum, {}};
   __syncthreads();
   for (int i = threadIdx.x; i < kWidth / 4; i += 32 * kMergeWarps) {
     Four const four = merged(

@@ -30,7 +30,7 @@ constexpr bool kHasMma = std::is_same_v<T, __half>;
 constexpr bool kHasMma = true;
 #endif
 
-constexpr int kWarpsOfSm = 16;                   // that its registers are for
+constexpr int kWarpsOfSm = 16;                   // resident, as registers allow
 constexpr int kPanelRows = 16, kTileTokens = 8;  // of an mma instruction
 
 // Four codes of a row as pairs of columns 0 and 2, and 1 and 3, in T: `kUnit` times as small as they are, for float16.
@@ -66,14 +66,14 @@ __device__ __forceinline__ Word word_of(uint4 const& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// Read anew: kept over the main loop it would cost a register.
-__device__ __forceinline__ int thread_here() {
+// Read again at each use: kept over the main loop it would cost a register.
+__device__ __forceinline__ int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Where the scales of a row begin. In 32 bits, for a division of 64 is a call.
+// Offset of a row's scales. In 32 bits, as a 64-bit division is a function call.
 __device__ __forceinline__ int scales_of(Weight const& w, int row) {
   return static_cast<int>(static_cast<unsigned>(row) / static_cast<unsigned>(w.block_rows)) *
          static_cast<int>(w.scale_columns);
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint4 load_tokens(uint4 const* from) {
 template <class T, int kTiles, int kPanels, bool kGrouped>
 struct Decode {
   static constexpr int kTokens = kTileTokens * kTiles, kRows = kPanelRows * kPanels;
-  static constexpr Word kNotNumber = 0x80808080;
+  static constexpr Word kNanFlag = 0x80808080;
   static constexpr int kHalves = 2 * kPanels;                   // a lane's rows: g and g + 8 of each panel
   static constexpr int kAhead = kTiles == 4 ? 3 : 4 / kPanels;  // K steps whose codes are in flight
   static constexpr int kLoad = sizeof(uint4) / sizeof(T), kTokenLoads = kDepth / kLoad;  // of a token's K step
@@ -113,7 +113,7 @@ struct Decode {
   int x[kTiles];             // in loads of 16 bytes
   int scale[kHalves];        // where a row's begin
   int block, left_of_block;  // of that step, and K steps
-  Word not_numbers = 0;      // kNotNumber >> i where one was met in row i of the lane
+  Word nan_flags = 0;        // kNanFlag >> i if row i of the lane has a NaN
 
   __device__ __forceinline__ Decode(Problem const& p_, int first_row, int first_token, int first_step) : p(p_) {
     Weight const& w = p.weight;
@@ -182,18 +182,18 @@ struct Decode {
   }
 
   // A byte's low seven bits are all ones in NaN alone.
-  __device__ __forceinline__ void look_for_nan(Step const& step) {
+  __device__ __forceinline__ void detect_nan(Step const& step) {
     auto const incremented = [](Word codes) { return (codes & 0x7f7f7f7f) + 0x01010101; };
 #pragma unroll
     for (int i = 0; i < kHalves; ++i) {
-      Word const met =
+      Word const found =
           incremented(step[i].x) | incremented(step[i].y) | incremented(step[i].z) | incremented(step[i].w);
-      not_numbers |= (met & kNotNumber) >> i;
+      nan_flags |= (found & kNanFlag) >> i;
     }
   }
 
   __device__ __forceinline__ void add(Sums& sums, Step const& step, int ahead, bool is_valid = true) {
-    look_for_nan(step);
+    detect_nan(step);
     if constexpr (!kGrouped) return multiply(sums, step, ahead, is_valid);
     Sums products = {};
     multiply(products, step, ahead, is_valid);
@@ -210,7 +210,7 @@ struct Decode {
     if (--left_of_block == 0) ++block, left_of_block = steps_of_block();
   }
 
-  // Adds so many whole K steps.
+  // Adds `steps` whole K steps.
   __device__ __forceinline__ void sum_up(Sums& sums, int steps) {
     Step ahead[kAhead] = {};
 #pragma unroll
@@ -231,7 +231,7 @@ struct Decode {
     advance(steps);
   }
 
-  // Adds the part of a K step with which K may end.
+  // Adds the partial K step at the end of K, if any.
   __device__ __forceinline__ void add_part(Sums& sums) {
     if (p.weight.k % kDepth == 0) return;
     Step rest = {};
@@ -240,14 +240,14 @@ struct Decode {
     add(sums, rest, 0, is_valid);
   }
 
-  // Sums of this warp to [token][row]; NaN for a row with a NaN among its codes.
-  __device__ __forceinline__ void put(float* to, Sums const& sums) const {
+  // Writes this warp's sums to shared memory, [token][row]; NaN for a row with a NaN among its codes.
+  __device__ __forceinline__ void write_sums(float* to, Sums const& sums) const {
     int const g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Word met = not_numbers | __shfl_xor_sync(~0u, not_numbers, 1);
-    met |= __shfl_xor_sync(~0u, met, 2);
+    Word found = nan_flags | __shfl_xor_sync(~0u, nan_flags, 1);
+    found |= __shfl_xor_sync(~0u, found, 2);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      bool const is_number = (met & kNotNumber >> half) == 0;
+      bool const is_number = (found & kNanFlag >> half) == 0;
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         int const row = 8 * half + g, token = i / 2 * kTileTokens + 2 * t + i % 2;
@@ -275,20 +275,20 @@ __global__ __launch_bounds__(32 * kWarpsOfSm, 1) void decode_fp8_kernel(__grid_c
     int const warps = blockDim.x / 32, steps = static_cast<int>(p.weight.k / kDepth);
     {
       // Neighbouring steps, so that a warp reads whole lines.
-      int const warp = thread_here() / 32, share = (steps + warps - 1) / warps,
-                begin = warp_uniform(min(warp * share, steps));
+      int const warp = thread_index() / 32, warp_steps = (steps + warps - 1) / warps,
+                begin = warp_uniform(min(warp * warp_steps, steps));
       D decode(p, row_tile * D::kRows, blockIdx.y * D::kTokens, begin);
       typename D::Sums sums = {};
-      decode.sum_up(sums, min(share, steps - begin));
-      if (thread_here() / 32 == warps - 1) decode.add_part(sums);
-      decode.put(partial + thread_here() / 32 * D::kTokens * D::kRows, sums);
+      decode.sum_up(sums, min(warp_steps, steps - begin));
+      if (thread_index() / 32 == warps - 1) decode.add_part(sums);
+      decode.write_sums(partial + thread_index() / 32 * D::kTokens * D::kRows, sums);
     }
     __syncthreads();
-    for (int i = thread_here(); i < D::kTokens * D::kRows; i += blockDim.x) {
+    for (int i = thread_index(); i < D::kTokens * D::kRows; i += blockDim.x) {
       int const token = blockIdx.y * D::kTokens + i / D::kRows, row = row_tile * D::kRows + i % D::kRows;
       if (token >= p.m || row >= p.weight.n) continue;
       float sum = 0;
-      for (int of = 0; of < warps; ++of) sum += partial[of * D::kTokens * D::kRows + i];
+      for (int warp = 0; warp < warps; ++warp) sum += partial[warp * D::kTokens * D::kRows + i];
       sum *= Codes<T>::kUnit;
       float const bias = p.bias != nullptr ? static_cast<float>(static_cast<T const*>(p.bias)[row]) : 0.f;
       float const scale = kGrouped ? 1.f : p.weight.scale[scales_of(p.weight, row)];

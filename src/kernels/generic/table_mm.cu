@@ -135,8 +135,8 @@ struct Decode {
     }
   }
 
-  // Sums of this warp to [token][row].
-  __device__ __forceinline__ void put(float* to, Sums const& sums) const {
+  // Writes this warp's sums to shared memory, [token][row].
+  __device__ __forceinline__ void write_sums(float* to, Sums const& sums) const {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
       int const row = i % 4 / 2 * 8 + g, token = i / 4 * kTileTokens + 2 * t + i % 2;
@@ -158,15 +158,15 @@ __global__ __launch_bounds__(kThreads, 2) void decode_table_kernel(__grid_consta
   __syncthreads();
   int const first_token = blockIdx.y * D::kTokens, warp = threadIdx.x / 32;
   // Neighbouring steps, so that a warp reads whole lines.
-  int const steps = static_cast<int>(p.weight.k / kDepth), share = (steps + kWarps - 1) / kWarps;
-  int const end = min(steps, (warp + 1) * share);
+  int const steps = static_cast<int>(p.weight.k / kDepth), warp_steps = (steps + kWarps - 1) / kWarps;
+  int const end = min(steps, (warp + 1) * warp_steps);
 #pragma unroll 1
   for (std::int64_t first_row = std::int64_t{blockIdx.x} * kPanelRows; first_row < p.weight.n;
        first_row += std::int64_t{gridDim.x} * kPanelRows) {
     D const decode(p, first_row);
     typename D::Sums sums = {};
 #pragma unroll 1
-    for (int at = warp * share; at < end; at += D::kStepsAtOnce) {
+    for (int at = warp * warp_steps; at < end; at += D::kStepsAtOnce) {
       Step some[D::kStepsAtOnce];
 #pragma unroll
       for (int i = 0; i < D::kStepsAtOnce; ++i) {
@@ -180,7 +180,7 @@ __global__ __launch_bounds__(kThreads, 2) void decode_table_kernel(__grid_consta
         decode.multiply(sums, some[i], x, pairs);
       }
     }
-    decode.put(partial[warp], sums);
+    decode.write_sums(partial[warp], sums);
     __syncthreads();
     for (int i = threadIdx.x; i < D::kTokens * kPanelRows; i += kThreads) {
       std::int64_t const token = first_token + i / kPanelRows, row = first_row + i % kPanelRows;

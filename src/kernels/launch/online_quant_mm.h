@@ -1,5 +1,8 @@
 #pragma once
 
+// The launches of online_quant_mm's kernels: declared for the tables of dispatch/online_quant_mm, and defined and
+// instantiated in sources that CMake expands from its kernels.cu.in.
+
 #include "problems/w4a8_gemm.h"
 
 namespace epiloq::ops::online_quant_mm {

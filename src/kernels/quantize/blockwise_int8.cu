@@ -1,3 +1,7 @@
+// Dynamic int8 quantisation in blocks along rows: q = round((x - offset) / scale), with the parameters in the layout of
+// problems/quantizers/quantize_blockwise_int8.h. Blocks whose values neighbouring lanes hold in registers are read once
+// (by_lanes, by_few_lanes); any other block is read twice by one warp (by_warp).
+
 #include <algorithm>
 #include <bit>
 #include <cstdint>

@@ -1,3 +1,7 @@
+// FP8 quantisation with a scale per tensor, row, group of a row or 128 x 128 block, static or measured. fp8_plan.h
+// chooses the kernel: where elements fit in registers they are read once. A measured per-tensor scale takes a pass of
+// its own.
+
 #include <algorithm>
 #include <bit>
 
@@ -203,7 +207,7 @@ int round_up(int value, int multiple) { return static_cast<int>(ceil_div(value, 
 
 template <class T, class Format>
 void run_tiles(Problem p, int lanes, bool from_the_end, Stream stream) {
-  constexpr int kComfortable = 256;
+  constexpr int kPreferredThreads = 256;
   p.tile_cols = kPerLane * lanes;
   int const across = static_cast<int>(std::max<std::int64_t>(1, ceil_div(p.padded_cols, p.tile_cols)));
   if (p.is_static && p.scale_col == 0) p.tiles = across;  // all of a row's tiles share a scale
@@ -211,7 +215,7 @@ void run_tiles(Problem p, int lanes, bool from_the_end, Stream stream) {
   int const row_threads = static_cast<int>(ceil_div(across, parts)) * lanes;
   // Whole warps: several short rows per warp, or idle lanes at the end of a long row.
   unsigned const x = row_threads < 32 ? std::bit_ceil(static_cast<unsigned>(row_threads)) : round_up(row_threads, 32);
-  unsigned const y = std::max(1u, kComfortable / x);
+  unsigned const y = std::max(1u, kPreferredThreads / x);
   int const lane_bits = std::countr_zero(static_cast<unsigned>(lanes));
   TileGrid const grid{lanes, lane_bits, static_cast<int>(ceil_div(across, x / lanes)), from_the_end};
   run(tiles<T, Format>, ceil_div(p.rows, y) * grid.parts, dim3(x, y), stream, p, grid);

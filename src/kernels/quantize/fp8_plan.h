@@ -1,5 +1,7 @@
 #pragma once
 
+// Chooses the FP8 quantisation kernel of fp8.cu; host code, also for `explain`.
+
 #include "problems/quantizers/quantize_fp8.h"
 
 namespace epiloq::ops::quantize_fp8 {

@@ -1,3 +1,6 @@
+// int8 quantisation of rows with a scale and, if asymmetric, a zero point, static or measured: q = round(x / scale) +
+// azp. One CTA per row: one pass over rows that fit in registers, otherwise two.
+
 #include <algorithm>
 
 #include "core/cuda_check.h"
@@ -195,11 +198,11 @@ void launch_typed(Problem const& p, int device, Stream stream) {
     void (*kernel)(Problem);
   };
   constexpr Variant kVariants[] = {{1, one_pass<T, 1>}, {2, one_pass<T, 2>}, {4, one_pass<T, 4>}};
-  int const comfortable = p.rows <= 2 * device_properties(device).sm_count ? kMaxThreads : 128;
+  int const preferred_threads = p.rows <= 2 * device_properties(device).sm_count ? kMaxThreads : 128;
   int const vectors = p.cols / kVector;
   Variant chosen = kVariants[2];
   for (Variant const& variant : kVariants) {
-    if (vectors <= variant.vectors * comfortable) {
+    if (vectors <= variant.vectors * preferred_threads) {
       chosen = variant;
       break;
     }

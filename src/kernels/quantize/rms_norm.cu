@@ -1,3 +1,6 @@
+// RMSNorm, with an optional residual added first, quantised to int8 or FP8 with a measured scale per row or group. One
+// CTA or one warp per row: one pass over rows that fit in registers, otherwise element by element.
+
 #include "core/cuda_check.h"
 #include "kernels/quantize/quantized_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"

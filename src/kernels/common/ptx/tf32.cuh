@@ -1,5 +1,7 @@
 #pragma once
 
+// Splits floats into TF32 parts for tensor cores.
+
 namespace epiloq {
 
 // A float as the sum of two TF32 numbers: error at most 2^-22 relative down to 2^-115. NaN stays NaN; an infinity may
