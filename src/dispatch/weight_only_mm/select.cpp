@@ -50,7 +50,7 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
 }
 
-// Exact weights by two K groups: all such rows sum a scale group's columns in order, and K steps in turn by group. Two
+// Exact weights by two K groups: all such rows sum a scale group's columns in order, and alternate K steps. Two
 // partial sums commute, so K may be split in two, too; in which order more are added depends on the tokens of a tile.
 bool keeps_order(WgmmaConfig const& c) { return c.k_groups == 2 && !c.rounds; }
 

@@ -66,7 +66,7 @@ __device__ void store_parameter(Problem const& p, float* to, float x) {
   }
 }
 
-// The lanes that share a block store its kinds of parameters in turn.
+// The lanes that share a block distribute its kinds of parameters among them.
 __device__ __forceinline__ void store_parameters(Problem const& p, int lane, int lanes, int row, int block,
                                                  Parameters parameters, int sum) {
   std::int64_t const i = row * p.row_stride + block * p.block_stride;

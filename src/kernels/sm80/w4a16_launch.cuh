@@ -12,7 +12,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// The CTAs along y are a cluster. `launching` is what an error says.
+// The CTAs along y are a cluster. `launching`: for error messages.
 template <class P, class Layout>
 void launch_kernel(void (*kernel)(P, Layout), PerDevice& prepared, char const* launching, P const& p,
                    Layout const& layout, dim3 grid, int threads, int shared_bytes, int device, Stream stream) {

@@ -24,7 +24,7 @@ struct Shape {
   double used_tokens;          // of them, on average
   std::int64_t high, wide;     // tiles along N and M
   int resident;                // CTAs per SM
-  int k_groups;                // of a CTA, which take K steps in turn
+  int k_groups;                // of a CTA, which alternate K steps
   int early;                   // K steps whose weights are issued before pdl_wait
   std::int64_t steps, rounds;  // K steps per CTA and per K group
   std::int64_t crowd;          // CTAs that share an SM

@@ -75,7 +75,7 @@ struct BlockwiseSm90Copies {
       fill(at, origin, steps.first + i, Parameters(p.kinds == T::kKinds, i, steps.count));
     }
   }
-  // Calls `fill` for each of the CTA's stages in turn once it is empty, except the first few.
+  // Calls `fill` for each of the CTA's stages, in order, once it is empty; except the first `filled` ones.
   template <class Fill>
   static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
                                                      int filled, Fill fill) {
