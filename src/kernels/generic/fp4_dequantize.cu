@@ -1,19 +1,18 @@
 // Dequantises a packed FP4 weight to rows in memory: a thread per lane of a tile, in runs of 16 columns.
 
-#include <algorithm>
-
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/fp4_runs.h"
+#include "kernels/generic/dequantize_tiles.cuh"
 #include "problems/dequantize_fp4.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::dequantize_fp4 {
 namespace {
 
-using weight_only_mm::kLanes;
-using weight_only_mm::kPanelRows;
+using weight_only_mm::kDequantizeThreads, weight_only_mm::kDequantizeWarps;
+using weight_only_mm::kLanes, weight_only_mm::kPanelRows, weight_only_mm::transpose_fours;
 
 constexpr int kBits = 4, kDepth = weight_only_mm::depth(kBits);
 constexpr int kMxfp4Block = 32, kNvfp4Block = 16;
@@ -29,42 +28,15 @@ __device__ __forceinline__ uchar2 scales_of(weight_only_mm::Weight const& w, int
   return *reinterpret_cast<uchar2 const*>(scales + (std::int64_t{blockIdx.x} * w.groups + block) * kPanelRows + 2 * g);
 }
 
-// Word i of lane t becomes word t of lane i, among four lanes.
-__device__ __forceinline__ void transpose_fours(Word (&words)[4]) {
-#pragma unroll
-  for (int apart = 1; apart < 4; apart *= 2) {
-    bool const upper = threadIdx.x & apart;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int const low = apart == 1 ? 2 * i : i, high = low + apart;
-      Word const got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], apart);
-      (upper ? words[low] : words[high]) = got;
-    }
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void store_run(Problem const& p, int row, int column, T const (&values)[kRun]) {
   std::int64_t const n = std::int64_t{blockIdx.x} * kPanelRows + row;
   if (n >= p.weight.n || column >= p.weight.k) return;
-  T* const to = static_cast<T*>(p.out) + n * p.weight.k + column;
-  if (p.weight.k % kRun == 0) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(uint4)); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<uint4 const*>(values)[i];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      if (column + i < p.weight.k) to[i] = values[i];
-    }
-  }
+  weight_only_mm::store_run(p.weight, static_cast<T*>(p.out), n, column, values);
 }
 
-constexpr int kThreads = 256, kWarps = kThreads / kLanes;
-
 template <WeightFormat kFormat, class T>
-__global__ __launch_bounds__(kThreads) void dequantize_kernel(__grid_constant__ Problem const p) {
+__global__ __launch_bounds__(kDequantizeThreads) void dequantize_kernel(__grid_constant__ Problem const p) {
   pdl_trigger();
   pdl_wait();
   constexpr int kBlock = kFormat == WeightFormat::kMxfp4 ? kMxfp4Block : kNvfp4Block;
@@ -72,7 +44,8 @@ __global__ __launch_bounds__(kThreads) void dequantize_kernel(__grid_constant__ 
   // Rows past N belong to the last matrix.
   int const first_row = static_cast<int>(blockIdx.x) * kPanelRows;
   float const factor = p.global_scale != nullptr ? __ldg(p.global_scale + first_row / p.rows_per_factor) : 1.f;
-  for (int tile = blockIdx.y * kWarps + threadIdx.x / kLanes; tile < tiles; tile += gridDim.y * kWarps) {
+  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
+       tile += gridDim.y * kDequantizeWarps) {
     uint4 const codes = codes_of(p.weight, tile, lane);
     Word run[4] = {codes.x, codes.y, codes.z, codes.w};
     transpose_fours(run);
@@ -153,15 +126,8 @@ template <class T>
 void launch_typed(Problem const& p, int device, Stream stream) {
   auto* const kernel = p.format == WeightFormat::kMxfp4 ? &dequantize_kernel<WeightFormat::kMxfp4, T>
                                                         : &dequantize_kernel<WeightFormat::kNvfp4, T>;
-  // Warps loop over tiles if there are enough of them to fill all SMs without.
-  constexpr int kBlocksPerSm = 4, kMostTilesPerWarp = 4;
-  std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows, tiles = p.weight.padded_k / kDepth;
-  std::int64_t const enough = std::int64_t{kWarps} * kBlocksPerSm * device_properties(device).sm_count;
-  std::int64_t const tiles_per_block = kWarps * std::clamp<std::int64_t>(panels * tiles / enough, 1, kMostTilesPerWarp);
-  constexpr std::int64_t kMostGridY = 65535;
-  dim3 const grid(static_cast<unsigned>(panels),
-                  static_cast<unsigned>(std::min(kMostGridY, (tiles + tiles_per_block - 1) / tiles_per_block)));
-  cuda_check(launch_pdl(kernel, grid, kThreads, 0, stream, p), "launching epiloq.dequantize_fp4");
+  dim3 const grid = weight_only_mm::dequantize_grid(p.weight.n, p.weight.padded_k / kDepth, device);
+  cuda_check(launch_pdl(kernel, grid, kDequantizeThreads, 0, stream, p), "launching epiloq.dequantize_fp4");
 }
 
 }  // namespace

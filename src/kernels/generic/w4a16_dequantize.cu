@@ -1,19 +1,16 @@
 // Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns. Types of 8 bits
 // receive the integers q - zero, for products that apply scales later.
 
-#include <algorithm>
-#include <type_traits>
-
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
+#include "kernels/generic/dequantize_tiles.cuh"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kRun = 8;
 
 __device__ __forceinline__ float read(void const* values, DType dtype, std::int64_t i) {
@@ -35,21 +32,6 @@ __device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel,
   float const scale = kScaled<T> ? read(w.scale, w.scale_dtype, i) : 1.f;
   if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
-}
-
-// 4 x 4 transposition among four lanes: word i of lane t becomes word t of lane i, after which a lane has neighbouring
-// columns.
-__device__ __forceinline__ void transpose_fours(std::uint32_t (&words)[4]) {
-#pragma unroll
-  for (int apart = 1; apart < 4; apart *= 2) {
-    bool const upper = threadIdx.x & apart;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int const low = apart == 1 ? 2 * i : i, high = low + apart;
-      std::uint32_t const got = __shfl_xor_sync(~0u, upper ? words[low] : words[high], apart);
-      (upper ? words[low] : words[high]) = got;
-    }
-  }
 }
 
 // A lane's columns are two runs of a 64-column tile, or one of 32 columns: where the first begins, and the distance to
@@ -84,19 +66,7 @@ __device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t 
     float const difference = static_cast<float>(value_at(lane, kBits, index[i])) - a.zero;
     values[i] = static_cast<T>(kScaled<T> ? __fadd_rn(__fmul_rn(a.scale, difference), a.offset) : difference);
   }
-  T* const to = out + n * w.k + k;
-  using Vector = std::conditional_t<kScaled<T>, uint4, uint2>;
-  if (w.k % kRun == 0) {  // and the tensor starts on 16 bytes
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(values) / sizeof(Vector)); ++i) {
-      reinterpret_cast<Vector*>(to)[i] = reinterpret_cast<Vector const*>(values)[i];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      if (k + i < w.k) to[i] = values[i];
-    }
-  }
+  store_run(w, out, n, k, values);
 }
 
 template <int kBits, class T, int kRow, int kOf>
@@ -110,14 +80,14 @@ __device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t
 }
 
 template <int kBits, class T>
-__global__ __launch_bounds__(kThreads, 4) void dequantize_kernel(__grid_constant__ Weight const w, T* out) {
+__global__ __launch_bounds__(kDequantizeThreads, 4) void dequantize_kernel(__grid_constant__ Weight const w, T* out) {
   constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
   pdl_trigger();
   pdl_wait();
   int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes;
   std::int64_t const panel = blockIdx.x;
-  for (int tile = blockIdx.y * (kThreads / kLanes) + threadIdx.x / kLanes; tile < tiles;
-       tile += gridDim.y * (kThreads / kLanes)) {
+  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
+       tile += gridDim.y * kDequantizeWarps) {
     std::uint32_t words[kBytes / 4];
     auto const* const from =
         reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes);
@@ -146,18 +116,10 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
                                    {3, dequantize_kernel<3, T>},
                                    {4, dequantize_kernel<4, T>},
                                    {8, dequantize_kernel<8, T>}};
-  unsigned const panels = (w.n + kPanelRows - 1) / kPanelRows;
-  // Threads loop over tiles if there are enough of them to fill all SMs without.
-  constexpr unsigned kTilesAtOnce = kThreads / kLanes, kBlocksPerSm = 4, kMostTilesPerThread = 4;
-  unsigned const tiles = w.padded_k / depth(w.bits);
-  unsigned const enough = kTilesAtOnce * kBlocksPerSm * device_properties(device).sm_count;
-  unsigned const tiles_per_thread =
-      static_cast<unsigned>(std::clamp<std::uint64_t>(std::uint64_t{panels} * tiles / enough, 1, kMostTilesPerThread));
-  unsigned const tiles_per_block = tiles_per_thread * kTilesAtOnce;
+  dim3 const grid = dequantize_grid(w.n, w.padded_k / depth(w.bits), device);
   for (Variant const& variant : kVariants) {
     if (variant.bits != w.bits) continue;
-    dim3 const grid(panels, std::min(65535u, (tiles + tiles_per_block - 1) / tiles_per_block));
-    cuda_check(launch_pdl(variant.kernel, grid, kThreads, 0, stream, w, static_cast<T*>(problem.out)),
+    cuda_check(launch_pdl(variant.kernel, grid, kDequantizeThreads, 0, stream, w, static_cast<T*>(problem.out)),
                "launching epiloq.dequantize_weight");
   }
 }
