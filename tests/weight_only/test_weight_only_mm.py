@@ -236,6 +236,6 @@ def test_explain() -> None:
     for m, exact in ((1, True), (16, True), (128, True), (129, True), (512, False), (1024, False)):
         words = epiloq.explain("weight_only_mm", m=m, **hopper)
         assert words.startswith(("gemv", "decode", "wgmma")) and ("rounded" not in words) == exact, words
-    assert "many tokens" in epiloq.explain("weight_only_mm", m=4096, **numbers)
+    assert "large M" in epiloq.explain("weight_only_mm", m=4096, **numbers)
     assert "2 or 3 bits" in epiloq.explain("weight_only_mm", m=1, bits=3, **numbers)
     assert "group size" in epiloq.explain("weight_only_mm", m=1, group_size=48, **numbers)

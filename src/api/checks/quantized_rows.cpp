@@ -84,7 +84,7 @@ RowPlan plan_rows(QuantizedRows const& rows, bool inputs_in_vectors, int sm_coun
 }
 
 char const* describe(RowPlan const& plan) {
-  return plan.kernel == 0 ? "cuda, an element at a time, several passes" : "cuda, the row in registers, one pass";
+  return plan.kernel == 0 ? "cuda, element by element, several passes" : "cuda, the row in registers, one pass";
 }
 
 bool in_vectors(void const* data, DType dtype, std::int64_t stride, std::int64_t cols) {

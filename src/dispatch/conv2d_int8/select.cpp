@@ -116,7 +116,7 @@ Choice checked_tile(Conv2dInt8Kernel const& kernel, conv2d::Shape const& s, int 
 }
 
 [[noreturn]] void refuse(std::string const& what) {
-  throw Unsupported("epiloq.conv2d_int8: x: the CUDA kernels take " + what + "; the CPU has no such limit");
+  throw Unsupported("epiloq.conv2d_int8: x: the CUDA kernels support " + what + "; the CPU has no such limit");
 }
 
 }  // namespace
@@ -140,7 +140,7 @@ Choice choose(Problem const& p, Target const& t, std::optional<Conv2dInt8Kernel>
 std::string describe(Choice const& choice) {
   std::ostringstream text;
   if (choice.family == Family::kDepthwise) {
-    text << "depthwise dp4a, " << choice.vector << (choice.vector == 1 ? " channel" : " channels") << " a thread";
+    text << "depthwise dp4a, " << choice.vector << (choice.vector == 1 ? " channel" : " channels") << " per thread";
     return text.str();
   }
   TileConfig const& c = kTiles[choice.row];

@@ -58,7 +58,7 @@ int most_splits(WeightOnlyMmProblem const& product, Target const& t) {
 }
 
 // Half a K step lies within one tap, and TMA has a map of the image.
-bool serves_wgmma(Problem const& p, Target const& t) {
+bool supports_wgmma(Problem const& p, Target const& t) {
   conv2d::Shape const& s = p.shape;
   bool const halves = s.kh * s.kw == 1 || p.padded_channels % wo::kColumns == 0;
   return t.has_wgmma && p.weight.offset == nullptr && halves && conv2d::image_map_of(s, kElementBytes);
@@ -68,7 +68,7 @@ bool is_available(Family family, int row, Problem const& p, WeightOnlyMmProblem 
   if (row < 0) return false;
   if (family == Family::kWgmma) {
     bool const is_row = row < static_cast<int>(kWgmmaRows.size());
-    return is_row && serves_wgmma(p, t) && wo::fits(kWgmmaRows[row], product, t);
+    return is_row && supports_wgmma(p, t) && wo::fits(kWgmmaRows[row], product, t);
   }
   if (family != Family::kPatches || row >= static_cast<int>(kRows.size())) return false;
   wo::TiledConfig const& c = kRows[row];
@@ -133,7 +133,7 @@ Choice choose(Problem const& p, Target const& t) {
   }
   WeightOnlyMmProblem const product = product_of(p);
   if (char const* why = why_dense(p, product, t)) return dense(why);
-  return serves_wgmma(p, t) ? fastest(p, product, t) : patches_choice(p, product, t);
+  return supports_wgmma(p, t) ? fastest(p, product, t) : patches_choice(p, product, t);
 }
 
 Choice choose(Problem const& p, Target const& t, Conv2dWeightOnlyKernel const& kernel) {
@@ -157,7 +157,7 @@ std::string describe(Choice const& choice) {
     text << "dequantise, then a dense convolution (" << choice.why << ')';
     return text.str();
   }
-  if (choice.family == Family::kDepthwise) return "depthwise, a column of pixels a thread";
+  if (choice.family == Family::kDepthwise) return "depthwise, a column of pixels per thread";
   text << "implicit product, ";
   if (choice.family == Family::kWgmma) {
     wo::WgmmaConfig const& c = kWgmmaRows[choice.row];

@@ -25,7 +25,7 @@ struct Best {
   }
 };
 
-constexpr Choice kManyTokens{Family::kDense, 0, 1, "many tokens"};
+constexpr Choice kLargeM{Family::kDense, 0, 1, "large M"};
 
 // The candidate that the cost model expects to be the fastest.
 Choice fastest(WeightOnlyMmProblem const& p, Target const& t) {
@@ -84,7 +84,7 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
 std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& t, Costs const& costs) {
   std::vector<Timed> all;
   if (why_dense(p, t) != nullptr) return all;
-  if (p.m > kExactTokens) all.push_back({kManyTokens, time_of_dense(p)});
+  if (p.m > kExactTokens) all.push_back({kLargeM, time_of_dense(p)});
   for (Choice const& choice : kernels_of(p, t)) {
     all.push_back({choice, choice.family == Family::kTiled ? 0 : cost_of(choice, p, t, costs).us});
   }
@@ -97,7 +97,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
     if (auto const measured = measured_choice(p, t)) return *measured;
     return fastest(p, t);
   }
-  if (p.m >= kDenseTokens) return kManyTokens;
+  if (p.m >= kDenseTokens) return kLargeM;
   if (p.m <= kGemvTokens) return fastest(p, t);
   return tiled_choice(p, t);
 }
@@ -117,7 +117,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
   char const* why = why_dense(p, t);
   if (why == nullptr && !is_available(kernel.family, kernel.row, p, t)) {
     why =
-        "no such row, not built for this architecture, not made for so many tokens or for offsets, or too large for "
+        "no such row, not built for this architecture, not made for this M or for offsets, or too large for "
         "its shared memory";
   }
   if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
@@ -125,7 +125,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
     why = "no such split";
   }
   if (why == nullptr && !may_split(kernel.family, kernel.row, kernel.split, p, t)) {
-    why = "no shared memory for the sums of so many blocks";
+    why = "no shared memory for the partial sums of so many CTAs";
   }
   if (why != nullptr)
     throw InvalidArgument(

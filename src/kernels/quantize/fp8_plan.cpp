@@ -38,10 +38,10 @@ Plan plan(Problem const& p, DType x) {
 
 char const* describe(Kernel kernel) {
   constexpr char const* kNames[] = {
-      "part of a warp a scale, one pass",
-      "a block of threads a row, one pass",
-      "a block of threads a scale, one pass",
-      "an element at a time, two passes",
+      "part of a warp per scale, one pass",
+      "one CTA per row, one pass",
+      "one CTA per scale, one pass",
+      "element by element, two passes",
   };
   return kNames[static_cast<int>(kernel)];
 }

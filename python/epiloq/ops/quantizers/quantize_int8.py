@@ -198,7 +198,7 @@ def explain(
     if not x.is_cuda:
         return "cpu, vectorised rows"
     whole = x.shape[-1] % 8 == 0 and x.shape[-1] <= 32768
-    return "cuda, the row in registers, one pass" if whole else "cuda, an element at a time, two passes"
+    return "cuda, the row in registers, one pass" if whole else "cuda, element by element, two passes"
 
 
 def _fake_symmetric(x: Tensor, pad_to: int) -> tuple[Tensor, Tensor]:

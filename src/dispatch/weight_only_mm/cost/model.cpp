@@ -23,11 +23,11 @@ struct Shape {
   int rows, tokens;            // of a CTA tile
   double used_tokens;          // of them, on average
   std::int64_t high, wide;     // tiles along N and M
-  int resident;                // CTAs per SM
+  int resident;                // CTAs per SM, at most
   int k_groups;                // of a CTA, which alternate K steps
   int early;                   // K steps whose weights are issued before pdl_wait
   std::int64_t steps, rounds;  // K steps per CTA and per K group
-  std::int64_t crowd;          // CTAs that share an SM
+  std::int64_t ctas_per_sm;    // resident CTAs on the busiest SM
   std::int64_t at_once;        // tiles
 
   std::int64_t tiles() const { return high * wide; }
@@ -53,7 +53,7 @@ Shape divide(int rows, int tokens, int k_groups, int early, WeightOnlyMmProblem 
 void set_residency(Shape& s, int resident, int split, Target const& t) {
   s.resident = resident;
   s.at_once = clusters_at_once(split, resident, t);
-  s.crowd = std::min<std::int64_t>(resident, ceil_div(s.tiles(), clusters(split, 1, t)));
+  s.ctas_per_sm = std::min<std::int64_t>(resident, ceil_div(s.tiles(), clusters(split, 1, t)));
 }
 
 // Resident CTAs per SM of a GEMV row. Launches spread CTAs evenly.
@@ -76,9 +76,9 @@ Shape add_gemv(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Tar
   set_residency(s, gemv_residents(row, p, s.tiles() * split, split, t), split, t);
   double const step = warp.gemv + panels * ((c.digits ? warp.digit_panel : warp.gemv_panel) + warp.copy * p.bits / 4);
   double const chain = real(s.rounds) * std::max(step, costs.hardware.latency / (c.stages - 1));
-  double const issue = real(s.crowd * s.steps) * step * warp.gemv_issue / 4;
+  double const issue = real(s.ctas_per_sm * s.steps) * step * warp.gemv_issue / 4;
   cost.arithmetic = longer(chain, issue);
-  cost.store = real(s.crowd * panels * c.warps * p.m) * warp.gemv_sum;
+  cost.store = real(s.ctas_per_sm * panels * c.warps * p.m) * warp.gemv_sum;
   return s;
 }
 
@@ -88,7 +88,7 @@ Shape add_decode(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, T
   Shape s = divide(c.rows(), c.tokens, c.k_groups, early_steps(c.tokens), p, split);
   set_residency(s, blocks_of_sm(c, s.tiles(), split, t.sm_count), split, t);
   double const panel = costs.warp.decode_panel + costs.warp.decode_tokens * c.tokens / 8;
-  cost.arithmetic = real(s.rounds) * costs.warp.decode + real(s.crowd * s.steps * c.m_groups * c.panels) * panel;
+  cost.arithmetic = real(s.rounds) * costs.warp.decode + real(s.ctas_per_sm * s.steps * c.m_groups * c.panels) * panel;
   return s;
 }
 
@@ -126,7 +126,7 @@ Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& p, Target const& t
 
   // An SM loads tokens, too, once for each of its CTAs. A GEMV's few come from L2 beside the weights.
   double const tokens = s.used_tokens * kPadding * 2;
-  if (!is_gemv) cost.load = real(s.crowd * s.steps) * (real(step) + tokens) / (hardware.sm_load * 1e3);
+  if (!is_gemv) cost.load = real(s.ctas_per_sm * s.steps) * (real(step) + tokens) / (hardware.sm_load * 1e3);
   double const elements = s.rows * real(s.tokens);
   if (!is_gemv) cost.store = hardware.store * elements * 1e-3;
   if (split > 1) cost.cluster = hardware.cluster + hardware.dsmem * elements * 1e-4 * (split - 1) / split;
