@@ -86,9 +86,11 @@ PYBIND11_MODULE(_core, module) {
   register_quantize_blockwise_int8(module);
   register_quantize_fp8(module);
   register_quantize_int8(module);
+  register_rms_norm(module);
   register_rms_norm_quant(module);
   register_scaled_bmm(module);
   register_scaled_mm(module);
+  register_silu_and_mul(module);
   register_silu_and_mul_quant(module);
   register_table_mm(module);
   register_torch_state(module);

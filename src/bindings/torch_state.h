@@ -37,6 +37,9 @@ void run_with_threads(Call call, TensorArg const& x, Run const& run) {
 
 std::int64_t version_of(py::handle tensor);
 
+// Whether a tensor has a last dimension, and no more of them than a view holds.
+inline bool has_rows(TensorView const& view) { return view.rank > 0 && view.rank <= TensorView::kMaxRank; }
+
 // A new tensor of x's type, on its device, with its shape but `columns` in the last dimension.
 py::object new_rows(py::handle x, TensorView const& view, std::int64_t columns);
 

@@ -8,15 +8,6 @@ namespace {
 
 constexpr int kVector = 8, kMaxThreads = 1024;
 
-Matrix checked_rows(Checker const& check, TensorView const& q, TensorView const& x, std::int64_t cols) {
-  constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1, kMaxCols = std::int64_t{1} << 30;
-  Matrix const rows = check.rows_like("out", q, "x", x, cols, true);
-  if (rows.rows > kMaxRows || rows.cols > kMaxCols) {
-    check.fail("x", "expected at most 2^31 - 1 rows and 2^30 columns, got ", describe(x));
-  }
-  return rows;
-}
-
 void check_granularity(Checker const& check, TensorView const& q, Granularity granularity, int group_size, bool ue8m0) {
   bool const is_int8 = q.dtype == DType::kInt8;
   if (granularity != Granularity::kToken && (is_int8 || granularity != Granularity::kGroup)) {
@@ -29,10 +20,20 @@ void check_granularity(Checker const& check, TensorView const& q, Granularity gr
 
 }  // namespace
 
+Matrix check_rows(Checker const& check, TensorView const& out, TensorView const& x, std::int64_t cols,
+                  bool may_be_padded) {
+  constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1, kMaxCols = std::int64_t{1} << 30;
+  Matrix const rows = check.rows_like("out", out, "x", x, cols, may_be_padded);
+  if (rows.rows > kMaxRows || rows.cols > kMaxCols) {
+    check.fail("x", "expected at most 2^31 - 1 rows and 2^30 columns, got ", describe(x));
+  }
+  return rows;
+}
+
 QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorView const& scale, TensorView const& x,
                               std::int64_t cols, Granularity granularity, int group_size, bool ue8m0) {
   check.tensor("out", q, {DType::kInt8, DType::kFloat8E4M3});
-  Matrix const matrix = checked_rows(check, q, x, cols);
+  Matrix const matrix = check_rows(check, q, x, cols, true);
   check_granularity(check, q, granularity, group_size, ue8m0);
   check.tensor("scale", scale, {DType::kFloat32});
   QuantizedRows rows{};

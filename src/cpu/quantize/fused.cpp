@@ -1,5 +1,5 @@
-// rms_norm_quant and silu_and_mul_quant on the CPU: each row is computed in fp32 and then quantised as by quantize_int8
-// and quantize_fp8.
+// Norms and gated activations on the CPU: each row is computed in fp32, and then rounded to x's dtype (rms_norm,
+// silu_and_mul) or quantised as by quantize_int8 and quantize_fp8 (rms_norm_quant, silu_and_mul_quant).
 
 #include "cpu/quantize/fused.h"
 
@@ -89,38 +89,61 @@ EPILOQ_CLONES void gate(float const* gates, float const* factors, int count, flo
   for (int i = 0; i < count; ++i) out[i] = gates[i] / (1.f + exponential(-gates[i])) * factors[i];
 }
 
-}  // namespace
-
-void rms_norm_quant::run_on_host(Problem const& p, DType x, DType q, int threads) {
-  int const cols = p.out.cols;
+// Calls write(row, values) with each norm, of rows that are shared among threads.
+template <class Write>
+void norm_rows(NormInputs const& in, DType x, DType weight_dtype, int rows, int cols, int threads, Write const& write) {
   std::vector<float> widened;
-  float const* const weight = as_float(p.weight, x, 0, cols, widened);
-  share(p.out.rows, threads, [&](std::int64_t first, std::int64_t last) {
-    std::vector<float> scratch, added, sum(cols), values(cols);
+  float const* const weight = as_float(in.weight, weight_dtype, 0, cols, widened);
+  share(rows, threads, [&](std::int64_t first, std::int64_t last) {
+    std::vector<float> scratch, added, sum(in.residual != nullptr ? cols : 0), values(cols);
     for (int row = static_cast<int>(first); row < last; ++row) {
-      float const* source = as_float(p.x, x, row * p.stride_x, cols, scratch);
-      if (p.residual != nullptr) {
-        add(source, as_float(p.residual, x, row * p.stride_residual, cols, added), cols, sum.data());
-        write_row(sum.data(), cols, x, p.residual_out, row * p.stride_residual_out);
-        source = as_float(p.residual_out, x, row * p.stride_residual_out, cols, scratch);  // rounded
+      float const* source = as_float(in.x, x, row * in.stride_x, cols, scratch);
+      if (in.residual != nullptr) {
+        add(source, as_float(in.residual, x, row * in.stride_residual, cols, added), cols, sum.data());
+        write_row(sum.data(), cols, x, in.residual_out, row * in.stride_residual_out);
+        source = as_float(in.residual_out, x, row * in.stride_residual_out, cols, scratch);  // rounded
       }
       float const mean = static_cast<float>(sum_of_squares(source, cols)) / static_cast<float>(std::max(cols, 1));
-      normalize(source, 1.f / std::sqrt(mean + p.eps), weight, cols, values.data());
-      quantize_row(p.out, q, row, values.data());
+      normalize(source, 1.f / std::sqrt(mean + in.eps), weight, cols, values.data());
+      write(row, values.data());
     }
   });
 }
 
-void silu_and_mul_quant::run_on_host(Problem const& p, DType x, DType q, int threads) {
-  int const cols = p.out.cols;
-  share(p.out.rows, threads, [&](std::int64_t first, std::int64_t last) {
+// The same of gated activations: x has `cols` gates and as many factors.
+template <class Write>
+void gate_rows(void const* x, DType dtype, std::int64_t stride, int rows, int cols, int threads, Write const& write) {
+  share(rows, threads, [&](std::int64_t first, std::int64_t last) {
     std::vector<float> gates, factors, values(cols);
     for (int row = static_cast<int>(first); row < last; ++row) {
-      std::int64_t const begin = row * p.stride_x;
-      gate(as_float(p.x, x, begin, cols, gates), as_float(p.x, x, begin + cols, cols, factors), cols, values.data());
-      quantize_row(p.out, q, row, values.data());
+      std::int64_t const begin = row * stride;
+      gate(as_float(x, dtype, begin, cols, gates), as_float(x, dtype, begin + cols, cols, factors), cols,
+           values.data());
+      write(row, values.data());
     }
   });
+}
+
+}  // namespace
+
+void rms_norm::run_on_host(Problem const& p, DType x, DType weight, int threads) {
+  norm_rows(p.in, x, weight, p.rows, p.cols, threads,
+            [&](int row, float const* values) { write_row(values, p.cols, x, p.out, row * p.stride_out); });
+}
+
+void rms_norm_quant::run_on_host(Problem const& p, DType x, DType q, int threads) {
+  norm_rows(p.in, x, x, p.out.rows, p.out.cols, threads,
+            [&](int row, float const* values) { quantize_row(p.out, q, row, values); });
+}
+
+void silu_and_mul::run_on_host(Problem const& p, DType x, int threads) {
+  gate_rows(p.x, x, p.stride_x, p.rows, p.cols, threads,
+            [&](int row, float const* values) { write_row(values, p.cols, x, p.out, row * p.stride_out); });
+}
+
+void silu_and_mul_quant::run_on_host(Problem const& p, DType x, DType q, int threads) {
+  gate_rows(p.x, x, p.stride_x, p.out.rows, p.out.cols, threads,
+            [&](int row, float const* values) { quantize_row(p.out, q, row, values); });
 }
 
 }  // namespace epiloq::ops

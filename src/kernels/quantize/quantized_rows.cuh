@@ -32,6 +32,11 @@ __device__ __forceinline__ float sum_of_block(float value) {
   return sum_of_warp(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.f);
 }
 
+// Over a row, like sum_of_block.
+__device__ __forceinline__ float sum_of_row(float part) {
+  return is_one_warp() ? sum_of_warp(part) : sum_of_block(part);
+}
+
 // The largest of `lanes` neighbours, a power of two from kVectors on, for each of kVectors vectors: lane l gets that of
 // vector l % kVectors. Each step halves the vectors per lane, so all take hardly more exchanges than one.
 template <int kVectors>

@@ -2,22 +2,17 @@
 // CTA or one warp per row: one pass over rows that fit in registers, otherwise element by element.
 
 #include "core/cuda_check.h"
-#include "kernels/quantize/quantized_rows.cuh"
+#include "kernels/quantize/normed_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"
 #include "problems/quantizers/rms_norm_quant.h"
 
 namespace epiloq::ops::rms_norm_quant {
 namespace {
 
-__device__ float inverse_rms(Problem const& p, float sum_of_squares) {
-  int const count = max(p.out.cols, 1);  // a row without columns has a scale too
-  return __frcp_rn(__fsqrt_rn(sum_of_squares / count + p.eps));
-}
-
 template <class Format, int kUnroll, class T>
 __device__ __forceinline__ void quantize_normed(Problem const& p, int row, T const* source, float inverse) {
   quantize_elements<Format, kUnroll>(p.out, row, [&](int c) {
-    return static_cast<float>(source[c]) * inverse * static_cast<float>(static_cast<T const*>(p.weight)[c]);
+    return static_cast<float>(source[c]) * inverse * static_cast<float>(static_cast<T const*>(p.in.weight)[c]);
   });
 }
 
@@ -29,9 +24,9 @@ __device__ bool is_moderate(float inverse) { return inverse >= 0x1p-60f && inver
 // The slow path, from memory again, in no more registers than the kernel has without it.
 template <class T, class Format>
 __device__ __forceinline__ void quantize_again(Problem const& p, int row, float inverse) {
-  bool const adds = p.residual != nullptr;
-  void const* const rows = adds ? p.residual_out : p.x;
-  std::int64_t const stride = adds ? p.stride_residual_out : p.stride_x;
+  bool const adds = p.in.residual != nullptr;
+  void const* const rows = adds ? p.in.residual_out : p.in.x;
+  std::int64_t const stride = adds ? p.in.stride_residual_out : p.in.stride_x;
   quantize_normed<Format, 1>(p, row, static_cast<T const*>(rows) + row * stride, inverse);
 }
 
@@ -54,27 +49,6 @@ __device__ __forceinline__ RowParts of_row(RowParts part) {
   return {sum_of_warp(other.x), largest_of_warp(other.y), all_hold};
 }
 
-// The row's vectors and the residual's, which are loaded before any is written.
-template <class T, int kVectors>
-__device__ __forceinline__ void read_row(Problem const& p, int row, Vector<T> (&x)[kVectors]) {
-  int const column = threadIdx.x * kVector, step = blockDim.x * kVector;
-  T const* const source = static_cast<T const*>(p.x) + row * p.stride_x + column;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) x[v].load_if(column + v * step < p.out.cols, source + v * step);
-  pdl_trigger_if_few();
-  if (p.residual == nullptr) return;
-  T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual + column;
-  T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out + column;
-  Vector<T> added[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) added[v].load_if(column + v * step < p.out.cols, residual + v * step);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    x[v].add(added[v]);
-    if (column + v * step < p.out.cols) x[v].store(residual_out + v * step);
-  }
-}
-
 // The row in registers: one pass over memory, one barrier if it has several warps. The norm is not known until the sum
 // is, so x * weight is measured and kept, and multiplied by inverse / scale at the end. From two vectors per thread on
 // one CTA of kMaxThreads per SM is requested: left alone, ptxas targets two and spills on SM80.
@@ -84,9 +58,9 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   QuantizedRows const& out = p.out;
   if (row >= out.rows) return;
-  T const* const weights = static_cast<T const*>(p.weight) + column;
+  T const* const weights = static_cast<T const*>(p.in.weight) + column;
   Vector<T> held[kVectors];
-  read_row(p, row, held);
+  read_row(p.in, out.cols, row, held);
   float sum = 0.f, products[kVectors][kVector], amax[kVectors], largest_own = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -111,7 +85,7 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
   int const of_vector = threadIdx.x % kVectors;
   float const of_group = by_row ? largest_own : largest_of_tiles(amax, out.lanes);
   RowParts const whole = of_row({sum, largest_own, by_row || holds(of_group)});
-  float const inverse = inverse_rms(p, whole.sum_of_squares);
+  float const inverse = inverse_rms(whole.sum_of_squares, out.cols, p.in.eps);
   if (!whole.all_hold || !holds(whole.amax) || !is_moderate(inverse)) return quantize_again<T, Format>(p, row, inverse);
   int const tile = by_row ? 0 : (column + of_vector * step) >> (__ffs(out.tile_cols) - 1);  // a power of two
   bool const writes = by_row ? threadIdx.x == 0 : (threadIdx.x & (out.lanes - 1)) < kVectors;
@@ -140,22 +114,9 @@ __global__ void __launch_bounds__(kMaxThreads) elements(__grid_constant__ Proble
   pdl_wait();
   pdl_trigger();
   int const row = blockIdx.x;
-  T const* source = static_cast<T const*>(p.x) + row * p.stride_x;
-  if (p.residual != nullptr) {
-    T const* const residual = static_cast<T const*>(p.residual) + row * p.stride_residual;
-    T* const residual_out = static_cast<T*>(p.residual_out) + row * p.stride_residual_out;
-    for (int c = threadIdx.x; c < p.out.cols; c += blockDim.x) {
-      residual_out[c] = static_cast<T>(static_cast<float>(source[c]) + static_cast<float>(residual[c]));
-    }
-    source = residual_out;
-    __syncthreads();
-  }
-  float sum = 0.f;
-  for (int c = threadIdx.x; c < p.out.cols; c += blockDim.x) {
-    float const value = static_cast<float>(source[c]);
-    sum = __fmaf_rn(value, value, sum);
-  }
-  float const inverse = inverse_rms(p, sum_of_block(sum));
+  float sum;
+  T const* const source = read_elements<T>(p.in, p.out.cols, row, sum);
+  float const inverse = inverse_rms(sum_of_block(sum), p.out.cols, p.in.eps);
   quantize_normed<Format, 4>(p, row, source, inverse);
 }
 

@@ -2,19 +2,13 @@
 // pass over rows that fit in registers, otherwise element by element.
 
 #include "core/cuda_check.h"
+#include "kernels/quantize/gated.cuh"
 #include "kernels/quantize/quantized_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"
 #include "problems/quantizers/silu_and_mul_quant.h"
 
 namespace epiloq::ops::silu_and_mul_quant {
 namespace {
-
-// gate / (1 + exp(-gate)) * up. The approximate reciprocal is within one ulp, subnormals included.
-__device__ __forceinline__ float gated(float gate, float up) {
-  float sigmoid;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.f + expf(-gate)));
-  return gate * sigmoid * up;
-}
 
 // The row in registers: one pass.
 template <class T, class Format, int kVectors>

@@ -19,6 +19,11 @@ struct QuantizedRows {
   ScaleRule rule;
 };
 
+// Checks that `out` has a row of `cols` columns, or more if it may be padded, for each row of x, and that a kernel's
+// integers hold their numbers.
+Matrix check_rows(Checker const& check, TensorView const& out, TensorView const& x, std::int64_t cols,
+                  bool may_be_padded = false);
+
 // Checks the outputs `q` ("out") and `scale` of `cols` columns for each row of x.
 QuantizedRows check_quantized(Checker const& check, TensorView const& q, TensorView const& scale, TensorView const& x,
                               std::int64_t cols, Granularity granularity, int group_size, bool ue8m0);

@@ -1,17 +1,13 @@
 #pragma once
 
+#include "problems/quantizers/norm_inputs.h"
 #include "problems/quantizers/quantized_rows.h"
 
 namespace epiloq::ops::rms_norm_quant {
 
 struct Problem {
   QuantizedRows out;
-  void const* x;
-  void const* weight;
-  void const* residual;  // null: none
-  void* residual_out;
-  std::int64_t stride_x, stride_residual, stride_residual_out;
-  float eps;
+  NormInputs in;
 };
 
 // Four vectors of float32 beside the residual's do not fit a thread's registers.
