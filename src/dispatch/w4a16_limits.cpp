@@ -9,9 +9,9 @@
 namespace epiloq::ops::weight_only_mm {
 namespace {
 
-bool has_kernel(std::int64_t group) {
+bool has_kernel(std::int64_t group, int bits) {
   std::int64_t const steps = group / kPadding;
-  return group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+  return (group == 16 && bits < 4) || group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
 }
 
 // Kernels use 32-bit byte offsets into a weight.
@@ -46,9 +46,8 @@ std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
 
 char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   if (p.dtype == DType::kFloat32) return "float32 activations";
-  if (p.bits != 4 && p.bits != 8) return "no kernel reads 2 or 3 bits";
   if (p.k == 0) return "no columns";
-  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p))) return "no kernel for this group size";
+  if (group_of(p) != padded(p.k) && !has_kernel(group_of(p), p.bits)) return "no kernel for this group size";
   if (!p.aligned) return "rows of x off 16 bytes";
   if (t.arch == Arch::kSm75 && p.dtype == DType::kBFloat16) return "no bfloat16 tensor cores";
   if (is_large(p)) return "more than 4 GB of weights";

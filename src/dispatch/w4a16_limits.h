@@ -11,7 +11,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Why no kernel supports the problem with any number of tokens; null if one does.
+// Why no kernel supports the problem with any number of tokens; null if one does. (2 and 3 bits: weight_only_mm's.)
 char const* why_dense(WeightOnlyMmProblem const& problem, Target const& target);
 
 // Whether a CTA's shared memory holds the tile.

@@ -6,11 +6,13 @@
 //
 // A tile is 16 rows (a panel) by `depth` columns, 32 lanes of `lane_bytes`. One word of 4-bit values, or two of 8-bit
 // values, is a lane's fragment of 16 columns: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and
-// g + 8. (2 and 3 bits, which no kernel multiplies: columns 8 t to 8 t + 7 of each 32.)
+// g + 8. Two such fragments, a block of 32 columns, are one word of 2-bit values, or a word and a half of 3-bit values
+// (narrow_codes.h).
 
 #include <cstdint>
 
 #include "epilogue/expr.h"
+#include "problems/narrow_codes.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -30,7 +32,7 @@ struct TileCoord {
 // 8 bits: byte i of a lane is value i: for each 16 columns, for the fragment's half r of K, for both rows, two columns.
 // 4 bits: byte b holds values 2 b (low, row g) and 2 b + 1 (high, row g + 8); bytes 0 and 2 of a word are of the half
 //         r = 0, 1 and 3 of r = 1, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
-// 2 and 3 bits: 32-bit words are planes of bits: bit i of word p is bit p of value i; row g, then row g + 8.
+// 2 and 3 bits: value 16 b + 2 n + e is pair n of the block b, of whose two columns it is column e.
 EPILOQ_HD constexpr TileCoord tile_coord_of(int bits, int lane, int value) {
   int row = 0, column = 0;
   if (bits == 8) {
@@ -41,19 +43,21 @@ EPILOQ_HD constexpr TileCoord tile_coord_of(int bits, int lane, int value) {
     row = value % 2;
     column = byte / 4 * 16 + byte % 2 * 8 + byte / 2 % 2;
   } else {
-    row = value / 16;
-    column = value % 16 / 8 * 32 + value % 8;
+    row = value / 2 % 2;
+    column = value / 8 * 16 + value / 4 % 2 * 8 + value % 2;
   }
-  return {lane / 4 + 8 * row, lane % 4 * (bits >= 4 ? 2 : 8) + column};
+  return {lane / 4 + 8 * row, lane % 4 * 2 + column};
 }
 
 // The stored value i of a lane, counted from 0.
 EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
   if (bits == 8) return lane[i];
   if (bits == 4) return lane[i / 2] >> (i % 2 * 4) & 15;
-  int value = 0;
-  for (int plane = 0; plane < bits; ++plane) value |= (lane[4 * plane + i / 8] >> (i % 8) & 1) << plane;
-  return value;
+  int const block = i / 16, pair = i % 16 / 2, byte = i % 2 * 2;  // of a word, whose half is the pair's column
+  auto const half_word = [&](int word) { return lane[4 * word + byte] | lane[4 * word + byte + 1] << 8; };
+  if (bits == 2) return half_word(block) >> (2 * pair) & 3;
+  int const own = half_word(block), shared = half_word(2) >> (8 * block) & 0xff;
+  return narrow::three_bits(own, shared, pair);
 }
 
 // Parameters of a panel and scale group: rows g and g + 8 are neighbours, as a lane needs them.

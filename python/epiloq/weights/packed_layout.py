@@ -1,6 +1,7 @@
 """Memory order of a packed weight; src/problems/packed_layout.h describes it and gives the reasons.
 
-Row ``8 r + g`` of a panel; column ``16 i + 8 p + 2 t + e`` of a tile, or ``32 b + 8 t + c`` with 2 and 3 bits.
+Row ``8 r + g`` of a panel; column ``16 i + 8 p + 2 t + e`` of a tile. With 2 and 3 bits i is ``2 b + f``, and pair
+``4 f + 2 p + r`` of a block b has columns ``e`` (src/problems/narrow_codes.h).
 """
 
 from __future__ import annotations
@@ -42,10 +43,8 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         pairs = rows[:, 0] | rows[:, 1] << 4
         return pairs.view(panels, 8, tiles, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4).reshape(shape)  # s tile g t i e p
-    values = rows.view(panels, 2, 8, tiles, 2, 4, 8).permute(0, 3, 2, 5, 1, 4, 6)  # s tile g t r b c
-    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    planes = [((values >> plane & 1) << places).sum(-1, dtype=torch.uint8) for plane in range(bits)]
-    return torch.stack([plane.flatten(-2) for plane in planes], dim=-2).reshape(shape)
+    in_order = rows.view(panels, 2, 8, tiles, 2, 2, 2, 4, 2).permute(0, 3, 2, 7, 4, 8, 5, 6, 1)  # s tile g t b e f p r
+    return _narrow_lanes(in_order.flatten(-3), bits).reshape(shape)
 
 
 def codes_of(packed: Tensor, bits: int) -> Tensor:
@@ -58,10 +57,28 @@ def codes_of(packed: Tensor, bits: int) -> Tensor:
     if bits == 4:
         pairs = packed.view(panels, tiles, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5).reshape(panels, 8, columns)
         return torch.stack((pairs & 15, pairs >> 4), dim=1).view(rows, columns)
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    planes = packed.view(panels, tiles, 8, 4, bits, 2, 2, 1) >> places & 1  # s tile g t plane r b c
-    values = sum((planes.select(4, plane) << plane for plane in range(1, bits)), planes.select(4, 0))
-    return values.permute(0, 4, 2, 1, 5, 3, 6).reshape(rows, columns)
+    values = narrow_values(packed, bits).view(panels, tiles, 8, 4, 2, 2, 2, 2, 2)  # s tile g t b e f p r
+    return values.permute(0, 8, 2, 1, 4, 6, 7, 3, 5).reshape(rows, columns)
+
+
+def _narrow_lanes(values: Tensor, bits: int) -> Tensor:
+    """Bytes ``[..., 4 bits]`` of lanes from their values of 2 or 3 bits ``[..., block, column, pair]``."""
+    v = values.unbind(-1)
+    if bits == 2:
+        return torch.stack([v[i] | v[i + 1] << 2 | v[i + 2] << 4 | v[i + 3] << 6 for i in (0, 4)], dim=-1).flatten(-3)
+    own = torch.stack((v[0] | v[1] << 3 | (v[2] & 3) << 6, v[2] >> 2 | v[3] << 1 | v[4] << 4 | (v[7] & 1) << 7), dim=-1)
+    shared = v[5] | v[6] << 3 | v[7] >> 1 << 6
+    return torch.cat((own.flatten(-3), shared.transpose(-1, -2).flatten(-2)), dim=-1)
+
+
+def narrow_values(lanes: Tensor, bits: int) -> Tensor:
+    """Values of 2 or 3 bits ``[..., block, column, pair]`` of lanes from their bytes ``[..., 4 bits]``."""
+    low, high = lanes[..., :8].unflatten(-1, (2, 2, 2)).unbind(-1)  # of a block's and column's 16 bits
+    if bits == 2:
+        return torch.stack([byte >> shift & 3 for byte in (low, high) for shift in (0, 2, 4, 6)], dim=-1)
+    shared = lanes[..., 8:].unflatten(-1, (2, 2)).transpose(-1, -2)
+    pairs = (low, low >> 3, low >> 6 | high << 2, high >> 1, high >> 4, shared, shared >> 3, high >> 7 | shared >> 6 << 1)
+    return torch.stack(pairs, dim=-1) & 7
 
 
 def recoded(packed: Tensor, bits: int, to_bits: int, shape: tuple[int, int], symmetric: bool) -> Tensor:

@@ -49,6 +49,7 @@ Choice dense(char const* why) { return {Family::kDense, 0, 1, why}; }
 char const* why_dense(Problem const& p, WeightOnlyMmProblem const& product, Target const& t) {
   if (!conv2d::fits(p.shape)) return "an image of more than 2^28 lines or columns, or 2^31 elements apart";
   if (p.shape.groups > 1) return "groups of several channels";
+  if (product.bits < 4) return "no kernel of convolutions reads 2 or 3 bits";
   return wo::why_dense(product, t);
 }
 

@@ -13,16 +13,17 @@ bool fits(GemvConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return p.m <= c.tokens() && gemv_bytes(c, p, 1) <= t.shared_bytes;
 }
 
-// Of the family's table, for this target.
-bool is_built(Family family, int row, Target const& t) {
+// Of the family's table, for this target and number of bits.
+bool is_built(Family family, int row, int bits, Target const& t) {
   if (family == Family::kDecode || family == Family::kWgmma) return t.has_wgmma;
   std::size_t const rows = family == Family::kGemv ? kGemvRows.size() : kTiledRows.size();
+  if (bits < 4 && !(family == Family::kGemv ? is_narrow_gemv(row) : is_narrow_tiled(row))) return false;
   return t.arch != Arch::kSm75 || row + 1 == static_cast<int>(rows);
 }
 
 template <class Rows>
 bool row_is_available(Rows const& rows, Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
-  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, t) && fits(rows[row], p, t);
+  return row >= 0 && row < static_cast<int>(rows.size()) && is_built(family, row, p.bits, t) && fits(rows[row], p, t);
 }
 
 // No tile of twice as many tokens as there are, or more, was ever the fastest.
@@ -51,6 +52,10 @@ void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMm
 
 }  // namespace
 
+bool has_sm90_kernels(WeightOnlyMmProblem const& p, Target const& t) {
+  return t.has_wgmma && !p.offsets && p.bits >= 4;
+}
+
 bool is_available(Family family, int row, WeightOnlyMmProblem const& p, Target const& t) {
   switch (family) {
     case Family::kGemv:
@@ -58,9 +63,10 @@ bool is_available(Family family, int row, WeightOnlyMmProblem const& p, Target c
     case Family::kTiled:
       return row_is_available(kTiledRows, family, row, p, t);
     case Family::kDecode:
-      return !p.offsets && row_is_available(kDecodeRows, family, row, p, t);
+      return has_sm90_kernels(p, t) && row_is_available(kDecodeRows, family, row, p, t);
     case Family::kWgmma:
-      return !p.offsets && row_is_available(kWgmmaRows, family, row, p, t) && (p.same_type || !kWgmmaRows[row].rounds);
+      return has_sm90_kernels(p, t) && row_is_available(kWgmmaRows, family, row, p, t) &&
+             (p.same_type || !kWgmmaRows[row].rounds);
     default:
       return false;
   }
@@ -74,7 +80,7 @@ bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& p, 
 std::vector<Choice> kernels_of(WeightOnlyMmProblem const& p, Target const& t) {
   std::vector<Choice> all;
   add(all, Family::kGemv, kGemvRows, p, t);
-  if (t.has_wgmma && !p.offsets) {
+  if (has_sm90_kernels(p, t)) {
     add(all, Family::kDecode, kDecodeRows, p, t);
     add(all, Family::kWgmma, kWgmmaRows, p, t);
   } else {

@@ -21,6 +21,7 @@ constexpr bool kBuilt = EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90 || (kIsLast && kX == 
 struct GemvFamily {
   using Launch = weight_only_mm::Launch;
   static constexpr int kRows = static_cast<int>(kGemvRows.size());
+  static constexpr bool is_narrow(int row) { return is_narrow_gemv(row); }
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch launch() {
     if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_gemv<kRow, kX, kBits, kGroups, kOffsets>;
@@ -30,6 +31,7 @@ struct GemvFamily {
 struct TiledFamily {
   using Launch = weight_only_mm::Launch;
   static constexpr int kRows = static_cast<int>(kTiledRows.size());
+  static constexpr bool is_narrow(int row) { return is_narrow_tiled(row); }
   template <int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
   static constexpr Launch launch() {
     if constexpr (kBuilt<kRow + 1 == kRows, kX>) return &launch_tiled<kRow, kX, kBits, kGroups, kOffsets>;

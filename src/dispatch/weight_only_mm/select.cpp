@@ -93,7 +93,7 @@ std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& 
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
-  if (t.has_wgmma && !p.offsets) {
+  if (has_sm90_kernels(p, t)) {
     if (auto const measured = measured_choice(p, t)) return *measured;
     return fastest(p, t);
   }
@@ -104,7 +104,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
 
 Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
   Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
-  if (choice.why == nullptr) choice = t.has_wgmma && !p.offsets ? in_one_order(p, t) : tiled_choice(p, t);
+  if (choice.why == nullptr) choice = has_sm90_kernels(p, t) ? in_one_order(p, t) : tiled_choice(p, t);
   if (choice.family != Family::kDense) {
     if (choice.family == Family::kTiled) choice.split = 1;
     return choice;
@@ -117,8 +117,8 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
   char const* why = why_dense(p, t);
   if (why == nullptr && !is_available(kernel.family, kernel.row, p, t)) {
     why =
-        "no such row, not built for this architecture, not made for this M or for offsets, or too large for "
-        "its shared memory";
+        "no such row, not built for this architecture, not made for this M, for offsets or for 2 and 3 bits, or "
+        "too large for its shared memory";
   }
   if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
       kernel.split > ceil_div(p.k, kPadding)) {

@@ -2,6 +2,7 @@
 
 // weight_only_mm's kernels; costs.h has their cost model. A new kernel is a row.
 
+#include <algorithm>
 #include <array>
 
 #include "kernels/common/w4a16/config.h"
@@ -38,6 +39,12 @@ inline constexpr std::array kWgmmaRows{
     WgmmaConfig{2, 2, 1, 64, false},  WgmmaConfig{1, 2, 1, 64, false}, WgmmaConfig{2, 1, 2, 128, false},
     WgmmaConfig{1, 2, 1, 128, false}, WgmmaConfig{2, 1, 1, 128, true}, WgmmaConfig{2, 1, 1, 256, true},
 };
+// Rows of the GEMV and mma.sync tables that are built for 2 and 3 bits, too.
+inline constexpr std::array kNarrowGemvRows{10, 13};
+inline constexpr std::array kNarrowTiledRows{0, 2, 4};
+constexpr bool is_narrow_gemv(int row) { return std::ranges::find(kNarrowGemvRows, row) != kNarrowGemvRows.end(); }
+constexpr bool is_narrow_tiled(int row) { return std::ranges::find(kNarrowTiledRows, row) != kNarrowTiledRows.end(); }
+
 // SM90: up to this many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
 // At most two tiles cover up to this many tokens; for more, no narrower tile is tried.

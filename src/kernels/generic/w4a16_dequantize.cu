@@ -34,23 +34,36 @@ __device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel,
   return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
 }
 
-// A lane's columns are two runs of a 64-column tile, or one of 32 columns: where the first begins, and the distance to
-// the second.
+// Values of 2 and 3 bits are widened to 4 before the transposition.
 template <int kBits>
-constexpr int kFirstRun = kBits == 4 ? 2 * kRun : kRun;
+constexpr int kHeldBits = kBits < 4 ? 4 : kBits;
+
 template <int kBits>
-constexpr int kSecondRun = kBits == 4 ? kRun : 32;
+__device__ __forceinline__ void hold(std::uint32_t (&words)[4], std::uint32_t const* from) {
+  std::uint32_t lane[kBits < 4 ? kBits : 4];
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(lane) / 4); ++i) lane[i] = __ldcg(from + i);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kBits >= 4) {
+      words[i] = lane[i];
+    } else {
+      std::uint32_t block[narrow::block_words(kBits)];
+      narrow::take_block<kBits>(block, lane, i / 2);
+      words[i] = narrow::widened<kBits>(block, i % 2);
+    }
+  }
+}
+
+// A lane's columns are two runs of a 64-column tile, or one of 32 columns: where the first begins; the second follows.
+template <int kBits>
+constexpr int kFirstRun = kBits == 8 ? kRun : 2 * kRun;
 
 // A lane's value at row g (0) or g + 8 (1) and a column of a run.
 template <int kBits>
 constexpr int index_of(int row, int run, int column) {
-  if (kBits == 4) return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
   if (kBits == 8) return 4 * (column / 2) + 2 * row + column % 2;
-  for (int i = 0; i < lane_values(kBits); ++i) {
-    TileCoord const coord = tile_coord_of(kBits, 0, i);
-    if (coord.row == 8 * row && coord.column == run * kSecondRun<kBits> + column) return i;
-  }
-  return -1;
+  return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
 }
 
 template <int kBits, class T>
@@ -63,7 +76,7 @@ __device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t 
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
     if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits, T>(w, panel, row, k + i);
-    float const difference = static_cast<float>(value_at(lane, kBits, index[i])) - a.zero;
+    float const difference = static_cast<float>(value_at(lane, kHeldBits<kBits>, index[i])) - a.zero;
     values[i] = static_cast<T>(kScaled<T> ? __fadd_rn(__fmul_rn(a.scale, difference), a.offset) : difference);
   }
   store_run(w, out, n, k, values);
@@ -76,7 +89,7 @@ __device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t
                                 index_of<kBits>(kRow, kOf, 2), index_of<kBits>(kRow, kOf, 3),
                                 index_of<kBits>(kRow, kOf, 4), index_of<kBits>(kRow, kOf, 5),
                                 index_of<kBits>(kRow, kOf, 6), index_of<kBits>(kRow, kOf, 7)};
-  write_run<kBits>(w, out, lane, panel, g + 8 * kRow, first + kOf * kSecondRun<kBits>, kIndex);
+  write_run<kBits>(w, out, lane, panel, g + 8 * kRow, first + kOf * kRun, kIndex);
 }
 
 template <int kBits, class T>
@@ -88,12 +101,10 @@ __global__ __launch_bounds__(kDequantizeThreads, 4) void dequantize_kernel(__gri
   std::int64_t const panel = blockIdx.x;
   for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
        tile += gridDim.y * kDequantizeWarps) {
-    std::uint32_t words[kBytes / 4];
-    auto const* const from =
-        reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes);
-#pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) words[i] = __ldcg(from + i);
-    if constexpr (kBits >= 4) transpose_fours(words);
+    std::uint32_t words[4];
+    hold<kBits>(words,
+                reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
+    transpose_fours(words);
     auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
     int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;
     write_part<kBits, T, 0, 0>(w, out, bytes, panel, lane / 4, first);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.packed_layout import PANEL_ROWS, narrow_values
 from epiloq.weights.packed_weight import PackedWeight
 
 # Columns of a packed tile with 8 bits, and with fewer.
@@ -48,14 +48,10 @@ def _codes(q: Tensor, bits: int, panel: Tensor, place: Tensor) -> Tensor:
         pairs = q.view(panels, tiles, 8, 4, 4, 2, 2)[panel, :, row]
         shift = (half * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
         return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(panel), tiles * _WIDE)
-    # Dimensions: panel tile row t plane half b, with a byte for 8 columns.
-    planes = q.view(panels, tiles, 8, 4, bits, 2, 2)[panel, :, row, :, :, half].unsqueeze(-1)
-    places = torch.arange(8, dtype=torch.uint8, device=q.device)
-    digits = planes >> places & 1
-    values = digits.select(3, 0)
-    for plane in range(1, bits):
-        values = values | digits.select(3, plane) << plane
-    return values.permute(0, 1, 3, 2, 4).reshape(len(panel), tiles * _WIDE)
+    # Dimensions: number tile t b e f p r, of both halves.
+    both = narrow_values(q.view(panels, tiles, 8, 4, 4 * bits)[panel, :, row], bits).unflatten(-1, (2, 2, 2))
+    values = torch.where(half.view(-1, *[1] * 6) == 0, both[..., 0], both[..., 1])
+    return values.permute(0, 1, 3, 5, 6, 2, 4).reshape(len(panel), tiles * _WIDE)
 
 
 def _parameters(values: Tensor, panel: Tensor, place: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ inline constexpr int kSharedLine = 128;
 constexpr int whole_lines(int bytes) { return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine; }
 
 // GEMV, at most kGemvTokens tokens. `warps` warps alternate K steps, each for `panels` panels of 16 rows of 4-bit
-// weights (half as many of 8-bit weights), with `stages` - 1 steps in flight. `blocks` is the least number of resident
+// weights (of other weights as many as have at most that many bytes), with `stages` - 1 steps in flight. `blocks` is the least number of resident
 // CTAs per SM. With `digits` tokens are multiplied as integers, at most kDigitTokens of them.
 inline constexpr int kGemvTokens = 8, kDigitTokens = 2;
 inline constexpr int kDigitBytes = 512;  // per token and 128 columns
@@ -22,13 +22,13 @@ struct GemvConfig {
   constexpr int panels_of(int bits) const { return panels * 4 > bits ? panels * 4 / bits : 1; }
 };
 
-// mma.sync GEMM: `warps` warps of 32 weight rows each and `tokens` tokens per CTA tile; stages for 4-bit and 8-bit
-// weights; resident CTAs per SM.
+// mma.sync GEMM: `warps` warps of 32 weight rows each and `tokens` tokens per CTA tile; stages for weights of up to 4
+// bits and of 8 bits; resident CTAs per SM.
 struct TiledConfig {
   int warps, tokens, stages4, stages8, blocks;
 
   constexpr int rows() const { return 32 * warps; }
-  constexpr int stages(int bits) const { return bits == 4 ? stages4 : stages8; }
+  constexpr int stages(int bits) const { return bits <= 4 ? stages4 : stages8; }
 };
 
 // SM90 decode kernel with TMA, for small M: one pipeline of K steps, tokens included, shared by all warps of a CTA.
