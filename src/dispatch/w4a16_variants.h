@@ -1,8 +1,8 @@
 #pragma once
 
 // Kernels of a table by what they are compiled for. A Family has kRows, a type Launch, and launch<row, type of x, bits,
-// scale groups per K step, offsets>(), null if this build lacks the kernel; and is_narrow(row), if it has rows for 2 and
-// 3 bits, whose groups may have 16 columns.
+// scale groups per K step, offsets>(), null if this build lacks the kernel; and is_narrow(row), if it has rows for 2
+// and 3 bits, whose groups may have 16 columns.
 
 #include <algorithm>
 #include <array>
@@ -25,9 +25,12 @@ using Variants = std::array<ByBits<Launch>, 2>;
 template <class Family, int kRow, DType kX, int kBits, int kGroups, bool kOffsets>
 constexpr typename Family::Launch launch_of() {
   constexpr bool kIsCompiled = [] {
-    if constexpr (kBits >= 4) return kGroups < kVariantGroups.back();
-    else if constexpr (requires { Family::is_narrow(kRow); }) return Family::is_narrow(kRow);
-    else return false;
+    if constexpr (kBits >= 4)
+      return kGroups < kVariantGroups.back();
+    else if constexpr (requires { Family::is_narrow(kRow); })
+      return Family::is_narrow(kRow);
+    else
+      return false;
   }();
   if constexpr (kIsCompiled) return Family::template launch<kRow, kX, kBits, kGroups, kOffsets>();
   return nullptr;

@@ -32,7 +32,7 @@ struct Field {
 };
 EPILOQ_HD constexpr Field field_of(int bits, int pair) {
   if (bits == 2) return {0, pair / 4 * 8, pair % 4 * 2};
-  constexpr Field kThreeBits[kPairs] = {{0, 0, 0}, {0, 0, 3}, {0, 6, 0}, {0, 6, 3},
+  constexpr Field kThreeBits[kPairs] = {{0, 0, 0},  {0, 0, 3}, {0, 6, 0}, {0, 6, 3},
                                         {0, 10, 2}, {1, 0, 0}, {1, 0, 3}, {0, 10, 5}};
   return kThreeBits[pair];
 }

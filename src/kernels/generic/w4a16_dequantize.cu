@@ -102,8 +102,7 @@ __global__ __launch_bounds__(kDequantizeThreads, 4) void dequantize_kernel(__gri
   for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
        tile += gridDim.y * kDequantizeWarps) {
     std::uint32_t words[4];
-    hold<kBits>(words,
-                reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
+    hold<kBits>(words, reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
     transpose_fours(words);
     auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
     int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;

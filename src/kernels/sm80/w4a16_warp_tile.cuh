@@ -70,9 +70,9 @@ struct Warp {
   static constexpr int kWeightBytes = kPanels * kStepBytes;
   // Columns multiplied at a time, within one scale group: as many as the registers hold.
   static constexpr bool kWhole =
-      kGroups == 1 && kBits <= 4 && (kTiles == 1 ? kPanels < 4 || !kOffsets : kTiles == 8 && !kOffsets);
-  static constexpr bool kFew =
-      kGroups == 4 || (kNarrow && kGroups > 4) || kTiles > 8 || (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
+      kGroups == 1 && kBits <= 4 && (kTiles == 1 ? kPanels < 4 || !kOffsets : kTiles == 8 && !kOffsets && !kNarrow);
+  static constexpr bool kFew = kGroups == 4 || (kNarrow && kGroups > 4) || kTiles > 8 ||
+                               (kTiles * kPanels == 8 && (kOffsets || kBits == 8 || kTiles == 2));
   static constexpr int kFitting = kWhole ? kStep : kFew ? 32 : 64;
   // Before SM90 ptxas needs more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -80,9 +80,9 @@ struct Warp {
 #else
   static constexpr int kColumns = kFitting;
 #endif
-  static constexpr int kSubtiles = kStep / kColumns;    // per step
-  static constexpr int kFragments = kColumns / 16;      // per panel and subtile
-  static constexpr int kBlocks = kColumns / 32;         // per subtile
+  static constexpr int kSubtiles = kStep / kColumns;  // per step
+  static constexpr int kFragments = kColumns / 16;    // per panel and subtile
+  static constexpr int kBlocks = kColumns / 32;       // per subtile
   static constexpr int kGroupsAtOnce = kNarrow && kGroups > kSubtiles ? kGroups / kSubtiles : 1;  // per subtile
   static constexpr int kGroupFragments = kFragments / kGroupsAtOnce;
   // Per lane, panel and subtile.
@@ -212,8 +212,8 @@ struct Warp {
 #pragma unroll
       for (int b = 0; b < kBlocks; b += kTileBlocks) {
         int const block = subtile * kBlocks + b;
-        stage_words(to + b * narrow::block_words(kBits), stage + s * kStepBytes + block / kTileBlocks * kTileBytes +
-                                                             lane() * lane_bytes(kBits),
+        stage_words(to + b * narrow::block_words(kBits),
+                    stage + s * kStepBytes + block / kTileBlocks * kTileBytes + lane() * lane_bytes(kBits),
                     block % kTileBlocks);
       }
     } else if constexpr (kWords == 2) {

@@ -4,14 +4,9 @@
 // instructions. An integer ORed into the low mantissa bits of a power of two is that power plus the integer; or the bit
 // pattern is already a subnormal number.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
+#include "kernels/common/w4a16/instructions.cuh"
 
 namespace epiloq::ops::weight_only_mm {
-
-using Word = std::uint32_t;
 
 // How a fragment's scales enter: in fp32, by which a group's sums are multiplied, stored as floats or as powers of two
 // (E8M0); or folded into the weights before the tensor cores, where that is exact.
@@ -28,17 +23,6 @@ struct ScaledByGroup {
 };
 
 __device__ __forceinline__ Word twice(Word half) { return half * 0x10001u; }
-// (a & mask) | power in one LOP3; the compiler emits two.
-__device__ __forceinline__ Word masked_or(Word a, Word mask, Word power) {
-  Word result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(power));
-  return result;
-}
-__device__ __forceinline__ Word subtract(Word a, Word b) {
-  Word result;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
 
 template <>
 struct Fragment<__half, 4> : ScaledByGroup {
@@ -52,9 +36,7 @@ struct Fragment<__half, 4> : ScaledByGroup {
   }
   // The upper nibble of a byte counts 16-fold: (1024 + 16 q) / 16 = 64 + q.
   static __device__ __forceinline__ Word sixteenth(Word a, Word minus) {
-    Word result;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x2c002c00u), "r"(minus));
-    return result;
+    return multiply_add_pairs<__half>(a, 0x2c002c00u, minus);
   }
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero zero) {
     Word const first = w[0], second = first >> 8;
@@ -95,9 +77,7 @@ struct SubnormalFragment : ScaledByGroup {
     Word low, high;  // in 64ths, negative
   };
   static __device__ __forceinline__ Word multiply_add(Word a, Word b, Word c) {
-    Word result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
+    return multiply_add_pairs<__nv_bfloat16>(a, b, c);
   }
   // Via 2^23 + zero in FP32, so that the compiler can fold constants.
   static __device__ __forceinline__ Word minus_64ths(Word zero) {
@@ -130,34 +110,5 @@ struct Fragment<__nv_bfloat16, 8> : SubnormalFragment {
     }
   }
 };
-
-// D = A B + C. SM75's instruction has half the depth and no bfloat16.
-template <class T>
-__device__ __forceinline__ void mma(float (&d)[4], Word const (&a)[4], Word b0, Word b1, float const (&c)[4]);
-
-template <>
-__device__ __forceinline__ void mma<__half>(float (&d)[4], Word const (&a)[4], Word b0, Word b1, float const (&c)[4]) {
-#if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-#else
-  float e[4];
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
-      : "=f"(e[0]), "=f"(e[1]), "=f"(e[2]), "=f"(e[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[2]), "r"(a[3]), "r"(b1), "f"(e[0]), "f"(e[1]), "f"(e[2]), "f"(e[3]));
-#endif
-}
-
-template <>
-__device__ __forceinline__ void mma<__nv_bfloat16>(float (&d)[4], Word const (&a)[4], Word b0, Word b1,
-                                                   float const (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
 
 }  // namespace epiloq::ops::weight_only_mm

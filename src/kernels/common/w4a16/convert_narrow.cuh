@@ -29,9 +29,7 @@ struct NarrowUnits<__half> : ScaledByGroup {
   };
   static constexpr Word power(int position) { return (0x7800u - 0x400u * position) * 0x10001u; }
   static __device__ __forceinline__ Word multiply_add(Word a, Word b, Word c) {
-    Word result;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
+    return multiply_add_pairs<__half>(a, b, c);
   }
   static __device__ __forceinline__ Zero zero(Word low_row, Word high_row) {
     constexpr Word kMinus = 0x80008000;
