@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector_types.h>
+
 #include "core/half.h"
 
 struct __half {
@@ -9,6 +11,7 @@ struct __half {
 struct __half2 {
   __half x, y;
 };
+inline float2 __half22float2(__half2 pair) { return {static_cast<float>(pair.x), static_cast<float>(pair.y)}; }
 inline __half2 __floats2half2_rn(float a, float b) {
   return {{epiloq::float16_of_float(a)}, {epiloq::float16_of_float(b)}};
 }

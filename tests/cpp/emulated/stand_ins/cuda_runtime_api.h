@@ -17,6 +17,13 @@ using std::max;
 using std::min;
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+// Bytes of two words, by nibbles of `order`.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
+  unsigned long long const both = low | static_cast<unsigned long long>(high) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (order >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(emulated::shuffle(value, lane)); }
 inline void __syncwarp() { emulated::sync_warp(); }
 inline void __syncthreads() { emulated::sync_threads(); }

@@ -19,6 +19,9 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(8) int2 {
   int x, y;
 };
