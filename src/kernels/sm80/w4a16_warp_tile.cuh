@@ -128,7 +128,10 @@ struct Warp {
     }
 
     __device__ __forceinline__ void issue(StageLayout const& layout, SharedAddress stage, int step) const {
-      Word const q_step = step * kStepBytes, group = step * kGroups >> group_shift;
+      Word const q_step = step * kStepBytes;
+      Word group_at[kParameterVectors];
+#pragma unroll
+      for (int v = 0; v < kParameterVectors; ++v) group_at[v] = (step * kGroups >> group_shift) * group_bytes[v];
       SharedAddress const to = stage + lane_at;
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) {
@@ -141,12 +144,12 @@ struct Warp {
       }
 #pragma unroll
       for (int v = 0; v < kParameterVectors; ++v) {
-        if (!has_parameters[v]) continue;
-        Word const group_at = group * group_bytes[v];
+        if (has_parameters[v]) {
 #pragma unroll
-        for (int s = 0; s < kPanels; ++s) {
-          cp_async16(to + kWeightBytes + v * 512 + s * layout.parameter_bytes,
-                     parameters[v] + (parameters_at[v][s] + group_at));
+          for (int s = 0; s < kPanels; ++s) {
+            cp_async16(to + kWeightBytes + v * 512 + s * layout.parameter_bytes,
+                       parameters[v] + (parameters_at[v][s] + group_at[v]));
+          }
         }
       }
     }
