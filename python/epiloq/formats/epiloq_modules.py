@@ -33,8 +33,9 @@ from epiloq.nn.experts.gating import OwnGate
 from epiloq.schemes import SCHEMES
 from epiloq.weights.packed_weight import BITS
 
-METHOD, VERSION = "epiloq", 3
-_READ = (2, VERSION)
+METHOD, VERSION = "epiloq", 4
+# Versions 2 and 3 had another order of 2- and 3-bit values.
+_READ, _OTHER_ORDER = (2, 3, VERSION), (2, 3)
 # a hint for people who read the config.json
 _OPENED_BY = "import epiloq.integrations.transformers"
 
@@ -93,6 +94,14 @@ def parse(found: Mapping[str, Any]) -> list[Group]:
     if not isinstance(listed, list) or not listed:
         raise FormatError(f"{where}: modules: expected a list of kinds of layers, got {listed!r}")
     groups = [_group(entry, where) for entry in listed]
+    if found["format_version"] in _OTHER_ORDER:
+        few = [group for group in groups if group.options.get("bits", 8) < 4]
+        if few:
+            raise FormatError(
+                f"{where}: format_version: expected {VERSION} with {few[0].options['bits']} bits ({few[0].layers[0]}), "
+                f"whose values changed their order, got {found['format_version']}; write the directory again from its "
+                "source"
+            )
     names = [name for group in groups for name in group.layers]
     if len(set(names)) < len(names):
         raise FormatError(f"{where}: modules: expected each layer once, got {max(names, key=names.count)} twice")

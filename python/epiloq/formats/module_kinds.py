@@ -135,7 +135,7 @@ def _blocks(module: modules.Fp8BlockLinear, options: Options) -> Weight:
 
 def _weight_only(module: modules.WeightOnlyLinear | modules.QuantizedEmbedding, options: Options) -> Weight:
     inner = {name: value for name, value in options.items() if name != _SCALED}
-    described, packed = _weight_only_described(inner), module.stored_packed
+    described, packed = _weight_only_described(inner), module.packed
     if described is None:
         return OffsetWeight.of(packed)
     q, scale, zero = packed.unpack()
@@ -200,7 +200,7 @@ _TABLE = (
     ),
     Kind(
         modules.WeightOnlyLinear,
-        {"bits": attrgetter("stored_bits")} | _attributes("group_size", "zeros", _SCALED),
+        _attributes("bits", "group_size", "zeros", _SCALED),
         _weight_only,
         _weight_only_described,
         usual={_SCALED: False},

@@ -145,7 +145,6 @@ class QuantizedEmbedding(QuantizedLayer):
         """Create an output head that shares this layer's parameters."""
         layer = WeightOnlyLinear.from_packed(self.packed, bias)
         layer._dtype = self._dtype
-        layer.bits, layer.widens = self.bits, False
         for name in _STORED:
             layer._parameters[name] = self._parameters[name]
         return layer.train(self.training)
@@ -166,11 +165,6 @@ class QuantizedEmbedding(QuantizedLayer):
         q, scale, zero, offset = self._all_stored(_STORED)
         numbers = (self.bits, self.num_embeddings, self.embedding_dim, self.group_size)
         return PackedWeight(q, scale, zero, offset, None, *numbers)
-
-    @property
-    def stored_packed(self) -> PackedWeight:
-        """The weight as a value, with the bits used in files."""
-        return self.packed
 
     def forward(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):

@@ -25,9 +25,7 @@ class WeightOnlyLinear(PackedLinear):
     contiguous ``[…, out_features]`` in the dtype of `x`.
 
     bits
-        2, 3, 4 or 8. GPU kernels do not support 2 and 3 bits: on a GPU such a layer stores its integers in 4 bits if
-        a kernel supports its groups (32, 64, 128 times a power of two, or whole rows). `stored_bits` is the number
-        used in files.
+        2, 3, 4 or 8.
     zeros
         "none" (symmetric), "zero" (integer zero points) or "offset" (real ones).
     act_order
@@ -67,9 +65,7 @@ class WeightOnlyLinear(PackedLinear):
 
     @classmethod
     def from_packed(cls, weight: PackedWeight, bias: Tensor | None = None) -> WeightOnlyLinear:
-        """Create a layer that shares the tensors of a packed weight ``[out_features, in_features]``, and its bias. On
-        a GPU, integers of 2 or 3 bits are copied to 4 bits.
-        """
+        """Create a layer that shares the tensors of a packed weight ``[out_features, in_features]``, and its bias."""
         return cls._of_packed(weight, bias)
 
     @classmethod
@@ -118,9 +114,8 @@ class WeightOnlyLinear(PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        widened = "" if self.bits == self.stored_bits else f" (stored: {self.stored_bits})"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}{widened}, group_size={self.group_size}, zeros={self.zeros}, "
+            f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}, "
             f"act_order={self.weight_perm is not None}{', scaled_input=True' if self.scaled_input else ''}"
         )

@@ -23,7 +23,6 @@ from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _NAME = "weight_only_mm"
-_WIDER = "; weight.in_bits(4) is the same weight, as stored by epiloq.nn.WeightOnlyLinear on a GPU"
 _INFINITY = float("inf")
 _LIMITS = 11  # where they are among the operator's arguments
 # Rows of x that the CUDA kernels read start on 16 bytes.
@@ -42,8 +41,8 @@ def weight_only_mm(
 
     The integers are multiplied without rounding, and each group's sum by its scale. On CUDA there are two exceptions,
     in which the weight is rounded to x's dtype: for M > 128, if `epiloq.explain` says "rounded" or "dequantise"; and
-    if there is no kernel (2 and 3 bits, see `PackedWeight.in_bits`; groups other than 32, 64, multiples of 128 and
-    whole rows; float32), so that the weight is dequantised to memory. docs/numerics.md has the bounds. The CPU uses
+    if there is no kernel (groups other than 32, 64, 128 times a power of two and whole rows, with 2 and 3 bits also
+    16; float32), so that the weight is dequantised to memory. docs/numerics.md has the bounds. The CPU uses
     `torch.get_num_threads()` of torch's threads (one in a forked child) and releases the GIL.
 
     Args:
@@ -179,8 +178,7 @@ def explain(
     out = _empty(x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
     ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm
-    explanation = ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
-    return explanation + (_WIDER if x.is_cuda and w.bits < 4 else "")
+    return ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 
 
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:

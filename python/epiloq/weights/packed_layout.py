@@ -77,8 +77,8 @@ def narrow_values(lanes: Tensor, bits: int) -> Tensor:
     if bits == 2:
         return torch.stack([byte >> shift & 3 for byte in (low, high) for shift in (0, 2, 4, 6)], dim=-1)
     shared = lanes[..., 8:].unflatten(-1, (2, 2)).transpose(-1, -2)
-    pairs = (low, low >> 3, low >> 6 | high << 2, high >> 1, high >> 4, shared, shared >> 3, high >> 7 | shared >> 6 << 1)
-    return torch.stack(pairs, dim=-1) & 7
+    pairs = (low, low >> 3, low >> 6 | high << 2, high >> 1, high >> 4)
+    return torch.stack((*pairs, shared, shared >> 3, high >> 7 | shared >> 6 << 1), dim=-1) & 7
 
 
 def recoded(packed: Tensor, bits: int, to_bits: int, shape: tuple[int, int], symmetric: bool) -> Tensor:

@@ -205,7 +205,7 @@ class PackedWeight:
     def in_bits(self, bits: int) -> PackedWeight:
         """The same weight with codes of 2, 3, 4 or 8 bits; integers, zero points and scales do not change.
 
-        GPU kernels support 4 bits, but not 2 and 3. Raises ValueError for integers or zero points that do not fit.
+        Raises ValueError for integers or zero points that do not fit.
         """
         check_sizes(bits, self.group_size, "PackedWeight.in_bits")
         if bits == self.bits:

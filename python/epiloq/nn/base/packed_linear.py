@@ -16,7 +16,6 @@ from epiloq.nn.base.quantized_layer import expected
 from epiloq.nn.base.scaled_input import SCALE
 from epiloq.ops.checks.problems import explain_problem
 from epiloq.weights.packed.checks import check_sizes, checked_perm
-from epiloq.weights.packed_layout import recoded, shapes_of
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
 
@@ -24,24 +23,14 @@ _PARTS = ("q", "scale", "zero", "offset", "perm")
 # Stored tensors, in the order in which layers pass them.
 STORED = ("weight_q", "bias", "weight_scale", "weight_zero", "weight_offset", "weight_perm")
 
-WIDENING = ("cuda",)
-"""Devices without kernels for 2 and 3 bits, but with some for 4."""
-
 _Layer = TypeVar("_Layer", bound="PackedLinear")
 
 
 class PackedLinear(FrozenLinear):
     """``y = x W^T + bias`` with weights of 2, 3, 4 or 8 bits; subclasses define the product.
 
-    stored_bits
-        Number of bits in files. `bits`, the number in memory, is 4 on a GPU if its kernels support 4 but not fewer:
-        the same integers, which `file_state` returns in the files' form. Loading accepts either.
-
     Raises ValueError for sizes below 1, other bits, group sizes or zeros.
     """
-
-    widens = True
-    """Whether this conversion is allowed; it is not for tensors shared with an embedding."""
 
     weight_q: Tensor
     weight_scale: Tensor
@@ -73,7 +62,6 @@ class PackedLinear(FrozenLinear):
     def _take(self, packed: PackedWeight, bias: Tensor | None) -> None:
         self.in_features, self.out_features = packed.k, packed.n
         self.bits, self.group_size = packed.bits, packed.group_size
-        self.stored_bits = packed.bits
         for name in _PARTS:
             self._store(f"weight_{name}", getattr(packed, name))
         self._store("bias", bias)
@@ -90,7 +78,6 @@ class PackedLinear(FrozenLinear):
         layer = cls.__new__(cls)
         FrozenLinear.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())
-        layer._widen()
         return layer
 
     @classmethod
@@ -107,29 +94,6 @@ class PackedLinear(FrozenLinear):
     def packed(self) -> PackedWeight:
         """The weight as a value that shares the parameters' memory."""
         return self._value(*self._parts())
-
-    @property
-    def stored_packed(self) -> PackedWeight:
-        """The weight as a value, with the bits used in files."""
-        return self.packed.in_bits(self.stored_bits)
-
-    def file_state(self) -> dict[str, Tensor]:
-        state = super().file_state()
-        return state if self.bits == self.stored_bits else state | {"weight_q": self.stored_packed.q}
-
-    def _settle(self) -> str | None:
-        self._widen()
-        return super()._settle()
-
-    @torch.no_grad()
-    def _widen(self) -> None:
-        """Convert to 4 bits if kernels support 4 but not fewer."""
-        q = self._stored("weight_q")
-        numbers = (self.bits, self.in_features, self.group_size)
-        if q is None or type(q) not in PLAIN or not self.widens or not wants_four_bits(q.device, *numbers):
-            return
-        self._store("weight_q", recoded(q, self.bits, 4, self.weight_shape, self.zeros == "none"))
-        self.bits = 4
 
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -160,10 +124,6 @@ class PackedLinear(FrozenLinear):
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
         known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES
         both_float = known and held.is_floating_point()
-        if name == "weight_q" and self.bits != self.stored_bits and given.dtype == held.dtype:
-            numbers = (self.out_features, self.in_features, self.group_size)
-            if tuple(given.shape) == shapes_of(self.stored_bits, *numbers)["q"]:
-                return recoded(given, self.stored_bits, self.bits, self.weight_shape, self.zeros == "none")
         if given.shape != held.shape or not (both_float or given.dtype == held.dtype):
             return expected(held, given)
         if name == "weight_perm" and type(given) in PLAIN and not given.is_meta:
@@ -176,11 +136,6 @@ class PackedLinear(FrozenLinear):
         return given
 
 
-def wants_four_bits(device: torch.device, bits: int, in_features: int, group_size: int) -> bool:
-    """Whether a device's kernels support a weight of 4 bits, but not the same one with `bits` bits."""
-    return device.type in WIDENING and bits < 4 and _has_kernel(4, in_features, group_size)
-
-
 @cache
 def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
     sizes = {"m": 1, "n": 1, "k": in_features}
@@ -188,13 +143,11 @@ def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
 
 
 def few_bits_note(bits: int, in_features: int, group_size: int) -> str | None:
-    """Description of how a 2- or 3-bit weight runs on a GPU, for `inspect`; None for other bits, which kernels
-    support."""
-    if bits >= 4:
+    """Description of how a 2- or 3-bit weight runs on a GPU, for `inspect`; None if kernels support it, and for other
+    bits."""
+    if bits >= 4 or _has_kernel(bits, in_features, group_size):
         return None
-    if _has_kernel(4, in_features, group_size):
-        return "on CUDA the same integers are stored in 4 bits, which kernels support"
-    return f"on CUDA each call dequantises the weight: no kernel supports {bits} bits, or its groups in 4 bits"
+    return f"on CUDA each call dequantises the weight: no kernel supports groups of {group_size}"
 
 
 def kind_of_zeros(layer: nn.Module) -> str:

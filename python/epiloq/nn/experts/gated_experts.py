@@ -28,7 +28,6 @@ from epiloq.nn.experts.expert_linears import (
 from epiloq.nn.experts.gating import gated, limit_of
 from epiloq.nn.experts.kind import Kind
 from epiloq.nn.experts.row_experts import Experts
-from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
 
 class GatedExperts(nn.Module):
@@ -113,7 +112,7 @@ class GatedExperts(nn.Module):
         if device.type != "meta":
             for expert, layers in enumerate(found):
                 for projection, layer in zip(linears.projections.names, layers, strict=True):
-                    state = layer.file_state() if isinstance(layer, WeightOnlyLinear) else layer.state_dict()
+                    state = layer.state_dict()
                     for part, place in module._places(expert, projection).items():
                         place.copy_(state[part])
             module._clear_padding()

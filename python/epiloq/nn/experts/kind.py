@@ -57,7 +57,7 @@ class Kind:
             options["dtype"] = layer.weight_scale.dtype
             if isinstance(layer, W4A8Linear):
                 return cls(W4A8Linear, W4A8Experts, options | {"activation": layer.activation})
-            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.stored_bits})
+            return cls(WeightOnlyLinear, PackedExperts, options | {"bits": layer.bits})
         return None
 
     def stacked(
