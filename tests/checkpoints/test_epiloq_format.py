@@ -72,7 +72,7 @@ def test_every_scheme_comes_back_bit_for_bit(scheme: str, make: Callable[[], Any
     for name, tensor in state.items():
         assert tensor.dtype == found[name].dtype and torch.equal(tensor.float(), found[name].float()), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (config["format"], config["format_version"], config["scheme"]) == ("epiloq", 3, scheme)
+    assert (config["format"], config["format_version"], config["scheme"]) == ("epiloq", 4, scheme)
 
 
 # By the first part that a scheme's name contains. MXFP4's scales leave up to 8 times themselves, of which 6 can be
@@ -129,7 +129,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format_version=1), "format_version: expected 3, got 1"),
+        (lambda c: c.update(format_version=1), "format_version: expected 4, got 1"),
         (lambda c: c.pop("modules"), "modules: expected a list"),
         (lambda c: c["modules"].append({}), "modules: class: expected one of Int8Linear"),
         (lambda c: c["modules"][0].update({"class": "Sequential"}), "class: expected one of"),

@@ -23,13 +23,14 @@ from weight_reference import (
 )
 
 HALVES = [torch.float16, torch.bfloat16]
+# Bits and groups that kernels support; groups of 16 only with 2 and 3 bits.
+GRIDS = [(bits, group) for bits in (2, 3, 4, 8) for group in (16, 32, 64, 128, 512, -1) if group != 16 or bits < 4]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize(("bits", "group_size"), GRIDS)
 def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtype, arch: str) -> None:
     with epiloq.config(arch=arch):
         for n, k in ((4096, 4096), (2112, 7168), (1000, 14336)):
@@ -44,8 +45,7 @@ DIGIT_ROWS = 5
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 512, -1])
+@pytest.mark.parametrize(("bits", "group_size"), GRIDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: torch.dtype) -> None:
     """Whatever the tables say, with K shared by one block, by some, and by the most.
@@ -70,7 +70,7 @@ def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_every_integer_is_exact(bits: int, dtype: torch.dtype) -> None:
     """Rows of the unit matrix read the weight back, q - zero for every q at every place and every zero."""
     values = 1 << bits
