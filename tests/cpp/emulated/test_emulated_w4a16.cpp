@@ -83,23 +83,23 @@ struct Problem {
     Weight const w = weight();
     StageLayout const layout = StageLayout::of(w, kPanels, kGroups);
     std::vector<float> sums(kTokens * kPanels * kPanelRows);
-    unsigned const bytes = layout.bytes + kTokens * TokenPlace::kBytes;
+    unsigned const bytes = layout.bytes + kTokens * TokenLayout::kBytes;
     emulated::run({1, 32, 1, bytes}, [&] {
       typename W::Source const source(w, layout, kFirstPanel);
       SharedAddress const stage = shared_address(dynamic_smem), tokens = stage + layout.bytes;
       float part[kPanels][kTiles][4] = {};
-      TokenPlace const place;
+      TokenLayout const place;
       for (int step = 0; step < kK / kStep; ++step) {
         source.issue(layout, stage, step);
         for (int i = W::lane(); i < kTokens * kStep / 8; i += 32) {
           int const token = i / (kStep / 8), chunk = i % (kStep / 8);
-          cp_async16(tokens + TokenPlace::of(token, chunk), &x[token * kK + step * kStep + chunk * 8]);
+          cp_async16(tokens + TokenLayout::of(token, chunk), &x[token * kK + step * kStep + chunk * 8]);
         }
         cp_async_commit();
         cp_async_wait<0>();
         __syncwarp();
         W::multiply(part, w, layout, dynamic_smem, [&](int tile, int block) {
-          return load_tokens(tokens + place.at(block) + tile * TokenPlace::kTile);
+          return load_tokens(tokens + place.at(block) + tile * TokenLayout::kTile);
         });
         __syncwarp();
       }
@@ -117,7 +117,7 @@ struct Problem {
       for (int tile = 0; tile < kK; tile += depth(kBits)) {
         for (int l = 0; l < kLanes; ++l, lane += lane_bytes(kBits)) {
           for (int i = 0; i < lane_values(kBits); ++i) {
-            auto const at = place_of(kBits, l, i);
+            auto const at = tile_coord_of(kBits, l, i);
             if (at.row != row % kPanelRows) continue;
             int const k = tile + at.column, p = (panel * groups + k / group) * kPanelRows + parameter_of(at.row);
             double const middle = zero.empty() ? 1 << (kBits - 1) : zero[p];

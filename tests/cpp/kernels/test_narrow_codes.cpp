@@ -60,7 +60,7 @@ void patterns_are_fragments(Lane<kBits> const& lane, int at_lane) {
         std::uint32_t const half = found >> 16 * e & 0xffff;
         CHECK_EQUAL(half, static_cast<std::uint32_t>(values[i]) << position);
         CHECK(half < 256);
-        auto const place = wo::place_of(kBits, at_lane, i);
+        auto const place = wo::tile_coord_of(kBits, at_lane, i);
         CHECK_EQUAL(place.row, at_lane / 4 + p % 2 * 8);
         CHECK_EQUAL(place.column, 32 * b + 16 * f + p / 2 * 8 + at_lane % 4 * 2 + e);
       }
@@ -82,9 +82,9 @@ void widened_words_are_four_bits(Lane<kBits> const& lane) {
   std::vector<int> const values = values_of<kBits>(lane);
   int found = 0;
   for (int i = 0; i < kValues; ++i) {
-    auto const wide = wo::place_of(4, 0, i);
+    auto const wide = wo::tile_coord_of(4, 0, i);
     for (int j = 0; j < kValues; ++j) {
-      auto const narrow = wo::place_of(kBits, 0, j);
+      auto const narrow = wo::tile_coord_of(kBits, 0, j);
       if (narrow.row != wide.row || narrow.column != wide.column) continue;
       CHECK_EQUAL(wo::value_at(bytes, 4, i), values[j]);
       ++found;
