@@ -20,6 +20,7 @@ from epiloq.nn import (
     Int8Conv2d,
     Int8Linear,
     OnlineQuantLinear,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyConv2d,
     WeightOnlyLinear,
@@ -35,6 +36,7 @@ QuantisedLinear: TypeAlias = (
     | Fp8WeightOnlyLinear
     | Int8Linear
     | OnlineQuantLinear
+    | W4A8Fp4Linear
     | W4A8Linear
     | WeightOnlyLinear
 )
@@ -91,6 +93,18 @@ def _w4a8(name: str, activation: str, kind: str) -> Scheme:
     )
     options = {"activation": activation, "group_size": 128, "zeros": "none"}
     return Scheme(name, description, W4A8Linear, options)
+
+
+def _fp4(name: str, format: str, activation: str | None) -> Scheme:
+    block = {
+        "mxfp4": "block of 32 input features, scales of powers of two",
+        "nvfp4": "block of 16 input features, FP8 scales",
+    }[format]
+    weights = f"FP4 (E2M1) weights per {block}"
+    if activation is None:
+        return Scheme(name, f"{weights}; floating-point activations", Fp4Linear, {"format": format})
+    description = f"{weights}; FP8 activations per token, scaled at run time"
+    return Scheme(name, description, W4A8Fp4Linear, {"format": format, "activation": activation})
 
 
 _TABLE = (
@@ -162,22 +176,14 @@ _TABLE = (
     ),
     _w4a8("w4a8-fp8", "fp8", "FP8"),
     _w4a8("w4a8-int8", "int8", "int8"),
+    _fp4("w4a8-mxfp4-fp8", "mxfp4", "fp8"),
+    _fp4("w4a8-nvfp4-fp8", "nvfp4", "fp8"),
     _weight_only("w8a16", 8, -1),
     _weight_only("w4a16-g128", 4, 128),
     _weight_only("w4a16-g64", 4, 64),
     _weight_only("w4a16-g32", 4, 32),
-    Scheme(
-        "w4a16-mxfp4",
-        "FP4 (E2M1) weights per block of 32 input features, scales of powers of two; floating-point activations",
-        Fp4Linear,
-        {"format": "mxfp4"},
-    ),
-    Scheme(
-        "w4a16-nvfp4",
-        "FP4 (E2M1) weights per block of 16 input features, FP8 scales; floating-point activations",
-        Fp4Linear,
-        {"format": "nvfp4"},
-    ),
+    _fp4("w4a16-mxfp4", "mxfp4", None),
+    _fp4("w4a16-nvfp4", "nvfp4", None),
     Scheme(
         "conv-w8a8-int8",
         "convolutions: int8 weights per channel; int8 activations per tensor with a zero point, scaled by calibration",
@@ -254,10 +260,11 @@ def quantize_(
 
     The stacked experts of a transformers model are treated as one linear layer per matrix and expert
     (``model.layers.0.mlp.experts.7.gate_proj``). They run as ``nn.GatedExperts`` if all of a layer's experts are
-    quantised by "fp8-block", "fp8-token", "fp8" (then per token), "w8a8-int8", "w4a8-fp8", "w4a8-int8" or a weight-only
-    scheme, and otherwise one by one in ``nn.ExpertLinears``. A warning names experts of other structures, which stay in
-    floating point, and, unless `filter_fn` selected them, layers that cannot be quantised, whose weight is read by
-    other code, that the model keeps in float32, or whose class computes something other than its base class.
+    quantised by "fp8-block", "fp8-token", "fp8" (then per token), "w8a8-int8", "w4a8-fp8", "w4a8-int8",
+    "w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8" or a weight-only scheme, and otherwise one by one in ``nn.ExpertLinears``. A
+    warning names experts of other structures, which stay in floating point, and, unless `filter_fn` selected them,
+    layers that cannot be quantised, whose weight is read by other code, that the model keeps in float32, or whose class
+    computes something other than its base class.
 
     ``save_pretrained`` of a transformers model then writes the format "epiloq", which restores the same model.
 

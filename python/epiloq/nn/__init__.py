@@ -9,7 +9,7 @@ from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
-from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
+from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts, W4A8Fp4Experts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.nn.fp4_linear import Fp4Linear
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
@@ -20,6 +20,7 @@ from epiloq.nn.int8_table import Int8Quantize, Int8Table
 from epiloq.nn.online_quant_linear import OnlineQuantLinear
 from epiloq.nn.quantized_embedding import QuantizedEmbedding
 from epiloq.nn.table_linear import TableLinear
+from epiloq.nn.w4a8_fp4_linear import W4A8Fp4Linear
 from epiloq.nn.w4a8_linear import W4A8Linear
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
@@ -44,6 +45,8 @@ __all__ = [
     "QuantizedEmbedding",
     "TableLinear",
     "W4A8Experts",
+    "W4A8Fp4Experts",
+    "W4A8Fp4Linear",
     "W4A8Linear",
     "WeightOnlyConv2d",
     "WeightOnlyLinear",

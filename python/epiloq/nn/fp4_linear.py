@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from epiloq.weights.packed_fp4_weight import (
     unpacked_scales,
     without_codes_of_zeros,
 )
+
+_Layer = TypeVar("_Layer", bound="Fp4Linear")
 
 
 def packed_part(name: str, given: Tensor, format: str, n: int, k: int) -> Tensor | str | None:
@@ -115,6 +117,10 @@ class Fp4Linear(PreparedLinear):
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         formats.
         """
+        return cls._rounded(linear, format, divisor)
+
+    @classmethod
+    def _rounded(cls: type[_Layer], linear: nn.Linear, format: str, divisor: Tensor | None) -> _Layer:
         cls.check_convertible(linear)
         weight, has_bias = linear.weight, linear.bias is not None
         layer = cls(

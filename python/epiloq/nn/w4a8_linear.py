@@ -10,17 +10,14 @@ from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
-from epiloq._torch.library import refuse_batch_invariant
-from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.base.prepared_linear import check_choice
 from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, W4A8Layer
 from epiloq.weights.packed_weight import PackedWeight
 
-ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
-
-class W4A8Linear(PackedLinear):
+class W4A8Linear(PackedLinear, W4A8Layer):
     """``y = x W^T + bias`` with 4-bit weights and x quantised to 8 bits per token, see ``epiloq.w4a8_mm``.
 
     `x` is ``[…, in_features]`` (any rank from 1) in float32, float16 or bfloat16, and `y` is
@@ -45,8 +42,6 @@ class W4A8Linear(PackedLinear):
 
     Raises ValueError for sizes below 1, other activations, group sizes or zeros.
     """
-
-    weight_only_below: int = 0
 
     def __init__(
         self,
@@ -106,36 +101,8 @@ class W4A8Linear(PackedLinear):
         self._check_width(x)
         return self._call(x, self._parts())
 
-    def quantises(self, x: Tensor) -> bool:
-        """Whether a call with `x` ``[…, in_features]`` quantises its tokens, rather than there being fewer than
-        `weight_only_below`. Raises NotImplementedError with batch invariance if this depends on M."""
-        if self.weight_only_below <= 0:
-            return True
-        refuse_batch_invariant("epiloq.nn.W4A8Linear", "weight_only_below makes a token's result depend on M")
-        return x.numel() >= self.weight_only_below * self.in_features
-
-    def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        rows = dense_rows(x.reshape(-1, self.in_features))
-        if not self.quantises(x):
-            bias = None if tensors[1] is None else tensors[1].to(x.dtype)
-            y = epiloq.weight_only_mm(rows, self._value(*tensors), bias)
-            return y.view(*x.shape[:-1], self.out_features)
-        if self.activation == "int8":
-            q, scale, _ = epiloq.quantize_int8(rows, pad_to=K_MULTIPLE)
-        else:
-            q, scale = epiloq.quantize_fp8(rows, granularity="token", pad_to=K_MULTIPLE)
-        return self._product(q, scale, x.dtype, *tensors).view(*x.shape[:-1], self.out_features)
-
-    def multiply(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Product of quantised tokens ``[M, in_features]`` (possibly padded) and the weight: ``[M, out_features]`` of
-        `dtype`."""
-        return self._product(q, scale, dtype, *self._parts())
-
-    def _product(self, q: Tensor, scale: Tensor, dtype: torch.dtype, *tensors: Any) -> Tensor:
-        out_dtype = torch.bfloat16 if q.is_cuda and dtype not in HALF_DTYPES else dtype
-        bias = None if tensors[1] is None else tensors[1].to(out_dtype)
-        weight = self._value(*tensors)
-        return epiloq.w4a8_mm(q[:, : self.in_features], weight, scale, bias, out_dtype=out_dtype).to(dtype)
+    def _weight_only(self, rows: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
+        return epiloq.weight_only_mm(rows, self._value(*tensors), bias)
 
     def extra_repr(self) -> str:
         return (

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, parts_of, refuse_backward, register_product
-from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, check_out_dtype, check_weight
+from epiloq._torch.library import (
+    direct,
+    expect_tensors,
+    is_batch_invariant,
+    mark_written,
+    parts_of,
+    refuse_backward,
+    register_product,
+)
+from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight
 from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_apart, check_memory
@@ -26,11 +35,13 @@ _NAME = "grouped_packed_mm"
 # Rows of an expert on average above which products of one expert after the other are faster than the kernel that
 # multiplies all.
 _MANY_ROWS = 64
+# Tensors that some kinds of weights have.
+_OPTIONAL = ("zero", "offset", "global_scale")
 
 
 def grouped_packed_mm(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     scale_a: Tensor | None = None,
     *,
     offs: Tensor | None = None,
@@ -41,15 +52,17 @@ def grouped_packed_mm(
     """`weight_only_mm` (or `w4a8_mm` with ``scale_a``) for a mixture of experts: each row times its expert's matrix.
 
     On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in groups of
-    32, 64 or 128 times a power of two and for 8 bits in groups of the latter, without real offsets. Quantised rows and
-    their scales are converted to bfloat16. Otherwise, with batch invariance, and for more than 64 rows per expert on
-    average outside a CUDA graph, the experts are multiplied one by one with those operations, and their numbers of rows
-    are read on the host, which synchronises with the GPU. The bounds are those of the operations, see docs/numerics.md.
+    32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for FP4. Quantised
+    rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4), and for more than
+    64 rows per expert on average outside a CUDA graph, the experts are multiplied one by one with those operations, and
+    their numbers of rows are read on the host, which synchronises with the GPU. The bounds are those of the operations,
+    see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
             float32, contiguous rows; with ``scale_a`` int8 or float8_e4m3fn.
-        weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16, not in activation order.
+        weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16, not in activation order. Or FP4, with
+            none, one or E global scales, which needs ``scale_a`` (`packed_fp4_mm` multiplies floating-point rows).
         scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. This is not checked where
             they are read on the device; rows are then unwritten or wrong.
@@ -62,23 +75,21 @@ def grouped_packed_mm(
 
     Raises:
         ValueError: an argument is invalid, or not exactly one of ``offs`` and ``masked_m`` is given.
-        TypeError: an argument is not a tensor, or ``weight`` no `PackedWeight`.
+        TypeError: an argument is not a tensor, or ``weight`` neither a `PackedWeight` nor a `PackedFp4Weight`.
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight, got {type(weight).__name__}")
+    _expect(weight, scale_a)
     if (offs is None) == (masked_m is None):
         _refuse("offs", "either offs or masked_m", "neither" if offs is None else "both")
-    if weight.perm is not None:
-        _refuse("weight.perm", "None: no activation order", "a permutation")
     if scale_a is not None:
         check_weight(weight, _NAME)
-    w, numbers = weight, (weight.bits, weight.n, weight.k, weight.group_size)
-    arguments = (x, w.q, w.scale, w.zero, w.offset, scale_a, offs, masked_m, *numbers)
+    w, (format, bits) = weight, _kind_of(weight)
+    zero, offset, factor = (getattr(w, name, None) for name in _OPTIONAL)
+    arguments = (x, w.q, w.scale, zero, offset, scale_a, offs, masked_m, bits, w.n, w.k, w.group_size, format, factor)
     dtype = out_dtype or (x.dtype if scale_a is None and isinstance(x, Tensor) else torch.bfloat16)
-    if not direct((x, w.q, w.scale), (w.zero, w.offset, scale_a, offs, masked_m, out)):
+    if not direct((x, w.q, w.scale), (zero, offset, factor, scale_a, offs, masked_m, out)):
         optional = {"scale_a": scale_a, "offs": offs, "masked_m": masked_m, "out": out}
-        optional |= parts_of(w, "zero", "offset")
+        optional |= parts_of(w, *(name for name in _OPTIONAL if hasattr(w, name)))
         expect_tensors(_NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
         if out is None:
             return refuse_backward(_NAME, torch.ops.epiloq.grouped_packed_mm(*arguments, out_dtype=dtype))
@@ -101,6 +112,8 @@ def run(
     n: int,
     k: int,
     group_size: int,
+    format: str = "int",
+    global_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -110,6 +123,7 @@ def run(
     assert counts is not None
     read = {"x": x, "scale_a": scale_a, "masked_m" if offs is None else "offs": counts}
     read |= {"weight.q": q, "weight.scale": scale, "weight.zero": zero, "weight.offset": offset}
+    read |= {"weight.global_scale": global_scale}
     for name, tensor in (*read.items(), ("out", out)):
         if tensor is not None:
             check_memory(name, tensor, x.device, _NAME)
@@ -128,7 +142,10 @@ def run(
         _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
     if out is not None:
         check_apart("out", out, read, _NAME)
-    whole, rows = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size), n // experts
+    rows, whole = n // experts, cast(Weight, PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size))
+    if format != "int":
+        whole = PackedFp4Weight(q, scale, global_scale, format, n, k)
+        check_parts(whole, x.device, experts, _NAME)
     if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
         if out is not None:
             mark_written(out)
@@ -154,16 +171,38 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
     return experts
 
 
-def _has_kernel(x: Tensor, weight: PackedWeight, experts: int, masked: bool) -> bool:
+def _expect(weight: object, scale_a: Tensor | None) -> None:
+    """Raise TypeError or ValueError for a weight that is not supported."""
+    if isinstance(weight, PackedFp4Weight):
+        if scale_a is None:
+            _refuse("scale_a", "the rows' scales with FP4 (packed_fp4_mm multiplies floating-point rows)", "None")
+    elif not isinstance(weight, PackedWeight):
+        got = type(weight).__name__
+        raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight or a PackedFp4Weight, got {got}")
+    elif weight.perm is not None:
+        _refuse("weight.perm", "None: no activation order", "a permutation")
+
+
+def _kind_of(weight: Weight) -> tuple[str, int]:
+    """Format and bits, as kernels and the operator take them."""
+    return (weight.format, 4) if isinstance(weight, PackedFp4Weight) else ("int", weight.bits)
+
+
+def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
     """Whether one kernel multiplies all experts, if it supports their format."""
-    if not x.is_cuda or weight.bits not in (4, 8) or weight.offset is not None or _core.batch_invariant():
+    if not x.is_cuda:
+        return False
+    if isinstance(weight, PackedFp4Weight):
+        if is_batch_invariant():  # as this kernel then is, for any number of rows
+            return True
+    elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
     rows = x.shape[-2] if masked else x.shape[0] / experts
     return rows <= _MANY_ROWS or torch.cuda.is_current_stream_capturing()
 
 
 def _by_kernel(
-    out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
+    out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None, counts: Tensor, explained: bool = False
 ) -> Any:
     """Whether a kernel computed the product or, for `explain`, which one would."""
     if explained:
@@ -172,8 +211,11 @@ def _by_kernel(
     else:
         x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
-    tensors = (result, x, weight.q, weight.scale, weight.zero, weight.offset, None, None, counts, x.ndim == 3)
-    numbers = ("int", weight.bits, weight.n, weight.k, weight.group_size)
+    zero, offset, factor = (getattr(weight, name, None) for name in _OPTIONAL)
+    if factor is not None and factor.numel() != counts.numel():
+        factor = factor.expand(counts.numel()).contiguous()
+    tensors = (result, x, weight.q, weight.scale, zero, offset, None, factor, counts, x.ndim == 3)
+    numbers = (*_kind_of(weight), weight.n, weight.k, weight.group_size)
     if explained:
         return _core.explain_grouped_weight_only_mm(*tensors, *numbers)
     taken = _core.grouped_weight_only_mm(*tensors, *numbers)
@@ -202,9 +244,11 @@ def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
         begin = count
 
 
-def _product(out: Tensor, x: Tensor, weight: PackedWeight, scale_a: Tensor | None) -> None:
+def _product(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None) -> None:
     w, numbers = weight, (weight.n, weight.k, weight.group_size)
-    if scale_a is None:
+    if isinstance(w, PackedFp4Weight):
+        w4a8(x, w.q, w.scale, None, None, scale_a, None, *numbers, w.format, w.global_scale, out=out)
+    elif scale_a is None:
         weight_only(x, w.q, w.scale, w.zero, w.offset, None, None, w.bits, *numbers, -inf, inf, out=out)
     else:
         w4a8(x, w.q, w.scale, w.zero, None, scale_a, None, *numbers, out=out)
@@ -220,7 +264,7 @@ def _refuse(argument: str, expected: object, got: object) -> NoReturn:
 
 def explain(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     scale_a: Tensor | None = None,
     *,
     offs: Tensor | None = None,
@@ -229,6 +273,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `grouped_packed_mm`; of an expert that has all rows where they are multiplied in turn."""
+    _expect(weight, scale_a)
     counts = offs if masked_m is None else masked_m
     expect_tensors(_NAME, {"x": x, "offs or masked_m": counts}, {"scale_a": scale_a, "out": out}, writes=False)
     assert counts is not None
@@ -240,7 +285,11 @@ def explain(
             return text if scale_a is None else f"activations as bfloat16: {text}{_converted(out_dtype, out)}"
     part, rows = weight.row_slice(0, weight.n // experts), x.flatten(0, -2)
     scales = None if scale_a is None else scale_a.flatten(0, -2)
-    text = explain_weight_only(rows, part) if scales is None else explain_w4a8(rows, part, scales)
+    if scales is not None:
+        text = explain_w4a8(rows, part, scales)
+    else:
+        assert isinstance(part, PackedWeight)
+        text = explain_weight_only(rows, part)
     return f"one expert after the other: {text}"
 
 
@@ -256,5 +305,6 @@ def _fake(x: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
 
 
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? scale_a, Tensor? offs, "
-_ARGUMENTS = f"{_TENSORS}Tensor? masked_m, int bits, int n, int k, int group_size"
+_NUMBERS = "int bits, int n, int k, int group_size, str format='int', Tensor? global_scale=None"
+_ARGUMENTS = f"{_TENSORS}Tensor? masked_m, {_NUMBERS}"
 register_product(_NAME, _ARGUMENTS, run, _fake, "ScalarType out_dtype")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from epiloq.nn import Fp4Experts, W4A8Linear
+from epiloq.nn import Fp4Experts
 from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
@@ -51,8 +52,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
       names and parameters, whose integers become views of the merged weight.
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
-      ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8`` and ``w4a8-int8``. With other schemes each norm runs as
-      one kernel. Decode steps of layers of Llama's or Gemma's form are one function in eager mode.
+      ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and
+      ``w4a8-nvfp4-fp8``. With other schemes each norm runs as one kernel. Decode steps of layers of Llama's or Gemma's form are one function in eager mode.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
       form query and key heads are rotated together.
 
@@ -62,15 +63,16 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
 
     Args:
         model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in evaluation mode.
-        weight_only_below: for ``w4a8-fp8`` and ``w4a8-int8``: value to set on each layer (see `epiloq.nn.W4A8Linear`,
-            also for why it is off by default); 256 is suitable for an H100. None does not change the layers.
+        weight_only_below: for ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and ``w4a8-nvfp4-fp8``: value to set on
+            each layer (see `epiloq.nn.W4A8Linear`, also for why it is off by default); 256 is suitable for an H100.
+            None does not change the layers.
 
     Returns:
         A report of what was merged and fused, and what was not and why; it can be printed.
 
     Raises:
         ValueError: the model is in training mode, or contains no quantised linear layer or expert; or
-            `weight_only_below` is negative, or given for a model without `W4A8Linear`. The model is then unchanged.
+            `weight_only_below` is negative, or given for a model without `W4A8Linear` and `W4A8Fp4Linear`. The model is then unchanged.
     """
     if model.training:
         raise ValueError(
@@ -98,13 +100,13 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
 
 
 def _set_weight_only_below(model: nn.Module, below: int) -> None:
-    layers = [module for module in model.modules() if isinstance(module, W4A8Linear)]
+    layers = [module for module in model.modules() if isinstance(module, W4A8Layer)]
     if isinstance(below, bool) or not isinstance(below, int) or below < 0:
         raise ValueError(f"epiloq.optimize_: weight_only_below: expected a number of tokens from 0 on, got {below!r}")
     if not layers:
         raise ValueError(
-            "epiloq.optimize_: weight_only_below: expected a model with W4A8Linear layers (schemes w4a8-fp8 and "
-            "w4a8-int8), got none; leave it out"
+            "epiloq.optimize_: weight_only_below: expected a model with W4A8Linear or W4A8Fp4Linear layers (schemes "
+            "w4a8-fp8, w4a8-int8, w4a8-mxfp4-fp8 and w4a8-nvfp4-fp8), got none; leave it out"
         )
     for layer in layers:
         layer.weight_only_below = below

@@ -28,10 +28,12 @@ from epiloq.nn import (
     Fp8WeightOnlyLinear,
     Int8Linear,
     OnlineQuantLinear,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyLinear,
 )
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
+from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize.guards import is_exporting, untouched
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
@@ -45,13 +47,14 @@ ROWS: dict[type[nn.Module], int] = {
     W4A8Linear: PANEL_ROWS,
     OnlineQuantLinear: 4,
     Fp4Linear: PANEL_ROWS,
+    W4A8Fp4Linear: PANEL_ROWS,
     Fp8WeightOnlyLinear: N_MULTIPLE,
 }
 # Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.
 ROW_DIMENSION = {"weight_parameters": -1}
 SHARED = ("input_scale", "input_zero_point", "weight_perm", "weight_global_scale", "pre_quant_scale")
 # Whose tensors are read with as many rows as they have.
-_NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear)
+_NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear, W4A8Fp4Linear)
 
 
 def reason_against(layers: Sequence[Any]) -> str | None:
@@ -250,7 +253,7 @@ class Siblings:
     def whole_of_values(self, x: Tensor) -> Tensor:
         """`whole` of a tensor that does not represent quantised tokens."""
         merged = self.merged()
-        if isinstance(merged, W4A8Linear):
+        if isinstance(merged, W4A8Layer):
             merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]
         return merged.forward(x)  # type: ignore[no-any-return]
 

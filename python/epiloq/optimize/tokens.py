@@ -12,7 +12,7 @@ import epiloq
 from epiloq._torch.library import is_batch_invariant
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
-from epiloq.nn.w4a8_linear import ACTIVATIONS
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, W4A8Layer
 from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
 from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
 from epiloq.ops.scaled_mm import run as run_scaled_mm
@@ -47,7 +47,7 @@ def measure_of(layer: nn.Module) -> tuple[Any, ...] | None:
         return _TOKENS[torch.int8]
     if isinstance(layer, Fp8Linear) and layer.activation == "token":
         return _TOKENS[torch.float8_e4m3fn]
-    if isinstance(layer, W4A8Linear):
+    if isinstance(layer, W4A8Layer):
         return _TOKENS[ACTIVATIONS[layer.activation]]
     if isinstance(layer, Fp8BlockLinear):
         return _GROUPS
@@ -66,10 +66,10 @@ def quantises(layer: nn.Module, x: Tensor) -> bool:
     Few tokens of a `W4A8Linear` are not, in eager mode: the layer's own call is one C++ function, and takes a fraction
     of the host's time for the operations of a handed product.
     """
+    if isinstance(layer, W4A8Layer) and not layer.quantises(x):
+        return False
     if not isinstance(layer, W4A8Linear):
         return True
-    if not layer.quantises(x):
-        return False
     return is_compiling() or is_batch_invariant() or x.numel() >= MANY_TOKENS * layer.in_features
 
 
@@ -113,7 +113,7 @@ def multiply(layer: Any, tokens: Quantized, checked: bool = False) -> Tensor:
             if (bias is None or bias.dtype == dtype) and weight.shape[0] == layer.out_features:
                 return run_scaled_mm(q, weight.t(), scale, weight_scale, bias, False, True, out_dtype=dtype)
         q, scale = q.flatten(0, -2), scale.flatten(0, -2)
-    if isinstance(layer, W4A8Linear):
+    if isinstance(layer, W4A8Layer):
         return layer.multiply(q, scale, dtype).view(*leading, layer.out_features)
     weight, bias, weight_scale = layer._made[:3]
     out_dtype = torch.bfloat16 if widened else dtype

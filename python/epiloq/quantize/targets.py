@@ -120,6 +120,8 @@ _CHANNELS, _GROUPS = Grid(8, symmetric=True), Grid(4, 128, symmetric=True)
 _TABLE = (
     Target("w4a8-fp8", _GROUPS, activations="fp8", inputs=Float8Grid()),
     Target("w4a8-int8", _GROUPS, activations="int8"),
+    Target("w4a8-mxfp4-fp8", Fp4Grid("mxfp4"), inputs=Float8Grid()),
+    Target("w4a8-nvfp4-fp8", Fp4Grid("nvfp4"), inputs=Float8Grid()),
     Target("w4a16-g128", Grid(4, 128)),
     Target("w4a16-g64", Grid(4, 64)),
     Target("w4a16-g32", Grid(4, 32)),

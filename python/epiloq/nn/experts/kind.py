@@ -11,12 +11,13 @@ from torch import nn
 
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
-from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
+from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts, W4A8Fp4Experts
 from epiloq.nn.experts.row_experts import Experts, Fp8Experts, Int8Experts
 from epiloq.nn.fp4_linear import Fp4Linear
 from epiloq.nn.fp8_block_linear import Fp8BlockLinear
 from epiloq.nn.fp8_linear import Fp8Linear
 from epiloq.nn.int8_linear import Int8Linear
+from epiloq.nn.w4a8_fp4_linear import W4A8Fp4Linear
 from epiloq.nn.w4a8_linear import W4A8Linear
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 
@@ -51,7 +52,10 @@ class Kind:
         if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
             return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
         if isinstance(layer, Fp4Linear):
-            return cls(Fp4Linear, PackedFp4Experts, {"format": layer.format, "reciprocal": layer.reciprocal})
+            fp4 = {"format": layer.format, "reciprocal": layer.reciprocal}
+            if isinstance(layer, W4A8Fp4Linear):
+                return cls(W4A8Fp4Linear, W4A8Fp4Experts, fp4 | {"activation": layer.activation})
+            return cls(Fp4Linear, PackedFp4Experts, fp4)
         if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:
             options: dict[str, Any] = {"group_size": layer.group_size, "zeros": layer.zeros}
             options["dtype"] = layer.weight_scale.dtype

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.packed_linear import packed_nearest
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE, check_choice
+from epiloq.nn.base.prepared_linear import HALF_DTYPES, check_choice
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
 from epiloq.nn.experts.row_experts import Experts
-from epiloq.nn.w4a8_linear import ACTIVATIONS
 from epiloq.weights.packed.checks import check_sizes
 from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
@@ -159,10 +159,7 @@ class W4A8Experts(PackedExperts):
         return {"dtype": ACTIVATIONS[self.activation]}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.activation == "int8":
-            q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
-            return q, scale
-        return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
+        return quantised_tokens(x, self.activation)
 
     def multiply(
         self,

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq.nn.base.prepared_linear import check_choice
+from epiloq.nn.base.prepared_linear import HALF_DTYPES, check_choice
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
+from epiloq.nn.experts.expert_linears import gathered
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp4_linear import packed_part
 from epiloq.weights.fp4 import FORMATS, divisor_of
@@ -181,16 +183,83 @@ class PackedFp4Experts(Experts):
         x, (codes, scales, global_scale) = q[..., : self.in_features], self._made
         weight = self._value(codes, scales, global_scale, self.experts * self._panels * PANEL_ROWS)
         if global_scale is None or global_scale.numel() == self.experts:
-            return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
+            return self._product(x, scale, weight, out_dtype, offs, masked_m)
         if masked_m is not None:
             counts = masked_m.repeat_interleave(self.matrices)
-            y = epiloq.packed_fp4_mm(x.repeat_interleave(self.matrices, 0), weight, masked_m=counts)
+            expert = torch.arange(self.experts, device=x.device).repeat_interleave(self.matrices)
+            x, scale = gathered(x, scale, expert, False)
+            y = self._product(x, scale, weight, out_dtype, None, counts)
             return y.view(self.experts, self.matrices, *y.shape[1:]).transpose(1, 2).flatten(2)
         assert offs is not None
         places, ends = _for_each_matrix(offs, x.shape[0], self.matrices)
         source = torch.empty_like(places).view(-1)
         source[places.flatten()] = torch.arange(x.shape[0], device=x.device).repeat_interleave(self.matrices)
-        return epiloq.packed_fp4_mm(x[source], weight, offs=ends)[places].flatten(1)
+        x, scale = gathered(x, scale, source, False)
+        return self._product(x, scale, weight, out_dtype, ends, None)[places].flatten(1)
+
+    def _product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: PackedFp4Weight,
+        out_dtype: torch.dtype,
+        offs: Tensor | None,
+        masked_m: Tensor | None,
+    ) -> Tensor:
+        """Product of the rows of each matrix with it."""
+        return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
+
+
+class W4A8Fp4Experts(PackedFp4Experts):
+    __doc__ = f"""{Experts.__doc__}
+    Weights are E2M1 numbers in blocks that share a scale, and activations are FP8 or int8 with a dynamic scale per
+    token, as in `W4A8Fp4Linear`. The product is `epiloq.grouped_packed_mm`, which documents when one kernel multiplies
+    all experts.
+
+    activation
+        As for `W4A8Fp4Linear`.
+    format, reciprocal, matrices
+        As for `PackedFp4Experts`.
+
+    Parameters without gradients, which form the state dict: those of `PackedFp4Experts`.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        format: str = "mxfp4",
+        activation: str = "fp8",
+        reciprocal: bool = True,
+        matrices: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_choice(type(self).__name__, "activation", activation, tuple(ACTIVATIONS))
+        self.activation = activation
+        options: dict[str, Any] = {"format": format, "reciprocal": reciprocal, "matrices": matrices, "device": device}
+        super().__init__(experts, in_features, out_features, **options)
+
+    @property
+    def gated(self) -> Mapping[str, Any]:
+        return {"dtype": ACTIVATIONS[self.activation]}
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantised_tokens(x, self.activation)
+
+    def _product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: PackedFp4Weight,
+        out_dtype: torch.dtype,
+        offs: Tensor | None,
+        masked_m: Tensor | None,
+    ) -> Tensor:
+        written = torch.bfloat16 if x.is_cuda and out_dtype not in HALF_DTYPES else out_dtype
+        y = epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=written)
+        return y.to(out_dtype)
 
 
 def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:

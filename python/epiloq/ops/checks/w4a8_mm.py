@@ -52,7 +52,7 @@ def check_out_dtype(x_q: Tensor, dtype: torch.dtype) -> None:
 
 def check(call: Call, out_given: bool) -> None:
     """Raise ValueError, which names the argument, if one is invalid."""
-    _check_parts(call.weight, call.x_q.device)
+    check_parts(call.weight, call.x_q.device)
     leading, m = _check_activations(call)
     scale_a, bias, out = call.scale_a, call.bias, call.out
     shapes = [torch.Size(shape) for shape in ((m,), (m, 1), (*leading, 1))]
@@ -82,20 +82,23 @@ def _parts(weight: Weight) -> dict[str, Tensor]:
     return parts if weight.global_scale is None else {**parts, "global_scale": weight.global_scale}
 
 
-def _check_parts(weight: Weight, device: torch.device) -> None:
+def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operation: str = NAME) -> None:
+    """Raise ValueError for tensors of other types or sizes than those of a weight that stacks `matrices`."""
     expected: dict[str, tuple[int, ...]]
     kinds: dict[str, tuple[torch.dtype, ...]]
     if isinstance(weight, PackedFp4Weight):
-        expected = {**shapes_of_parts(weight.format, weight.n, weight.k), "global_scale": (1,)}
+        factor = weight.global_scale
+        factors = 1 if factor is None or factor.numel() == 1 else matrices
+        expected = {**shapes_of_parts(weight.format, weight.n, weight.k), "global_scale": (factors,)}
         kinds = {"q": (torch.uint8,), "scale": (torch.uint8,), "global_scale": (torch.float32,)}
     else:
         expected = shapes_of(4, weight.n, weight.k, weight.group_size)
         kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
     for name, tensor in _parts(weight).items():
-        check_memory(f"weight.{name}", tensor, device, NAME)
+        check_memory(f"weight.{name}", tensor, device, operation)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
-            _refuse(f"weight.{name}", f"{wanted} {list(expected[name])}, dense", described(tensor))
+            _refuse(f"weight.{name}", f"{wanted} {list(expected[name])}, dense", described(tensor), operation)
 
 
 def _check_activations(call: Call) -> tuple[torch.Size, int]:
