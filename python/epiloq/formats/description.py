@@ -20,6 +20,7 @@ OFFSETS = "gemv_fast"
 """The layout whose groups have real offsets instead of integer zero points."""
 FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
 """FP4 formats by block size (the number of weights that share a scale)."""
+_EIGHT_BITS: Mapping[Kind, str] = {"fp8": "fp8", "int": "int8"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ class Description:
         if self.kind == "table":
             return "TableLinear", {"block_size": self.group_size}
         if self.kind == "fp4":
-            return "Fp4Linear", {"format": FP4_OF_BLOCKS[self.group_size]}
+            options = {"format": FP4_OF_BLOCKS[self.group_size]}
+            activation = self._of_fp4
+            return ("Fp4Linear", options) if activation is None else ("W4A8Fp4Linear", options | activation)
         inputs = self.inputs
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}
@@ -149,6 +152,14 @@ class Description:
             raise FormatError(f"input_activations: expected symmetric FP8 (token or tensor or static), got {inputs}")
         limit = {} if inputs.limit is None else {"limit": inputs.limit}
         return "Fp8Linear", {"activation": activation, "weight": self.strategy, **limit}
+
+    @property
+    def _of_fp4(self) -> dict[str, str] | None:
+        """The option of `nn.W4A8Fp4Linear` for 8-bit activations; None for others, which stay in floating point."""
+        found = self.inputs
+        if found is None or found.kind not in _EIGHT_BITS or found.strategy != "token":
+            return None
+        return {"activation": _EIGHT_BITS[found.kind]} if found.dynamic and found.symmetric else None
 
     @property
     def spans(self) -> tuple[int, int]:
@@ -165,7 +176,7 @@ class Description:
                 f"no kernel supports FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
                 "in floating point"
             )
-        if self.kind == "fp4" and self.inputs is not None:
+        if self.kind == "fp4" and self.inputs is not None and self._of_fp4 is None:
             bits = 4 if self.inputs.kind == "fp4" else 8
             return f"FP4 weights are used as they are, but activations stay in floating point, not in FP{bits}"
         if self.layout == INT4_FOR_FP8:

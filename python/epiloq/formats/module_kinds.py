@@ -192,6 +192,12 @@ _TABLE = (
         _fp4,
         usual={"reciprocal": True, _SCALED: False},
     ),
+    Kind(
+        modules.W4A8Fp4Linear,
+        _attributes("format", "activation", "reciprocal"),
+        _as_it_is(modules.W4A8Fp4Linear.dequantized_weight),
+        usual={"reciprocal": True},
+    ),
     Kind(modules.TableLinear, _attributes("block_size"), _as_it_is(modules.TableLinear.dequantized_weight)),
     Kind(
         modules.OnlineQuantLinear,

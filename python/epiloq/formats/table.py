@@ -17,7 +17,7 @@ from epiloq.formats.configs import compressed_tensors as compressed_config
 from epiloq.formats.configs import fp8
 from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
-from epiloq.formats.description import Description, Inputs, of_grid
+from epiloq.formats.description import Description, Inputs, activations, of_grid
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
@@ -153,10 +153,11 @@ def _describe_float8(weight: BlockWeight | ModuleWeight, name: str = "compressed
     layout, group = compressed_config.FLOAT, Inputs("fp8", "group", group_size=FP8_BLOCK)
     if isinstance(weight, BlockWeight):
         return Description(layout, "fp8", strategy="block", block=(weight.rows, FP8_BLOCK), inputs=group)
-    if weight.module == "Fp4Linear":
+    if weight.module in ("Fp4Linear", "W4A8Fp4Linear"):
         chosen = FP4_FORMATS[weight.options["format"]]
         layout = compressed_config.NVFP4 if chosen.has_global_scale else compressed_config.MXFP4
-        return Description(layout, "fp4", 4, "group", chosen.block_size)
+        tokens = activations(weight.options.get("activation"))
+        return Description(layout, "fp4", 4, "group", chosen.block_size, inputs=tokens)
     if weight.module == "Fp8Linear" and weight.options.get("limit") is None:
         activation = weight.options["activation"]
         inputs = Inputs("fp8", "token" if activation == "token" else "tensor", dynamic=activation != "static")
@@ -183,7 +184,15 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def _compressed_config(written: Written) -> dict[str, Any]:
-    global_scales = [name for name, found in written.described.items() if found.layout == compressed_config.NVFP4]
+    global_scales = {
+        name: found for name, found in written.described.items() if found.layout == compressed_config.NVFP4
+    }
+    if any(found.inputs is not None for found in global_scales.values()):
+        warnings.warn(
+            "vLLM has no scheme for NVFP4 weights with 8-bit activations and refuses the directory (transformers opens "
+            "it): take w4a8-mxfp4-fp8, whose activations it leaves in 16 bits, or w4a16-nvfp4 for it",
+            stacklevel=4,
+        )
     if any(map(_EXPERT.search, global_scales)):
         warnings.warn(
             "transformers itself leaves out the global scales of experts in NVFP4, for wrong results without an error "
@@ -227,7 +236,7 @@ def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Des
         actual = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
         raise FormatError(f"modelopt: cannot represent {actual}, only NVFP4, and FP8 per tensor, channel or block")
     described = _describe_float8(weight, "modelopt")
-    if described.layout == compressed_config.NVFP4:
+    if described.layout == compressed_config.NVFP4 and described.inputs is None:
         return replace(described, layout=modelopt_config.NVFP4)
     inputs = described.inputs
     if inputs is None and described.block == (FP8_BLOCK, FP8_BLOCK):

@@ -76,6 +76,8 @@ def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[st
 
 _DEQUANTISED = {
     "Fp4Linear": "FP4: each call dequantises the weight, but on CUDA for up to 64 tokens of 16 bits, on SM90 for more",
+    "W4A8Fp4Linear": "FP4 with 8-bit activations: on CUDA multiplied in bfloat16, but MXFP4 and FP8 in 8 bits for more "
+    "than 256 tokens (from SM89 on)",
     "TableLinear": "4-bit tables: each call dequantises the weight, but on CUDA for up to 64 tokens",
     "Fp8WeightOnlyLinear": "FP8 weights alone: each call dequantises them, but on CUDA for up to 64 tokens",
 }
@@ -150,6 +152,13 @@ _VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         f"fp8 in groups of {FP8_BLOCK}",
     ),
     "Fp4Linear": lambda options: (options["format"], 4, FP4_FORMATS[options["format"]].block_size, True, None),
+    "W4A8Fp4Linear": lambda options: (
+        options["format"],
+        4,
+        FP4_FORMATS[options["format"]].block_size,
+        True,
+        options["activation"],
+    ),
     "Fp8WeightOnlyLinear": lambda options: ("fp8", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),
     "OnlineQuantLinear": lambda options: (

@@ -53,7 +53,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
       ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and
-      ``w4a8-nvfp4-fp8``. With other schemes each norm runs as one kernel. Decode steps of layers of Llama's or Gemma's form are one function in eager mode.
+      ``w4a8-nvfp4-fp8``. With other schemes each norm runs as one kernel. Decode steps of layers of Llama's or Gemma's
+      form are one function in eager mode.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
       form query and key heads are rotated together.
 
@@ -72,7 +73,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
 
     Raises:
         ValueError: the model is in training mode, or contains no quantised linear layer or expert; or
-            `weight_only_below` is negative, or given for a model without `W4A8Linear` and `W4A8Fp4Linear`. The model is then unchanged.
+            `weight_only_below` is negative, or given for a model without `W4A8Linear` and `W4A8Fp4Linear`. The model is
+            then unchanged.
     """
     if model.training:
         raise ValueError(

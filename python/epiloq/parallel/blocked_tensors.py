@@ -19,6 +19,7 @@ from epiloq.nn import (
     Int8Linear,
     OnlineQuantLinear,
     TableLinear,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyLinear,
 )
@@ -160,7 +161,7 @@ def _fp4_take(layer: Any) -> dict[str, BlockedTensor]:
 
 def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
     codes = packed_codes(nn.functional.pad(tensors["q"], (0, k % 2)))
-    made = Fp4Linear(k, n, False, **options, device=codes.device, dtype=layer.dtype)
+    made = type(layer)(k, n, False, **options, device=codes.device, dtype=layer.dtype)
     scale = tensors["weight_scale"].contiguous().view(FP4_FORMATS[layer.format].scale_dtype)
     whole = {name: tensor for name, tensor in tensors.items() if name == "weight_global_scale"}
     whole |= {SCALE: tensors[SCALE].flatten()} if SCALE in tensors else {}
@@ -184,6 +185,7 @@ CUTS: Mapping[type[nn.Module], Cut] = {
     W4A8Linear: Cut(_packed_take, _packed_make),
     OnlineQuantLinear: Cut(_online_take, _online_make),
     Fp4Linear: Cut(_fp4_take, _fp4_make, tail=True),
+    W4A8Fp4Linear: Cut(_fp4_take, _fp4_make, tail=True),
     TableLinear: Cut(_table_take, _table_make, tail=True),
 }
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import epiloq
-from epiloq.nn import Fp8Linear, Int8Linear, W4A8Linear
+from epiloq.nn import Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.w4a8_layer import W4A8Layer, quantised_tokens
 
 _NAME = "epiloq.parallel: quantise_first"
 # torch 2.13 renamed the function, and warns about the old name.
@@ -83,15 +84,11 @@ def _fp8_product(layer: Fp8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tenso
     return epiloq.scaled_mm(tokens.q, weight_q.t(), scale, weight_scale, bias, out_dtype=dtype, constant_b=True)
 
 
-def _w4a8(layer: W4A8Linear, x: Tensor) -> _Tokens:
-    if layer.activation == "int8":
-        q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
-    else:
-        q, scale = epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
-    return _Tokens(q, scale, None)
+def _w4a8(layer: W4A8Layer, x: Tensor) -> _Tokens:
+    return _Tokens(*quantised_tokens(x, layer.activation), None)
 
 
-def _w4a8_product(layer: W4A8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
+def _w4a8_product(layer: W4A8Layer, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
     assert tokens.scale is not None
     return layer.multiply(tokens.q, tokens.scale, dtype)
 
@@ -101,6 +98,7 @@ _KINDS: Mapping[type[nn.Module], _Kind] = {
     Int8Linear: (_int8, _int8_product),
     Fp8Linear: (_fp8, _fp8_product),
     W4A8Linear: (_w4a8, _w4a8_product),
+    W4A8Fp4Linear: (_w4a8, _w4a8_product),
 }
 
 

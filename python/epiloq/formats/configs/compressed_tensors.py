@@ -151,7 +151,8 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
 
 
 def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, usual: str | None) -> Description:
-    """The description of FP4 weights; activations stay in floating point whatever the configuration says."""
+    """The description of FP4 weights. Activations stay in floating point, with a warning, unless they are quantised to
+    8 bits per token."""
     found = {(strategy, size): layout for layout, (strategy, size, _) in _FP4.items()}
     layout = found.get((weights.strategy, weights.group_size))
     if layout is None or not weights.symmetric or weights.dynamic:
@@ -163,6 +164,8 @@ def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, u
     named = group.get("format") or (usual if usual != MIXED else None)
     if named not in (None, layout):
         raise FormatError(f"{METHOD}: format: expected {layout}, got {named!r}")
+    if inputs is not None and inputs.kind != "fp4":
+        return Description(layout, "fp4", 4, "group", weights.group_size, inputs=_inputs(inputs))
     of_inputs = None if inputs is None else Inputs(inputs.kind, inputs.strategy, inputs.dynamic, inputs.symmetric)
     return Description(layout, "fp4", 4, "group", weights.group_size, inputs=of_inputs)
 
@@ -268,7 +271,7 @@ def _group(described: Description, targets: list[str]) -> dict[str, Any]:
         weights["block_structure"] = list(described.block)
     if described.kind == "fp4":
         weights["strategy"], weights["group_size"], weights["scale_dtype"] = _FP4[described.layout]
-    inputs = None if described.kind == "fp4" else described.inputs
+    inputs = described.inputs
     activations = None if inputs is None else _said(inputs.kind, inputs.symmetric, inputs.strategy, 8, inputs.dynamic)
     if inputs is not None and activations is not None and inputs.strategy == "group":
         activations["group_size"] = inputs.group_size

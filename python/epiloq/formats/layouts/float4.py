@@ -90,16 +90,18 @@ def from_tensors(
         factor = whole.reciprocal() if whole is not None and names.reciprocal else whole
         return epiloq.fp4_dequantize(codes.contiguous(), scale.contiguous(), in_features=shape[1], global_scale=factor)
 
-    options = {"format": _format(described).name} | ({} if whole is None or names.reciprocal else {"reciprocal": False})
-    return ModuleWeight("Fp4Linear", options, state, values, columns=shape[1])
+    module, options = described.module
+    options = {**options, **({} if whole is None or names.reciprocal else {"reciprocal": False})}
+    return ModuleWeight(module, options, state, values, columns=shape[1])
 
 
 def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str, Tensor]:
     """The inverse of `from_tensors`. Raises FormatError for another kind of weight, and for a short last block."""
     chosen = _format(described)
-    if not isinstance(weight, ModuleWeight) or (weight.module, weight.options.get("format")) != (
-        "Fp4Linear",
-        chosen.name,
+    module, options = described.module
+    if not isinstance(weight, ModuleWeight) or (weight.module, {**weight.options, **options}) != (
+        module,
+        dict(weight.options),
     ):
         actual = weight.described if isinstance(weight, ModuleWeight) else "other numbers than FP4"
         raise FormatError(f"{described.layout}: cannot represent {actual}")
