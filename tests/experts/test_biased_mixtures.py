@@ -25,6 +25,7 @@ from epiloq.nn import (
     Fp8Linear,
     GatedExperts,
     Int8Linear,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyLinear,
 )
@@ -185,6 +186,7 @@ KINDS = {
     "w4a8-fp8": lambda linear: W4A8Linear.from_linear(linear, group_size=32),
     "mxfp4": lambda linear: Fp4Linear.from_linear(linear, format="mxfp4"),
     "nvfp4": Fp4Linear.from_linear,
+    "w4a8-nvfp4": lambda linear: W4A8Fp4Linear.from_linear(linear, format="nvfp4"),
     "fp8-block": Fp8BlockLinear.from_linear,
 }
 
@@ -210,7 +212,7 @@ def test_biases_beside_grouped_products(kind: str, dtype: torch.dtype, seed: int
     with torch.no_grad():
         wanted, y = apart(x, index, weights), whole(x, index, weights)
     # Of activations that are quantised, a bias rounded otherwise may move some to their neighbours.
-    exact = dtype == torch.float32 and ("w4a16" in kind or "fp4" in kind)
+    exact = dtype == torch.float32 and kind in ("w4a16", "mxfp4", "nvfp4")
     assert error(y, wanted) < (2e-6 if exact else 0.003 if dtype == torch.float32 else 0.03)
     files = whole.file_state()
     for expert in range(5):

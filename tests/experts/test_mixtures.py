@@ -30,6 +30,7 @@ from epiloq.nn import (
     Int8Linear,
     PackedExperts,
     W4A8Experts,
+    W4A8Fp4Experts,
     WeightOnlyLinear,
 )
 from epiloq.quantize.job import perform, prepare
@@ -95,6 +96,8 @@ def test_shared_by_two_layers(seed: int) -> None:
         ("w8a8-int8", Int8Experts, 0.08),
         ("w4a8-fp8", W4A8Experts, 0.4),
         ("w4a8-int8", W4A8Experts, 0.4),
+        ("w4a8-mxfp4-fp8", W4A8Fp4Experts, 0.4),
+        ("w4a8-nvfp4-fp8", W4A8Fp4Experts, 0.4),
         ("w4a16-g32", PackedExperts, 0.3),
         ("w8a16", PackedExperts, 0.03),
     ],

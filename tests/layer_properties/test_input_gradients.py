@@ -15,6 +15,7 @@ from epiloq.nn import (
     Fp8BlockLinear,
     OnlineQuantLinear,
     TableLinear,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyLinear,
 )
@@ -33,6 +34,8 @@ LAYERS: dict[str, Make] = FROM_LINEAR | {
     "w4a8-int8": lambda linear: W4A8Linear.from_linear(linear, activation="int8", group_size=-1),
     "w4a16-mxfp4": lambda linear: Fp4Linear.from_linear(linear, format="mxfp4"),
     "w4a16-nvfp4": Fp4Linear.from_linear,
+    "w4a8-mxfp4-fp8": W4A8Fp4Linear.from_linear,
+    "w4a8-nvfp4-int8": lambda linear: W4A8Fp4Linear.from_linear(linear, format="nvfp4", activation="int8"),
     "table": lambda linear: of_a_table(linear),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -21,7 +21,7 @@ from small_models import FAMILIES, SIZES, logits, quantised, relative, rounding_
 
 FLOAT_INPUTS = ("w4a16-g32", "w8a16", "w4a16-mxfp4", "w8a16-fp8", "w8a16-fp8-block")
 EXACT = (*FLOAT_INPUTS, "w8a8-block", "w8a8-int8-azp", "fp8")  # whose quantisers stay where they were
-SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8")
+SCHEMES = (*EXACT, "w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8", "w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8")
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:
@@ -276,7 +276,7 @@ def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
     assert relative(logits(compiled, x), logits(model, x)) <= 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-fp8", "w4a8-int8"])
+@pytest.mark.parametrize("scheme", ["w4a8-fp8", "w4a8-int8", "w4a8-mxfp4-fp8"])
 @pytest.mark.parametrize("family", ["llama", "gemma"])  # with norms that quantise, and without
 def test_weight_only_for_few_tokens(seed: int, family: str, scheme: str) -> None:
     """Below the number of tokens the model is that of weights alone, from there on that of the scheme."""

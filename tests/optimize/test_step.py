@@ -18,7 +18,7 @@ from epiloq.optimize.fused import pre_norm_decoder
 from epiloq.optimize.step import Step
 from small_models import SIZES, quantised, relative, tokens
 
-SCHEMES = ("w4a16-g32", "w8a16", "w8a8-int8", "fp8-token", "w4a8-fp8")
+SCHEMES = ("w4a16-g32", "w8a16", "w8a8-int8", "fp8-token", "w4a8-fp8", "w4a8-nvfp4-fp8")
 
 
 @pytest.mark.parametrize(

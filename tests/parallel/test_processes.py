@@ -35,6 +35,10 @@ pytestmark = pytest.mark.skipif(
 )
 K, N = 90, 58
 SEQUENCE = 12
+QUANTISED_FIRST = (
+    *("int8", "int8-azp", "int8-static", "fp8-static", "fp8-limit", "w4a8-fp8", "w4a8-int8"),
+    *("w4a8-mxfp4-fp8", "w4a8-nvfp4-int8"),
+)
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 96}
 # Models by the names of their directories: family, scheme, and schemes of the output head and the embedding.
 MODELS: dict[str, tuple[str, str, str | None, str | None]] = {
@@ -210,7 +214,7 @@ def _on_every_rank(rank: int, world: int, folder: str) -> None:
             torch.manual_seed(11)
             of_columns(name, mesh)
             of_rows(name, mesh)
-        for name in ("int8", "int8-azp", "int8-static", "fp8-static", "fp8-limit", "w4a8-fp8", "w4a8-int8"):
+        for name in QUANTISED_FIRST:
             torch.manual_seed(11)
             quantised_first(name, mesh)
         for name in ("int8", "w4"):

@@ -122,14 +122,17 @@ def test_columns(name: str, case: Any) -> None:
         assert ((exact + layer.bias.double() - wanted).abs() <= 1e-5 * scale + 1e-5).all()
 
 
+_INT8_TOKENS, _FP8_TOKENS = ("w4a8-int8", "w4a8-ordered", "w4a8-nvfp4-int8"), ("w4a8-fp8", "w4a8-mxfp4-fp8")
+
+
 def bound_of(name: str, x: Tensor, wide: Tensor, ends: tuple[int, ...]) -> Tensor:
     """The largest error of a product whose activations are rounded as a layer rounds them."""
     reach = x.abs().amax(-1, keepdim=True).expand_as(x)
     float_sums = 1e-5 * x.abs() + 1e-6
-    if name.startswith("int8") or name in ("w4a8-int8", "w4a8-ordered", "w8a8-block", "w4a8-block"):
+    if name.startswith("int8") or name in ("w8a8-block", "w4a8-block", *_INT8_TOKENS):
         # A step of a symmetric grid is a 127th of the reach, and one with a zero point no larger.
         return (reach / 127 / 2 * (1.01 if "azp" not in name else 2.02) + float_sums) @ wide.abs().t()
-    if (name.startswith("fp8") and name != "fp8-weight-only") or name == "w4a8-fp8":
+    if (name.startswith("fp8") and name != "fp8-weight-only") or name in _FP8_TOKENS:
         return (x.abs() / 16 + reach / 448 / 512 + float_sums) @ wide.abs().t()
     return float_sums @ wide.abs().t()
 

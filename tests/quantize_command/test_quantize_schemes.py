@@ -32,7 +32,7 @@ from epiloq.quantize.targets import TARGETS
 from tiny_teacher import save
 
 # By GPTQ unless told otherwise, as other weights of 4 bits.
-BY_GPTQ = {"w4a16-mxfp4", "w4a16-nvfp4", "w4a8-block"}
+BY_GPTQ = {"w4a16-mxfp4", "w4a16-nvfp4", "w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8", "w4a8-block"}
 CODED = [name for name, target in TARGETS.items() if not isinstance(target.base, Grid)]
 FORMATS_OF = {
     "w8a8-int8": ["compressed-tensors", "epiloq"],
@@ -48,6 +48,8 @@ FORMATS_OF = {
     "w8a16-fp8-block": ["compressed-tensors", "modelopt", "epiloq"],
     "w4a8-fp8": ["compressed-tensors", "epiloq"],
     "w4a8-int8": ["compressed-tensors", "epiloq"],
+    "w4a8-mxfp4-fp8": ["compressed-tensors", "epiloq"],
+    "w4a8-nvfp4-fp8": ["compressed-tensors", "epiloq"],
     "w8a16": ["compressed-tensors", "gptq", "epiloq"],
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],

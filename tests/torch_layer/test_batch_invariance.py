@@ -24,11 +24,13 @@ from epiloq.nn import (
     PackedFp4Experts,
     TableLinear,
     W4A8Experts,
+    W4A8Fp4Experts,
 )
 from epiloq.ops.attention.decode_attention import decode_attention
 
 SCHEMES = (
     *("w8a8-int8", "w8a8-int8-azp", "w8a8-block", "w4a8-block", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-int8"),
+    *("w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8"),
     *("w8a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w4a16-mxfp4", "w4a16-nvfp4"),
 )
 EXPERTS: dict[str, Callable[[Tensor], nn.Module]] = {
@@ -40,6 +42,8 @@ EXPERTS: dict[str, Callable[[Tensor], nn.Module]] = {
     "mxfp4": lambda w: PackedFp4Experts.from_weight(w, format="mxfp4"),
     # Of three matrices with global scales of their own.
     "nvfp4": lambda w: PackedFp4Experts.from_weight(w, format="nvfp4", matrices=3),
+    "mxfp4-fp8": lambda w: W4A8Fp4Experts.from_weight(w, format="mxfp4"),
+    "nvfp4-fp8": lambda w: W4A8Fp4Experts.from_weight(w, format="nvfp4", matrices=3),
 }
 MOST = 300
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import epiloq
 from biased_mixtures import gpt_oss
 from epiloq.models import mixtures
-from epiloq.nn import GatedExperts, W4A8Linear
+from epiloq.nn import GatedExperts
+from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.schemes import QuantisedLinear
 from reference import typical_error
 from tiny_mixtures import error, qwen3
@@ -27,7 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:quantize_. left in floating point"),
 ]
 FAMILIES = {"gpt-oss": gpt_oss, "qwen3-moe": qwen3}
-SCHEMES = ("w4a16-mxfp4", "w4a16-nvfp4", "w4a16-g32", "w4a8-fp8")
+EIGHT_BIT_TOKENS = ("w4a8-fp8", "w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8")
+SCHEMES = ("w4a16-mxfp4", "w4a16-nvfp4", "w4a16-g32", *EIGHT_BIT_TOKENS)
 NEW = 6
 
 
@@ -65,7 +67,7 @@ def test_generates_as_its_dequantised_weights(family: str, scheme: str, seed: in
     tokens, logits = generated(found, prompt)
     assert tokens.shape == (2, 7 + NEW) and torch.equal(tokens[:, :7], prompt)
     assert torch.equal(logits.argmax(-1), tokens[:, 7:])
-    if scheme != "w4a8-fp8":  # which rounds activations, too
+    if scheme not in EIGHT_BIT_TOKENS:  # which round activations, too
         whole = dequantised(model, found)(tokens[:, :-1]).logits[:, 6:].float()
         assert error(logits, whole) < 2e-5
     assert error(logits, model(tokens[:, :-1]).logits[:, 6:].float()) > 1e-4
@@ -76,7 +78,7 @@ def test_generates_as_its_dequantised_weights(family: str, scheme: str, seed: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "w4a8-fp8"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in EIGHT_BIT_TOKENS])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_generates_on_a_gpu_as_on_the_cpu(family: str, scheme: str, seed: int) -> None:
@@ -91,14 +93,17 @@ def test_generates_on_a_gpu_as_on_the_cpu(family: str, scheme: str, seed: int) -
     assert halves.isfinite().all() and typical_error(halves.cpu(), expected) < 0.1
 
 
+@pytest.mark.parametrize("scheme", EIGHT_BIT_TOKENS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_each_layer_with_8_bit_tokens_as_on_the_cpu(family: str, dtype: torch.dtype, device: str, seed: int) -> None:
+def test_each_layer_with_8_bit_tokens_as_on_the_cpu(
+    family: str, dtype: torch.dtype, scheme: str, device: str, seed: int
+) -> None:
     """On the tokens that it got: a whole model multiplies the difference of one rounded token by rounding it again."""
-    model = epiloq.quantize_(FAMILIES[family]().eval(), "w4a8-fp8").to(dtype)
+    model = epiloq.quantize_(FAMILIES[family]().eval(), scheme).to(dtype)
     found = copy.deepcopy(model).to(device)
-    layers = {name: layer for name, layer in found.named_modules() if isinstance(layer, W4A8Linear | GatedExperts)}
+    layers = {name: layer for name, layer in found.named_modules() if isinstance(layer, W4A8Layer | GatedExperts)}
     calls: list[tuple[str, tuple[Tensor, ...], Tensor]] = []
     for name, layer in layers.items():
         layer.register_forward_hook(lambda _, arguments, y, name=name: calls.append((name, arguments, y)))
@@ -108,7 +113,7 @@ def test_each_layer_with_8_bit_tokens_as_on_the_cpu(family: str, dtype: torch.dt
     # CUDA rounds scaled tokens and sums to bfloat16, each within 2^-9. So what experts quantise between their products
     # may differ by 2^-8, a sixteenth of the least step of float8 (2^-4 to 2^-3 of a value): then one value in sixteen
     # moves by up to 2^-3, whose root of the mean square is 2^-5.
-    bounds = {name: 2**-8 if isinstance(layer, W4A8Linear) else 2**-5 for name, layer in layers.items()}
+    bounds = {name: 2**-8 if isinstance(layer, W4A8Layer) else 2**-5 for name, layer in layers.items()}
     for name, arguments, y in calls:
         expected = model.get_submodule(name)(*(argument.cpu() for argument in arguments))
         assert typical_error(y.cpu().float(), expected.float()) < bounds[name], name

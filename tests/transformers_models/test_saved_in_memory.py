@@ -19,7 +19,7 @@ import epiloq.integrations.transformers as integration
 import foreign_checkpoints
 from epiloq.formats.io.model import from_directory
 
-SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a16-g32", "w4a8-fp8", "w4a8-block", "w8a16"]
+SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a16-g32", "w4a8-fp8", "w4a8-mxfp4-fp8", "w4a8-block", "w8a16"]
 
 
 def model_of(tied: bool = False) -> torch.nn.Module:

@@ -22,6 +22,8 @@ from epiloq.nn import (
     PackedExperts,
     PackedFp4Experts,
     W4A8Experts,
+    W4A8Fp4Experts,
+    W4A8Fp4Linear,
     W4A8Linear,
     WeightOnlyLinear,
 )
@@ -43,6 +45,13 @@ KINDS: dict[str, tuple[Make, type, tuple[float, int]]] = {
     "mxfp4": (lambda layer: Fp4Linear.from_linear(layer, format="mxfp4"), PackedFp4Experts, (0, 0)),
     # Every matrix has a global scale of its own.
     "nvfp4": (lambda layer: Fp4Linear.from_linear(layer, format="nvfp4"), PackedFp4Experts, (0, 0)),
+    "mxfp4-fp8": (lambda layer: W4A8Fp4Linear.from_linear(layer, format="mxfp4"), W4A8Fp4Experts, (448, 0)),
+    "nvfp4-fp8": (lambda layer: W4A8Fp4Linear.from_linear(layer, format="nvfp4"), W4A8Fp4Experts, (448, 0)),
+    "nvfp4-int8": (
+        lambda layer: W4A8Fp4Linear.from_linear(layer, format="nvfp4", activation="int8"),
+        W4A8Fp4Experts,
+        (127, 0),
+    ),
 }
 
 
