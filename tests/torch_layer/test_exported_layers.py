@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 import every_layer
+from epiloq._torch import dtype_numbers
 from epiloq.nn import Fp8WeightOnlyLinear, Int8Conv2d, TableLinear, WeightOnlyConv2d
 
 CONVOLUTIONS: dict[str, Any] = {
@@ -69,7 +69,6 @@ FEW = ["w4a16", "w8a8-block", "conv-w4a16", "conv-int8-float"]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
-@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="it refuses subclasses of Parameter")
 @pytest.mark.parametrize("names", [FEW, pytest.param([*LAYERS], marks=pytest.mark.slow)], ids=["few", "all"])
 def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:
     """All in one package."""
@@ -88,3 +87,28 @@ def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:
                 torch.testing.assert_close(found, expected)
             else:
                 assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("dtype", dtype_numbers.DTYPES.values(), ids=str)
+def test_numbers_of_dtypes(dtype: torch.dtype) -> None:
+    """Where schemas have integers for data types (torch before 2.12), functions get the type that was passed."""
+    passed: list[object] = []
+
+    def function(x: Tensor, place: int, by_place: torch.dtype, *, first: int, by_name: torch.dtype) -> Tensor:
+        passed.extend([place, by_place, first, by_name])
+        return x.clone()
+
+    library = torch.library.Library("epiloq_test", "FRAGMENT")
+    arguments = "Tensor x, int place, ScalarType by_place, *, int first, ScalarType by_name"
+    schema, (implementation,) = dtype_numbers.with_numbers(f"numbers({arguments}) -> Tensor", function)
+    assert "ScalarType" not in schema
+    library.define(schema)
+    library.impl("numbers", implementation, "CPU")
+    torch.ops.epiloq_test.numbers(torch.zeros(1), 7, dtype, first=15, by_name=dtype)
+    assert passed == [7, dtype, 15, dtype]
+    library._destroy()
+
+
+def test_schema_without_dtypes() -> None:
+    schema = "plain(Tensor x, int n) -> Tensor"
+    assert dtype_numbers.with_numbers(schema, torch.relu) == (schema, [torch.relu])

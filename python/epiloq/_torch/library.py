@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from epiloq import _core
-from epiloq._torch import threads
+from epiloq._torch import dtype_numbers, threads
 from epiloq._torch.parameters import FrozenParameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
@@ -58,6 +58,8 @@ _share_torch()
 
 def register(operation: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define one ``torch.ops.epiloq.<name>`` of an operation: one implementation for CPU and CUDA, and its shapes."""
+    if dtype_numbers.NEEDED:
+        schema, (implementation, fake) = dtype_numbers.with_numbers(schema, implementation, fake)
     name = LIBRARY.define(schema).removeprefix("epiloq::")
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, implementation, device)
