@@ -1,7 +1,8 @@
 """Every kernel source that moves several elements at once, and what guarantees that their addresses are aligned.
 
 A misaligned access ends a process on a GPU, and no test without a GPU can run one. So each source is listed with the
-number of its vector accesses and their guarantee, for an access that is added or changed to be argued for.
+number of its vector accesses and their guarantee, for an access that is added or changed to be argued for. Accesses of
+shared memory by the functions of common/ptx are not counted: their addresses consist of constants.
 `tests/cpp/ops/test_alignment.cpp` drives the checks and the dispatch that the guarantees name.
 """
 
