@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import every_layer
 from epiloq._torch import dtype_numbers
@@ -66,10 +67,13 @@ class Several(nn.Module):
 
 # One of each kind of arguments that a schema holds; building a package takes a while.
 FEW = ["w4a16", "w8a8-block", "conv-w4a16", "conv-int8-float"]
+# On a CPU, inductor before torch 2.12 writes C++ that does not declare float8, where it pads activations or weights.
+PADDED_FLOAT8 = [name for name in LAYERS if "fp8" in name or name == "rows-w4a8"]
+PACKAGED = [name for name in LAYERS if name not in PADDED_FLOAT8 or TorchVersion(torch.__version__) >= (2, 12)]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
-@pytest.mark.parametrize("names", [FEW, pytest.param([*LAYERS], marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("names", [FEW, pytest.param(PACKAGED, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:
     """All in one package."""
     k, n = every_layer.SIZES[1]
