@@ -3,7 +3,8 @@
     python benchmarks/engines/one_process.py --kinds w4a16 fp8 int8
 
 A quicker `tokens_per_second.py`: it writes only a config.json (Llama-3-8B's shape, compressed-tensors), starts one
-engine after the other in the same process, and captures decode graphs without compiling. Triton attention.
+engine after the other in the same process, and captures decode graphs without compiling. Triton attention, and no
+FlashInfer, so that vLLM's Python files and its two kernel libraries are enough.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# vLLM's sampler imports FlashInfer, even for temperature 0, unless this is 0. Both contenders use PyTorch's.
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}

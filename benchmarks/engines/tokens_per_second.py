@@ -9,6 +9,7 @@ tokens are fed as numbers, so that no tokenizer is needed. Kinds: w4a16 (compres
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -86,6 +87,8 @@ def measure(
 def contend(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """One contender in a process of its own."""
     environment = dict(os.environ, EPILOQ_ENGINE_LAYERS="all" if name == "epiloq" else "none")
+    if importlib.util.find_spec("flashinfer") is None:
+        environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # else vLLM's sampler imports it
     environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # the last line of stdout is the result
     command = [sys.executable, __file__, "--measure", str(folder), "--tokens", str(arguments.tokens), "--batches"]
     command += [str(batch) for batch in arguments.batches] + (["--eager"] if arguments.eager else [])
