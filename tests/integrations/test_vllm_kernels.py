@@ -10,43 +10,24 @@ import torch
 from torch import Tensor, nn
 
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
-from vllm import envs
-from vllm.config.utils import hash_factors
-from vllm.model_executor.kernels import linear as engine
-from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.platforms import PlatformEnum
-from vllm.scalar_type import scalar_types
 
-import epiloq.integrations.vllm as integration
 from epiloq import nn as modules
 from epiloq.compat import vllm as compat
 from epiloq.formats.layouts import awq, gptq, words
 from epiloq.integrations.vllm import kernels
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
 from epiloq.weights.packed_weight import pack_weight
+from vllm_kernel_lists import only_epiloq
 
 Tensors: TypeAlias = dict[str, Tensor]
 K, SIZES = 256, [128, 64]
-_LISTS = (
-    (engine._POSSIBLE_INT8_KERNELS, kernels.EpiloqInt8LinearKernel),
-    (engine._POSSIBLE_FP8_KERNELS, kernels.EpiloqFp8LinearKernel),
-    (engine._POSSIBLE_FP8_BLOCK_KERNELS, kernels.EpiloqFp8BlockLinearKernel),
-    (engine._POSSIBLE_KERNELS, EpiloqMixedPrecisionLinearKernel),
-)
 
-
-@pytest.fixture(autouse=True)
-def _only_epiloq(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a CPU, where epiloq comes last, for every layer."""
-    integration.register()
-    for by_platform, kernel in _LISTS:
-        monkeypatch.setitem(by_platform, PlatformEnum.CPU, [kernel])
-    yield
+pytestmark = pytest.mark.usefixtures(only_epiloq.__name__)
 
 
 def compressed_tensors(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> Any:
@@ -289,67 +270,3 @@ def test_weights_changed_in_place_are_used_by_later_calls(seed: int) -> None:
     before = layer(x)[0]
     layer.weight_scale.data.mul_(2)
     assert torch.equal(layer(x)[0], 2 * before)
-
-
-def mixed(**changed: Any) -> MPLinearLayerConfig:
-    usual = {
-        "full_weight_shape": (256, 192),
-        "partition_weight_shape": (256, 192),
-        "weight_type": scalar_types.uint4b8,
-        "act_type": torch.bfloat16,
-        "group_size": 128,
-        "zero_points": False,
-        "has_g_idx": False,
-    }
-    return MPLinearLayerConfig(**(usual | changed))
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"weight_type": scalar_types.uint3b4}, "expects weights of one of"),
-        ({"act_type": torch.float8_e4m3fn}, "expects 16-bit activations, got torch.float8_e4m3fn"),
-        ({"out_type": torch.float32}, "expects an output in the activations' torch.bfloat16, got torch.float32"),
-        ({"group_size": 96}, "expects whole groups of 96"),
-        ({"zero_points": True}, "expects zero points with uint4b8 never"),
-        ({"partition_weight_shape": (128, 192), "has_g_idx": True}, "expects no activation order"),
-        ({"partition_weight_shape": (252, 192), "group_size": -1}, "multiples of 8, got 192 x 252"),
-    ],
-)
-def test_unsupported_layers_are_left_to_the_engine(changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match="Failed to find a kernel") as error:
-        choose_mp_linear_kernel(mixed(**changed))
-    assert reason in str(error.value)
-
-
-def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_mp_linear_kernel(mixed()) is EpiloqMixedPrecisionLinearKernel
-    monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "int8,w8a16")
-    assert choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128)) is EpiloqMixedPrecisionLinearKernel
-    assert kernels.EpiloqInt8LinearKernel.is_supported()[0] and not kernels.EpiloqFp8LinearKernel.is_supported()[0]
-    with pytest.raises(ValueError, match="EPILOQ_ENGINE_LAYERS leaves out w4a16"):
-        choose_mp_linear_kernel(mixed())
-    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "EpiloqMixedPrecisionLinearKernel")
-    with pytest.raises(ValueError, match="disabled by environment variable"):
-        choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128))
-
-
-def test_graphs_compiled_with_other_kernels_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's cache of compiled graphs is keyed by these factors; it has no other way to know of the kernels."""
-    keys = []
-    for chosen in (None, "none", "int8", "int8,fp8"):
-        monkeypatch.delenv("EPILOQ_ENGINE_LAYERS", raising=False)
-        if chosen is not None:
-            monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", chosen)
-        keys.append(hash_factors(envs.compile_factors()))
-    monkeypatch.delitem(envs.environment_variables, "EPILOQ_ENGINE_LAYERS")
-    keys.append(hash_factors(envs.compile_factors()))
-    assert len(set(keys)) == len(keys)
-
-
-def test_epiloq_is_first_on_gpus_and_last_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    integration.register()
-    for by_platform, kernel in _LISTS:
-        assert by_platform[PlatformEnum.CUDA][0] is kernel and by_platform[PlatformEnum.CUDA].count(kernel) == 1
-        assert by_platform[PlatformEnum.CPU][-1] is kernel and by_platform[PlatformEnum.CPU].count(kernel) == 1
