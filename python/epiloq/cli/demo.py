@@ -112,8 +112,9 @@ def show(results: Results, console: Console) -> None:
     """Print the table, the worst layers by name, and which text was used for what."""
     console.print(results_table(results))
     console.print(
-        "ppl: perplexity, change in percent of the teacher's. Prefill, decode: tokens per second for one sequence, in "
-        "turns with the fp32 teacher on the same device (ratio in brackets). err: the worst layer's output error.",
+        "ppl: perplexity, change in percent of the teacher's. Prefill, decode: tokens per second for one sequence, "
+        "alternating with the fp32 teacher on the same device (ratio in brackets). "
+        "err: the worst layer's output error.",
         highlight=False,
     )
     for scheme in results.schemes:

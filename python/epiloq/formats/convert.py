@@ -152,7 +152,7 @@ def perform(
         if rounds_inputs:
             warnings.warn(
                 f"{conversion.layout.name}: weights are the same numbers, but activations, in floating point in "
-                f"{checkpoint.folder}, will be quantised to FP8, which the format always has",
+                f"{checkpoint.folder}, will be quantised to FP8, as the format requires",
                 stacklevel=2,
             )
         target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | beside)

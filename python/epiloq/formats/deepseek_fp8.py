@@ -110,8 +110,8 @@ def warn_of(shapes: Mapping[str, tuple[int, ...]]) -> None:
     uneven = [name for name, shape in shapes.items() if any(size > BLOCK and size % BLOCK for size in shape)]
     if uneven:
         warnings.warn(
-            f"transformers dequantises {len(uneven)} layers wrongly, whose sizes are not multiples of {BLOCK}: "
-            f"{uneven[0]}, ..",
+            f"transformers dequantises {len(uneven)} layers wrongly, because their sizes are not multiples of {BLOCK}: "
+            f"{uneven[0]}, …",
             stacklevel=4,
         )
 

@@ -195,8 +195,8 @@ def _compressed_config(written: Written) -> dict[str, Any]:
         )
     if any(map(_EXPERT.search, global_scales)):
         warnings.warn(
-            "transformers itself leaves out the global scales of experts in NVFP4, for wrong results without an error "
-            "(epiloq's integration does not): take w4a16-mxfp4 for it",
+            "transformers itself leaves out the global scales of experts in NVFP4 and computes wrong results without "
+            "an error (epiloq's integration does not): use w4a16-mxfp4 there",
             stacklevel=4,
         )
     return compressed_config.config(written.described, written.ignored, written.tables)

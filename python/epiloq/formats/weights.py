@@ -123,4 +123,4 @@ def exact(scale: Tensor, dtypes: tuple[torch.dtype, ...], name: str) -> torch.dt
         if torch.equal(scale.to(dtype).float(), scale.float()):
             return dtype
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    raise FormatError(f"{name}: cannot represent these scales: some are no {expected} numbers and would be rounded")
+    raise FormatError(f"{name}: cannot represent these scales: some are not {expected} numbers and would be rounded")

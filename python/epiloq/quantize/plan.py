@@ -127,7 +127,7 @@ def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
     if two and needs_text(settings):
         raise ValueError(
             f"{settings.model}: {type(outline).__name__} is an encoder and a decoder, which cannot be calibrated block "
-            "by block: take a scheme without static scales and --algorithm rtn, or name one list with --blocks, whose "
+            "by block: use a scheme without static scales and --algorithm rtn, or name one list with --blocks, whose "
             f"layers alone are then quantised: {other_lists(outline, takes, ())}"
         )
     return tuple(block_lists(outline, takes)[: None if two else 1])

@@ -44,7 +44,7 @@ def _skipped(text: str) -> re.Pattern[str]:
     """The layers that an entry of ``dynamic`` leaves in floating point. Raises FormatError for other entries."""
     if not text.startswith("-:"):
         raise FormatError(
-            f'{METHOD}: dynamic: {text}: expected "-:" (left in floating point), for all others are alike'
+            f'{METHOD}: dynamic: {text}: expected "-:" (left in floating point); all other layers share one setting'
         )
     return pattern(text.removeprefix("-:"), f"{METHOD}: dynamic")
 

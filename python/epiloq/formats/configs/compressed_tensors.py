@@ -83,7 +83,7 @@ def _check_neighbours(found: Mapping[str, Any]) -> None:
     transforms = mapping(found, "transform_config", METHOD)
     if any(transforms.values()):
         raise FormatError(
-            f"{METHOD}: transform_config: expected none, for epiloq does not transform activations at run time, "
+            f"{METHOD}: transform_config: expected none, because epiloq does not transform activations at run time, "
             f"got {transforms!r}"
         )
     cache = mapping(found, "kv_cache_scheme", METHOD)

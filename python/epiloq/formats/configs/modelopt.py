@@ -115,7 +115,7 @@ def _described(entries: Mapping[str, Any], where: str) -> Description:
     algorithm = entries.get("quant_algo")
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name in _OTHERS:
-        raise FormatError(f"{where}: quant_algo: {algorithm} is {_OTHERS[name]}, of which no layer computes the same")
+        raise FormatError(f"{where}: quant_algo: {algorithm} is {_OTHERS[name]}; epiloq has no layer that computes it")
     found = _ALGORITHMS.get(name)
     if found is None:
         raise FormatError(

@@ -106,7 +106,7 @@ def _rope(values: _Values, context: int, head: int) -> Config:
     if kind not in ("none", "linear", "yarn"):
         raise FormatError(f"{values.where('rope.scaling.type')}: expected none, linear or yarn, got {kind}")
     if (attention != 1 and kind != "yarn") or mixed != 1:
-        raise FormatError(f"{values.where('rope.scaling')}: attention or mixing factors are not understood here")
+        raise FormatError(f"{values.where('rope.scaling')}: attention or mixing factors are not supported")
     divided = _rope_factors(values, head)
     if divided is not None:
         if kind == "yarn":

@@ -94,7 +94,7 @@ def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
     layout = _layout(version)
     if layout.words is None:
         if not isinstance(weight, OffsetWeight):
-            raise FormatError(f"awq: version: {version} has real offsets, which this weight has not")
+            raise FormatError(f"awq: version: {version} has real offsets, which this weight does not have")
         return from_packed(weight.packed, version=version)
     value = on_grid(weight, "awq")
     if value.bits != BITS:

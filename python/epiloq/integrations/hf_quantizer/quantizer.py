@@ -84,7 +84,7 @@ class EpiloqQuantizer(HfQuantizer):
         parallel = is_parallel(model)
         if parallel and not self.pre_quantized:
             raise ValueError(
-                f"{_NAME}: tp_plan: expected a quantised directory, for scales are of whole layers; write one by "
+                f"{_NAME}: tp_plan: expected a quantised directory, because scales are of whole layers; write one with "
                 "`python -m epiloq quantize`, or by save_pretrained in one process"
             )
         if self.pre_quantized:
