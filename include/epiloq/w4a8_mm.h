@@ -36,7 +36,10 @@ EPILOQ_API void check(W4a8Mm const& call);
 //
 // The packed weight is read before the stream's previous kernels have finished; see weight_only_mm.h.
 EPILOQ_API bool w4a8_mm(W4a8Mm const& call, Stream stream);
-EPILOQ_API std::string explain(W4a8Mm const& call);
+// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build. `terms`: with the
+// cost model's terms of the kernel and of the runner-up.
+EPILOQ_API std::string explain_w4a8_mm(W4a8Problem const& problem, Arch arch, int sm_count, bool terms = false);
+EPILOQ_API std::string explain(W4a8Mm const& call, bool terms = false);
 EPILOQ_API KernelCandidates candidates(W4a8Problem const& problem, int device);  // as of scaled_mm.h
 
 // out = bfloat16(scale_a x_q), products in fp32, rounded once: tokens for weight_only_mm. On a CUDA device.

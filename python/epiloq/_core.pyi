@@ -335,6 +335,7 @@ def explain_online_quant_mm(
     hi: float,
     staged: bool,
     kernel: tuple[str, int, int, bool] | None = None,
+    terms: bool = False,
 ) -> str: ...
 def explain_online_quant_mm_problem(
     m: int,
@@ -345,6 +346,7 @@ def explain_online_quant_mm_problem(
     arch: str = "sm90",
     sm_count: int = 0,
     memory_gb_s: int = 0,
+    terms: bool = False,
 ) -> str: ...
 def explain_quantize_fp8(
     q: Tensor,
@@ -434,6 +436,22 @@ def explain_table_mm(
     block_size: int,
 ) -> str: ...
 def explain_w4a8_mm(
+    out: Tensor,
+    x_q: Tensor,
+    scale_a: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    scratch: Tensor,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+) -> str: ...
+def explain_w4a8_mm_problem(
+    m: int, n: int, k: int, group_size: int = 128, arch: str = "sm90", sm_count: int = 0, terms: bool = False
+) -> str: ...
+def explain_w4a8_mm_terms(
     out: Tensor,
     x_q: Tensor,
     scale_a: Tensor,

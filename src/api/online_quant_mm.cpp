@@ -6,6 +6,7 @@
 #include "dispatch/online_quant_mm/launch.h"
 #include "dispatch/online_quant_mm/select.h"
 #include "epiloq/device.h"
+#include "epiloq/explain_online_quant_mm.h"
 
 namespace epiloq {
 namespace {
@@ -182,24 +183,41 @@ void online_quant_mm(OnlineQuantMm const& call) {
   online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }
 
-std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
+namespace {
+
+std::string explained(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s, bool terms) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
   Target target = nominal(KernelSet::kOnlineQuant, arch);
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;
   if (problem.m == 0 || problem.n == 0) return kNothing;
-  return online::describe(online::Selection::choose(problem, target), problem);
+  online::Choice const choice = online::Selection::choose(problem, target);
+  return terms ? tuning::explain_terms<online::Selection>(problem, target, {choice})
+               : online::describe(choice, problem);
 }
 
-std::string explain(OnlineQuantMm const& call) {
+std::string explained(OnlineQuantMm const& call, bool terms) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return kNothing;
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
     return online::describe_on_host(problem_of(call, sizes));
   }
   if (call.staged || call.kernel) return online::describe(choose(call, sizes), problem_of(call, sizes));
-  return tuning::explain<online::Selection>(problem_of(call, sizes), target_of(call), tuning::index_of(call.x.device));
+  return tuning::explain<online::Selection>(problem_of(call, sizes), target_of(call), tuning::index_of(call.x.device),
+                                            terms);
 }
+
+}  // namespace
+
+std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
+  return explained(problem, arch, sm_count, memory_gb_s, false);
+}
+std::string explain_online_quant_mm_terms(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
+  return explained(problem, arch, sm_count, memory_gb_s, true);
+}
+
+std::string explain(OnlineQuantMm const& call) { return explained(call, false); }
+std::string explain_terms(OnlineQuantMm const& call) { return explained(call, true); }
 
 KernelCandidates candidates(OnlineQuantProblem const& problem, int device) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);

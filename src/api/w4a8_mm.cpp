@@ -114,12 +114,30 @@ void widen_tokens(WidenTokens const& call, Stream stream) {
 void ops::w4a8_mm::launch_widen(WidenProblem const&, DType, int device, Stream) { device_properties(device); }
 #endif
 
-std::string explain(W4a8Mm const& call) {
+std::string explain_w4a8_mm(W4a8Problem const& problem, Arch arch, int sm_count, bool terms) {
+  std::int64_t const group = problem.group_size, steps = group / wo::kPadding;
+  bool const is_power = steps > 0 && group % wo::kPadding == 0 && (steps & (steps - 1)) == 0;
+  if (group != -1 && group != 32 && group != 64 && !is_power) {
+    Checker("w4a8_mm", {}).fail("group_size", "expected -1, 32, 64 or a power of two times 128, got ", group);
+  }
+  Target target = nominal(KernelSet::kWeightOnly, arch);
+  if (!target.has_wgmma) {
+    throw Unsupported("epiloq.w4a8_mm: arch: expected sm90, which alone has a kernel, got " + name(arch) +
+                      "; other cards run weight_only_mm's, with converted activations");
+  }
+  if (sm_count > 0) target.sm_count = sm_count;
+  if (problem.m == 0 || problem.n == 0 || problem.k == 0) return "nothing to launch: no product";
+  Choice const choice = ops::w4a8_mm::choose(problem, target);
+  if (!terms) return ops::w4a8_mm::describe(choice);
+  return tuning::explain_terms<ops::w4a8_mm::Selection>(problem, target, {choice});
+}
+
+std::string explain(W4a8Mm const& call, bool terms) {
   Problem const problem = checked(call);
   std::optional<Target> const target = target_of(call);
   if (char const* const why = unsupported_reason(problem, target)) return std::string("no float8 kernel for ") + why;
-  return tuning::explain<ops::w4a8_mm::Selection>(problem_of(problem, call), *target,
-                                                  tuning::index_of(call.x_q.device));
+  return tuning::explain<ops::w4a8_mm::Selection>(problem_of(problem, call), *target, tuning::index_of(call.x_q.device),
+                                                  terms);
 }
 
 KernelCandidates candidates(W4a8Problem const& problem, int device) {

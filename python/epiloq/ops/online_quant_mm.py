@@ -148,8 +148,9 @@ def _launch(call: tuple[Any, ...], staged: bool) -> None:
     _core.online_quant_mm(*call)
 
 
-def explain(*args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` given the arguments of a call."""
+def explain(*args: Any, terms: bool = False, **kwargs: Any) -> str:
+    """`epiloq.explain` given the arguments of a call; with `terms`, the terms of the cost model for the chosen kernel
+    and the runner-up."""
     try:
         given = inspect.signature(online_quant_mm).bind(*args, **kwargs)
     except TypeError as error:
@@ -161,7 +162,7 @@ def explain(*args: Any, **kwargs: Any) -> str:
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     meaning = (weight.in_features, weight.group_size, weight.bits, *limits(_NAME, call["clamp"]), call["staged"])
     described = (_empty(x, weight.values) if out is None else out, x, weight.values, weight.parameters, bias, *meaning)
-    return _core.explain_online_quant_mm(*described)
+    return _core.explain_online_quant_mm(*described, terms=terms)
 
 
 def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:

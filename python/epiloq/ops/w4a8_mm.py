@@ -246,8 +246,10 @@ def explain(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
+    terms: bool = False,
 ) -> str:
-    """`epiloq.explain` for `w4a8_mm`, given the arguments of a call."""
+    """`epiloq.explain` for `w4a8_mm`, given the arguments of a call; with `terms`, the terms of the cost model for the
+    chosen kernel and the runner-up."""
     w = _expect(weight)
     expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, {"bias": bias, "out": out}, writes=False)
     result = _empty(x_q, w.n, out_dtype) if out is None else out
@@ -269,10 +271,11 @@ def explain(
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
         packed, numbers = (w.q, w.scale, w.zero), (w.n, w.k, w.group_size)
         rows = (result.view(m, w.n), x_q.view(m, w.k), scale_a.reshape(-1))
-        explanation = _core.explain_w4a8_mm(*rows, *packed, scratch, bias, *numbers)
+        ask = _core.explain_w4a8_mm_terms if terms else _core.explain_w4a8_mm
+        explanation = ask(*rows, *packed, scratch, bias, *numbers)
         if not explanation.startswith("no "):
             return explanation
-    return f"{how}: {explain_weight_only(x, w)}"
+    return f"{how}: {explain_weight_only(x, w, terms=terms)}"
 
 
 def _fake(x_q: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:

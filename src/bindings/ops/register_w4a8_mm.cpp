@@ -24,6 +24,13 @@ void register_w4a8_mm(py::module_& module) {
       },
       py::arg("out"), py::arg("x_q"), py::arg("scale_a"));
   define("explain_w4a8_mm", [](W4a8Mm const& call, TensorArg const&) { return explain(call); });
+  define("explain_w4a8_mm_terms", [](W4a8Mm const& call, TensorArg const&) { return explain(call, true); });
+  module.def(
+      "explain_w4a8_mm_problem",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t group_size, std::string const& arch, int sm_count,
+         bool terms) { return explain_w4a8_mm({m, n, k, group_size}, parse_arch(arch), sm_count, terms); },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("group_size") = 128, py::arg("arch") = "sm90",
+      py::arg("sm_count") = 0, py::arg("terms") = false);
 }
 
 }  // namespace epiloq::bindings

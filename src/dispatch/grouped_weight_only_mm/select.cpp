@@ -91,7 +91,7 @@ Choice wgmma_of(Problem const& p, Format format, Target const& target) {
     int const most = std::min(w.padded_k / kPadding, kMaxCluster);
     for (int split = 1; split <= most; ++split) {
       double const time =
-          weight_only_mm::wgmma_cycles(kWgmmaRows[row], kRates, split, p.product.m, w.n, w.padded_k, target);
+          weight_only_mm::wgmma_cycles(kWgmmaRows[row], kRates, split, p.product.m, w.n, w.padded_k, target).total;
       if (time >= least) continue;
       least = time;
       best.row = row, best.split = split;

@@ -76,7 +76,13 @@ double bytes_per_ns(Target const& t) { return kSm90Time.read_rate * t.memory_gb_
 
 std::int64_t steps_of(OnlineQuantProblem const& p) { return ceil_div(p.k, kStep); }
 
-double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
+// Expected time of an mma.sync kernel in ns: the p-norm of the first three, and the end of each wave.
+struct MmaCost {
+  std::int64_t ctas_per_sm, waves, steps;
+  double multiplying, waiting, reading, end, ns;
+};
+
+MmaCost mma_cost(int row, OnlineQuantProblem const& p, Target const& t) {
   BlockwiseConfig const& c = kTiles[row];
   MmaTime const& time = kMmaTimes[row];
   bool const is8 = p.bits == 8;
@@ -88,7 +94,9 @@ double mma_time(int row, OnlineQuantProblem const& p, Target const& t) {
   double const multiplying = static_cast<double>(of_sm) * static_cast<double>(steps) * time.work[is8];
   double const waiting = static_cast<double>(waves) * static_cast<double>(ceil_div(steps, c.k_groups)) * time.wait[is8];
   double const reading = static_cast<double>(p.n) * static_cast<double>(p.k) * p.bits / 8 / bytes_per_ns(t);
-  return norm({multiplying, waiting, reading}, kSm90Time.mma_power) + static_cast<double>(waves) * time.end;
+  double const end = static_cast<double>(waves) * time.end;
+  double const ns = norm({multiplying, waiting, reading}, kSm90Time.mma_power) + end;
+  return {of_sm, waves, steps, multiplying, waiting, reading, end, ns};
 }
 
 // WGMMA tiles along the weight and along tokens.
@@ -105,26 +113,33 @@ std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target c
   return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
 }
 
-// Time of one wave of `tiles` tiles whose K is split in `split`, without the kernel's fixed cost.
-double wave_time(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
+// Expected time of a wave of WGMMA tiles in ns: K steps, epilogue, and the reduction of split-K.
+struct WaveCost {
+  std::int64_t steps;
+  double step, end, reduction;
+  double ns() const { return static_cast<double>(steps) * step + end + reduction; }
+};
+
+// Of `tiles` tiles whose K is split in `split`, without the kernel's fixed cost.
+WaveCost wave_cost(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
   int const tokens = kSm90Tokens[row];
   // Tiles of the same weight rows are neighbours: memory delivers them once, with two parameters per row.
   Tiles const all(row, p);
   auto const rows = static_cast<double>(std::min(all.high, ceil_div(tiles, all.wide)) * kSm90Rows * split);
   double const reading = rows * (kStep * p.bits / 8 + 8) / bytes_per_ns(t);
   double const step = norm({kSm90Steps[row][p.bits == 8], reading}, kSm90Time.power);
-  double const sending = split > 1 ? tokens * kSm90Time.sent_token + (split - 1) * kSm90Time.split : 0;
-  return static_cast<double>(ceil_div(steps_of(p), split)) * step + tokens * kSm90Time.token + sending;
+  double const reduction = split > 1 ? tokens * kSm90Time.sent_token + (split - 1) * kSm90Time.split : 0;
+  return {ceil_div(steps_of(p), split), step, tokens * kSm90Time.token, reduction};
 }
 
 double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
-  if (c.family == Family::kSm80) return mma_time(c.row, p, t);
+  if (c.family == Family::kSm80) return mma_cost(c.row, p, t).ns;
   std::int64_t const tiles = Tiles(c.row, p).count(), blocks = at_once(1, t);
   auto const waves = [&](std::int64_t whole) {
-    return static_cast<double>(ceil_div(whole, blocks)) * wave_time(c.row, p, std::min(whole, blocks), 1, t);
+    return static_cast<double>(ceil_div(whole, blocks)) * wave_cost(c.row, p, std::min(whole, blocks), 1, t).ns();
   };
   if (c.split == 1) return kSm90Time.begin + waves(tiles);
-  double const shared = kSm90Time.begin + wave_time(c.row, p, tiles - c.whole, c.split, t);
+  double const shared = kSm90Time.begin + wave_cost(c.row, p, tiles - c.whole, c.split, t).ns();
   return c.whole == 0 ? shared : shared + waves(c.whole) + kSm90Time.last_wave;
 }
 
@@ -160,6 +175,41 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
     if (time < least) best = choice, least = time;
   });
   return best;
+}
+
+std::string us(double ns, int decimals = 2) { return tuning::fixed(1e-3 * ns, decimals) + " us"; }
+
+std::string mma_terms(MmaCost const& c) {
+  std::ostringstream text;
+  text << "  expected " << us(c.ns) << ": the p-norm of products, latency and memory, + end\n"
+       << "  products " << us(c.multiplying) << ": " << c.ctas_per_sm
+       << (c.ctas_per_sm == 1 ? " CTA on the busiest SM, " : " CTAs on the busiest SM, each ") << c.steps
+       << " K steps\n"
+       << "  latency " << us(c.waiting) << ", memory " << us(c.reading) << ", end of " << c.waves
+       << (c.waves == 1 ? " wave " : " waves ") << us(c.end) << '\n';
+  return text.str();
+}
+
+std::string wgmma_terms(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
+  std::int64_t const tiles = Tiles(c.row, p).count(), at_a_time = at_once(1, t), whole = c.split == 1 ? tiles : c.whole;
+  auto const steps = [](WaveCost const& wave) {
+    return std::to_string(wave.steps) + " K steps of " + us(wave.step, 3) + " + epilogue " + us(wave.end);
+  };
+  std::ostringstream text;
+  text << "  expected " << us(time_of(c, p, t)) << ": " << tiles << " CTA tiles on " << t.sm_count << " SMs, start "
+       << us(kSm90Time.begin) << '\n';
+  if (whole > 0) {
+    std::int64_t const waves = ceil_div(whole, at_a_time);
+    text << "  " << waves << (waves == 1 ? " wave, " : " waves, each ")
+         << steps(wave_cost(c.row, p, std::min(whole, at_a_time), 1, t)) << '\n';
+  }
+  if (c.split > 1) {
+    WaveCost const split = wave_cost(c.row, p, tiles - c.whole, c.split, t);
+    text << "  " << tiles - whole << " tiles with K over " << c.split << " CTAs, " << steps(split) << " + reduction "
+         << us(split.reduction) << '\n';
+  }
+  if (c.whole > 0) text << "  splitting the last wave must save " << us(kSm90Time.last_wave) << '\n';
+  return text.str();
 }
 
 }  // namespace
@@ -228,6 +278,21 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(OnlineQuantProblem cons
   };
   t.arch == Arch::kSm75 ? add(Family::kSm75, kSm75Tiles) : add(Family::kSm80, kTiles);
   return all;
+}
+
+double Selection::rank(tuning::Timed<Choice> const& candidate, OnlineQuantProblem const& p, Target const& t) {
+  Choice const& choice = candidate.choice;
+  bool const keeps_order = choice.family == Family::kSm90 && choice.split == 1 && suits(kSm90Tokens[choice.row], p);
+  bool const considered = t.has_wgmma && (!batch_invariant() || keeps_order);
+  return considered ? candidate.us : std::numeric_limits<double>::infinity();
+}
+
+std::string Selection::terms(Choice const& choice, OnlineQuantProblem const& p, Target const& t) {
+  if (choice.family == Family::kStaged) return "  no cost model: the only kernel for this group size\n";
+  if (!t.has_wgmma || (batch_invariant() && choice.family != Family::kSm90)) {
+    return "  no cost model: chosen by M and N (online_quant_mm/tables.h)\n";
+  }
+  return choice.family == Family::kSm90 ? wgmma_terms(choice, p, t) : mma_terms(mma_cost(choice.row, p, t));
 }
 
 std::string describe(Choice const& choice, OnlineQuantProblem const& p) {

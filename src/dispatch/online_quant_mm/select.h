@@ -46,6 +46,8 @@ struct Selection {
   static std::string describe(Choice const& choice, Problem const& problem) {
     return online_quant_mm::describe(choice, problem);
   }
+  static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
+  static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
 }  // namespace epiloq::ops::online_quant_mm

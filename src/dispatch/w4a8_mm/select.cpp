@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <sstream>
 
 #include "dispatch/wgmma_cycles.h"
 #include "kernels/launch/w4a8_mm.h"
@@ -12,6 +13,10 @@ namespace {
 // About 1.4 instructions of the integer pipes per weight.
 constexpr weight_only_mm::WgmmaRates kRates{.fma = 4096, .conversions = 64 / 1.4, .overlaps = true};
 
+weight_only_mm::WgmmaCycles cycles_of(Choice const& choice, W4a8Problem const& p, Target const& t) {
+  return weight_only_mm::wgmma_cycles(kRows[choice.row], kRates, choice.split, p.m, p.n, p.k, t);
+}
+
 }  // namespace
 
 std::vector<tuning::Timed<Choice>> Selection::candidates(W4a8Problem const& p, Target const& t) {
@@ -19,7 +24,7 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(W4a8Problem const& p, T
   if (!t.has_wgmma || p.k == 0) return all;
   for (int row = 0; row < static_cast<int>(kRows.size()); ++row) {
     for (int split = 1; split <= kMaxCluster; split *= 2) {
-      double const time = weight_only_mm::wgmma_cycles(kRows[row], kRates, split, p.m, p.n, p.k, t);
+      double const time = cycles_of({row, split}, p, t).total;
       if (std::isfinite(time)) all.push_back({{row, split}, time / weight_only_mm::kCyclesPerUs});
     }
   }
@@ -32,6 +37,20 @@ Choice choose(W4a8Problem const& p, Target const& t) {
     if (candidate.us < best.us) best = candidate;
   }
   return best.choice;
+}
+
+std::string Selection::terms(Choice const& choice, W4a8Problem const& p, Target const& t) {
+  using tuning::fixed;
+  weight_only_mm::WgmmaCycles const c = cycles_of(choice, p, t);
+  std::ostringstream text;
+  text << "  expected " << fixed(c.total / weight_only_mm::kCyclesPerUs) << " us, " << fixed(c.total, 0)
+       << " cycles: " << c.tiles << " CTA tiles on " << t.sm_count << " SMs\n"
+       << "  " << c.waves << (c.waves == 1 ? " wave, " : " waves, each ") << c.steps << " K steps of "
+       << fixed(c.step, 0) << " cycles + prologue and epilogue " << fixed(c.tile, 0) << '\n'
+       << "  a K step: the longest of products " << fixed(c.products, 0) << ", conversions " << fixed(c.conversions, 0)
+       << " and loads " << fixed(c.loads, 0) << " cycles, + " << fixed(weight_only_mm::kStepOverhead, 0) << '\n';
+  if (choice.split > 1) text << "  partial sums to other CTAs " << fixed(c.sent, 0) << " cycles\n";
+  return text.str();
 }
 
 std::string describe(Choice const& choice) {

@@ -32,6 +32,8 @@ struct Selection {
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
   static Choice choose(Problem const& problem, Target const& target) { return w4a8_mm::choose(problem, target); }
   static std::string describe(Choice const& choice, Problem const&) { return w4a8_mm::describe(choice); }
+  static double rank(tuning::Timed<Choice> const& candidate, Problem const&, Target const&) { return candidate.us; }
+  static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
 }  // namespace epiloq::ops::w4a8_mm

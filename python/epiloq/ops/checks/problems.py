@@ -40,11 +40,12 @@ _QUESTIONS = {
         most_k=_MOST_K,
     ),
     "online_quant_mm": _Question(
-        _core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s")
+        _core.explain_online_quant_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s", "terms")
     ),
     "weight_only_mm": _Question(
         _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s", "terms")
     ),
+    "w4a8_mm": _Question(_core.explain_w4a8_mm_problem, ("group_size", "arch", "sm_count", "terms")),
 }
 
 
