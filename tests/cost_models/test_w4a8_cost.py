@@ -134,7 +134,9 @@ def test_terms_of_w4a8_mm(group_size: int) -> None:
 def test_other_architectures_have_no_kernel_of_w4a8_mm() -> None:
     with pytest.raises(RuntimeError, match="w4a8_mm: arch: expected sm90, which alone has a kernel, got sm80"):
         epiloq.explain("w4a8_mm", m=64, n=4096, k=4096, arch="sm80")
-    with pytest.raises(ValueError, match="w4a8_mm: group_size: expected -1, 32, 64 or a power of two times 128, got 384"):
+    with pytest.raises(
+        ValueError, match="w4a8_mm: group_size: expected -1, 32, 64 or a power of two times 128, got 384"
+    ):
         epiloq.explain("w4a8_mm", m=64, n=4096, k=4096, group_size=384)
 
 
