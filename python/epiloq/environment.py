@@ -40,8 +40,7 @@ def cpu_facts() -> dict[str, Any]:
     """Architecture, threads, load (mean of the last minute) and the features that matter to quantised products."""
     import torch
 
-    # torch 2.10 has no get_capabilities; the level alone says most there.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities = _cpu_capabilities()
     return {
         "name": capabilities.get("cpu_name", platform.processor() or platform.machine()),
         "architecture": platform.machine(),
@@ -51,6 +50,19 @@ def cpu_facts() -> dict[str, Any]:
         "vector_level": torch.backends.cpu.get_cpu_capability(),
         "features": [name for name in CPU_FEATURES if capabilities.get(name)],
     }
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 matrices (AMX), much faster than float32's."""
+    return bool(_cpu_capabilities().get("amx_bf16"))
+
+
+def _cpu_capabilities() -> dict[str, Any]:
+    """Capabilities by name, empty in torch 2.10, which cannot report them."""
+    import torch
+
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return found
 
 
 def arithmetic(device: str = "cpu") -> dict[str, str]:

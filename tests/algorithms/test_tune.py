@@ -80,6 +80,38 @@ def test_the_divergence_falls_and_is_what_the_result_computes(seed: int, grid: G
     assert any(not torch.equal(w.scale, weights[n].scale) for n, w in found.weights.items())
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_products_in_bfloat16_are_for_training_only(seed: int, bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(seed)
+    monkeypatch.setattr("epiloq.quantize.algorithms.tune.multiplies_bfloat16", lambda: bfloat16)
+    teacher = sharp_model()
+    model, weights = rounded(teacher, Grid(3, -1))
+    seen: dict[bool, set[torch.dtype]] = {False: set(), True: set()}
+    model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(
+        lambda module, args, output: seen[torch.is_grad_enabled()].add(output.dtype)
+    )
+    windows = text_windows()
+    found = tune(model, weights, teacher, windows, steps=STEPS, rate=3e-3)
+    assert seen == {False: {torch.float32}, True: {torch.bfloat16 if bfloat16 else torch.float32}}
+    assert found.after < found.before
+    assert found.after == pytest.approx(divergence(teacher, put(model, found), windows), rel=1e-3)
+
+
+def test_gradients_are_computed_of_what_is_trained_alone(seed: int) -> None:
+    torch.manual_seed(seed)
+    teacher = sharp_model()
+    model, weights = rounded(teacher, Grid(3, -1))
+    model.lm_head.weight.requires_grad_(False)
+    needed = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    during: list[bool] = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *_: during.append(embedding.weight.requires_grad))
+    tune(model, weights, teacher, text_windows(), steps=1)
+    assert during and not any(during)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == needed
+
+
 def test_tuning_without_gain_is_discarded(seed: int) -> None:
     torch.manual_seed(seed)
     teacher = sharp_model()

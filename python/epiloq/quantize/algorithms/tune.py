@@ -8,7 +8,7 @@ type and of activations to int8) is differentiated as the identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from epiloq.environment import multiplies_bfloat16
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import parameter_device, without_cache
+from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
 from epiloq.quantize.calibration.static import dynamic_int8
 from epiloq.weights.grid import InputGrid, QuantizedWeight
 from epiloq.weights.rounding import Parameters, expand_parameters
@@ -92,12 +93,21 @@ def tune(
     if other is not None:
         raise ValueError(f"tune: model: expected float32 parameters, got {model.get_parameter(other).dtype} ({other})")
     state = _State(model, weights, inputs)
-    with evaluating(model), evaluating(teacher), without_cache(model), without_cache(teacher), state.rounded_inputs():
+    with (
+        evaluating(model),
+        evaluating(teacher),
+        without_cache(model),
+        without_cache(teacher),
+        without_gradients(model),
+        state.rounded_inputs(),
+    ):
 
         def lost(window: Tensor) -> Tensor:
             with torch.no_grad():
                 wanted = _logarithms(teacher(window.to(parameter_device(teacher))).logits).to(parameter_device(model))
-            return (wanted.exp() * (wanted - _logarithms(state.logits(window)))).sum(-1).mean()
+            with state.products():
+                found = state.logits(window)
+            return (wanted.exp() * (wanted - _logarithms(found))).sum(-1).mean()
 
         checked = windows[:CHECKED]
         before = sum(float(lost(window)) for window in checked) / len(checked)
@@ -206,6 +216,16 @@ class _State:
         values |= {name: self.norm(name) for name in self.norms}
         found: Tensor = functional_call(self.model, values, (window.to(parameter_device(self.model)),)).logits
         return found
+
+    def products(self) -> AbstractContextManager[object]:
+        """The type of products: bfloat16 while training on a CPU that is made for it, otherwise float32.
+
+        Gradients tolerate it, but the divergence that is reported and decides does not, nor do inputs on an int8 grid,
+        whose steps bfloat16 barely resolves.
+        """
+        device = parameter_device(self.model).type
+        rough = torch.is_grad_enabled() and self.inputs is None and device == "cpu" and multiplies_bfloat16()
+        return torch.autocast(device, torch.bfloat16) if rough else nullcontext()
 
     @contextmanager
     def rounded_inputs(self) -> Iterator[None]:

@@ -236,6 +236,18 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Temporarily compute no gradients of the model's own parameters."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        model.requires_grad_(False)
+        yield
+    finally:
+        for parameter, needed in before:
+            parameter.requires_grad_(needed)
+
+
+@contextmanager
 def bypassing_blocks(blocks: Sequence[nn.Module], forms: Sequence[Any], hidden: Tensor) -> Iterator[None]:
     """Run the model without its blocks: the last one returns `hidden`. `forms` as in `Recorded`."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import parameter_device, without_cache
+from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
 
 TokenWeights = Mapping[str, Tensor]
 """Weights of one window: float32 ``[tokens, slices]`` for each layer, by name."""
@@ -91,15 +91,13 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
 def _differentiable(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
     """Compute gradients from the first block's input onwards, but not of weights; recompute blocks in the backward
     pass."""
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = [vars(block).get("forward") for block in blocks]
     first = next(iter(blocks)).register_forward_pre_hook(_followed, with_kwargs=True)
     try:
-        for parameter, _ in wanted:
-            parameter.requires_grad_(False)
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        yield
+        with without_gradients(model):
+            yield
     finally:
         first.remove()
         for block, forward in zip(blocks, before, strict=True):
@@ -107,8 +105,6 @@ def _differentiable(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
                 del block.forward
             else:
                 block.forward = forward
-        for parameter, needed in wanted:
-            parameter.requires_grad_(needed)
 
 
 def _followed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
