@@ -67,9 +67,9 @@ class Several(nn.Module):
 
 # One of each kind of arguments that a schema holds; building a package takes a while.
 FEW = ["w4a16", "w8a8-block", "conv-w4a16", "conv-int8-float"]
-# On a CPU, inductor before torch 2.12 writes C++ that does not declare float8, where it pads activations or weights.
+# On a CPU, inductor before torch 2.13 writes C++ that does not declare float8, where it pads activations or weights.
 PADDED_FLOAT8 = [name for name in LAYERS if "fp8" in name or name == "rows-w4a8"]
-PACKAGED = [name for name in LAYERS if name not in PADDED_FLOAT8 or TorchVersion(torch.__version__) >= (2, 12)]
+PACKAGED = [name for name in LAYERS if name not in PADDED_FLOAT8 or TorchVersion(torch.__version__) >= (2, 13)]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
