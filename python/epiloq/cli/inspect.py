@@ -72,8 +72,23 @@ def show_gguf(facts: dict[str, Any], console: Console) -> None:
         f"{facts['bytes'] / 1e6:.1f} MB in {facts['tensors']} tensors"
     ]
     for row in facts["kinds"]:
-        lines.append(f"  {row['kind']}: {row['tensors']} tensors, {row['bytes'] / 1e6:.1f} MB: {row['runs']}")
+        size = f"{row['bits']:g} bits a weight, {row['bytes'] / 1e6:.1f} MB"
+        lines.append(f"  {row['kind']}: {row['tensors']} tensors, {size}: {row['runs']}")
     console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    console.print(_gguf_table(facts["layers"]))
+
+
+def _gguf_table(rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading, justify in _GGUF_COLUMNS.items():
+        table.add_column(heading, justify=justify)
+    for row in rows:
+        size = (f"{row['bits']:g}", f"{row['bytes'] / 1e6:.1f}")
+        table.add_row(row["name"], str(row["tensors"]), "x".join(map(str, row["shape"])), row["kind"], *size)
+    return table
 
 
 def show(facts: dict[str, Any], console: Console) -> None:
@@ -144,6 +159,14 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     return table
 
 
+_GGUF_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "tensors": "left",
+    "n": "right",
+    "shape": "right",
+    "type": "left",
+    "bits": "right",
+    "MB": "right",
+}
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "layers": "left",
     "n": "right",

@@ -184,13 +184,11 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def _compressed_config(written: Written) -> dict[str, Any]:
-    global_scales = {
-        name: found for name, found in written.described.items() if found.layout == compressed_config.NVFP4
-    }
-    if any(found.inputs is not None for found in global_scales.values()):
+    global_scales = {name: one for name, one in written.described.items() if one.layout == compressed_config.NVFP4}
+    if any(described.inputs is not None for described in global_scales.values()):
         warnings.warn(
-            "vLLM has no scheme for NVFP4 weights with 8-bit activations and refuses the directory (transformers opens "
-            "it): take w4a8-mxfp4-fp8, whose activations it leaves in 16 bits, or w4a16-nvfp4 for it",
+            "vLLM refuses NVFP4 weights with 8-bit activations (transformers and epiloq read them): take w4a16-nvfp4 "
+            "for it, or w4a8-mxfp4-fp8, whose weights it reads",
             stacklevel=4,
         )
     if any(map(_EXPERT.search, global_scales)):
