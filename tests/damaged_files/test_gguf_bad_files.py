@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -145,4 +147,14 @@ def test_inspect_says_how_each_kind_runs(whole: bytes, tmp_path: Path) -> None:
         "F32: 3 tensors",
     ):
         assert part in message, message
-    assert (tmp_path / "facts.json").is_file()
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    # By ggml's blocks: 32 values in 18 or 34 bytes, 256 in 144 or 210.
+    bits = {"Q4_0": 4.5, "Q8_0": 8.5, "Q4_K": 4.5, "Q6_K": 6.5625, "F32": 32}
+    assert {row["kind"]: row["bits"] for row in facts["kinds"]} == bits
+    for row in facts["layers"]:
+        weights = row["tensors"] * math.prod(row["shape"])
+        assert row["bits"] == bits[row["kind"]] and row["bytes"] * 8 == weights * row["bits"]
+    assert sum(row["tensors"] for row in facts["layers"]) == facts["tensors"]
+    assert sum(row["bytes"] for row in facts["layers"]) == facts["bytes"]
+    assert {"attn_q.weight", "output_norm.weight"} <= {row["name"] for row in facts["layers"]}
+    assert "6.5625 bits a weight" in message and "attn_q.weight" in message
