@@ -297,7 +297,7 @@ def test_weight_only_for_few_tokens(seed: int, family: str, scheme: str) -> None
 
 def test_weight_only_below_is_checked_before_anything_changes(seed: int) -> None:
     for scheme, below, message in (
-        ("w8a8-int8", 256, "expected a model with W4A8Linear layers"),
+        ("w8a8-int8", 256, "expected a model with W4A8Linear or W4A8Fp4Linear layers"),
         ("w4a8-fp8", -1, "expected a number of tokens from 0 on, got -1"),
         ("w4a8-fp8", 2.5, "expected a number of tokens from 0 on, got 2.5"),
     ):
