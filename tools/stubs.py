@@ -22,6 +22,9 @@ SIMPLER = (
     (r"load: Callable\b(?!\[)", "load: Callable[[int], None]"),  # in on_first_dispatch
     (r"-> dict:", "-> dict[str, int]:"),  # in device_properties
     (r"\(layer: Any, x: Any\) -> Any:", "(layer: object, x: object) -> Tensor | None:"),
+    (r"\bx: Any\b", "x: Tensor"),  # which these allocate like
+    (r"(def new_rms_norm\(.*\)) -> Any:", r"\1 -> Tensor | tuple[Tensor, Tensor]:"),
+    (r"(def new_silu_and_mul\(.*\)) -> Any:", r"\1 -> Tensor:"),
     (r": dict\b(?!\[)", ": Mapping[str, object]"),
     (r": tuple\b(?!\[)", ": tuple[object, ...]"),
 )

@@ -24,7 +24,9 @@ from epiloq.ops.packed_fp4_mm import explain as explain_packed_fp4_mm
 from epiloq.ops.quantizers.quantize_blockwise_int8 import explain as explain_quantize_blockwise_int8
 from epiloq.ops.quantizers.quantize_fp8 import explain as explain_quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import explain as explain_quantize_int8
+from epiloq.ops.quantizers.rms_norm import explain as explain_rms_norm
 from epiloq.ops.quantizers.rms_norm_quant import explain as explain_rms_norm_quant
+from epiloq.ops.quantizers.silu_and_mul import explain as explain_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import explain as explain_silu_and_mul_quant
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
@@ -47,10 +49,12 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
     "requantized_mm": partial(explain_conv2d_int8, "requantized_mm"),
+    "rms_norm": explain_rms_norm,
     "rms_norm_quant": explain_rms_norm_quant,
     "scaled_bmm": explain_scaled_bmm,
     "scaled_mm": partial(explain_product, scaled_mm),
     "scaled_mm_azp": partial(explain_product, scaled_mm_azp),
+    "silu_and_mul": explain_silu_and_mul,
     "silu_and_mul_quant": explain_silu_and_mul_quant,
     "table_mm": explain_table_mm,
     "w4a8_mm": explain_w4a8_mm,

@@ -47,6 +47,7 @@ INTEGERS: dict[str, Call] = {
 NUMBERS: dict[str, Call] = {
     "eps": lambda n: epiloq.rms_norm_quant(X, ONES, n),
     "eps ": lambda n: epiloq.quantize_fp8(X, eps=n),
+    "eps  ": lambda n: epiloq.rms_norm(X, ONES, n),
     "input_scale": lambda n: conv2d(input_scale=n),
     "output_scale": lambda n: conv2d(output_scale=n),
 }

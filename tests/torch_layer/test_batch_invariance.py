@@ -121,7 +121,13 @@ def test_fused_quantisers(cols: int, device: str, seed: int, invariant: None) ->
         q, scale = epiloq.silu_and_mul_quant(x, dtype=torch.float8_e4m3fn, granularity="token")
         return q.float() * scale
 
-    for call, width in ((norm, cols), (gate, 2 * cols)):
+    calls = (
+        (norm, cols),
+        (gate, 2 * cols),
+        (lambda x: epiloq.rms_norm(x, weight), cols),
+        (epiloq.silu_and_mul, 2 * cols),
+    )
+    for call, width in calls:
         assert_rows_alike(call, torch.randn(MOST, width, dtype=torch.bfloat16, device=device), seed)
 
 
@@ -200,7 +206,7 @@ def test_every_operation_is_batch_invariant_or_refuses() -> None:
     exact = {"scaled_mm_azp", "conv2d_int8", "requantized_mm", "lookup_int8", "scaled_bmm", "quantize_blockwise_int8"}
     by_layers = {"scaled_mm", "groupwise_mm", "online_quant_mm", "weight_only_mm", "w4a8_mm", "packed_fp4_mm"}
     by_layers |= {"quantize_int8", "quantize_fp8"}
-    here = {"grouped_mm", "grouped_packed_mm", "rms_norm_quant", "silu_and_mul_quant"}
+    here = {"grouped_mm", "grouped_packed_mm", "rms_norm", "rms_norm_quant", "silu_and_mul", "silu_and_mul_quant"}
     refused = {"table_mm", "fp4_mm", "fp8_weight_mm", "conv2d_weight_only"}
     assert set(_EXPLAIN) == exact | by_layers | here | refused
 

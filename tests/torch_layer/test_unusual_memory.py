@@ -75,6 +75,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "quantize_int8": lambda turn: epiloq.quantize_int8(turn(torch.randn(5, 64))),
     "quantize_fp8": lambda turn: epiloq.quantize_fp8(turn(torch.randn(5, 64)), granularity="token"),
     "rms_norm_quant": lambda turn: epiloq.rms_norm_quant(torch.randn(5, 64), turn(torch.randn(64))),
+    "rms_norm": lambda turn: epiloq.rms_norm(turn(torch.randn(5, 64)), torch.randn(64)),
+    "silu_and_mul": lambda turn: epiloq.silu_and_mul(turn(torch.randn(5, 64))),
     "scaled_mm": lambda turn: epiloq.scaled_mm(
         torch.ones(3, 64, dtype=torch.int8),
         torch.ones(16, 64, dtype=torch.int8).t(),

@@ -16,7 +16,9 @@ from epiloq.ops.packed_fp4_mm import packed_fp4_mm
 from epiloq.ops.quantizers.quantize_blockwise_int8 import quantize_blockwise_int8
 from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import quantize_int8
+from epiloq.ops.quantizers.rms_norm import rms_norm
 from epiloq.ops.quantizers.rms_norm_quant import rms_norm_quant
+from epiloq.ops.quantizers.silu_and_mul import silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import table_mm
@@ -39,10 +41,12 @@ __all__ = [
     "quantize_fp8",
     "quantize_int8",
     "requantized_mm",
+    "rms_norm",
     "rms_norm_quant",
     "scaled_bmm",
     "scaled_mm",
     "scaled_mm_azp",
+    "silu_and_mul",
     "silu_and_mul_quant",
     "table_mm",
     "w4a8_mm",

@@ -53,8 +53,9 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
       ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and
-      ``w4a8-nvfp4-fp8``. With other schemes each norm runs as one kernel. Decode steps of layers of Llama's or Gemma's
-      form are one function in eager mode.
+      ``w4a8-nvfp4-fp8``. With other schemes, in eager mode, the residual and the norm are one kernel, and SiLU and the
+      multiplication by the gate another. Decode steps of layers of Llama's or Gemma's form are one function in eager
+      mode.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
       form query and key heads are rotated together.
 

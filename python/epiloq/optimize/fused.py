@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
 from epiloq.optimize.guards import is_exporting, untouched, wants_gradient
-from epiloq.optimize.norms import NORMS, fused_norm, rms_norm
+from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
 from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, step_of
-from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
+from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
 
 
 def replacement(module: Any) -> Callable[..., Any] | str | None:
@@ -96,8 +96,7 @@ def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor
     gate_up, down = siblings.whole(x), mlp.down_proj
     has_kernel = type(act).__name__ in SILU and measure_of(down) is not None and untouched(down)
     if not has_kernel or not quantises(down, gate_up.chunk(2, -1)[0]):
-        gate, up = gate_up.chunk(2, -1)
-        return down(activation_of(act)(gate) * up)  # type: ignore[no-any-return]
+        return down(gated(activation_of(act), gate_up))  # type: ignore[no-any-return]
     return multiply(down, activated(gate_up, down))
 
 
@@ -159,7 +158,11 @@ def _apart(weight: Tensor, x: Tensor) -> bool:
 def _normed(norm: Any, x: Tensor, residual: Tensor | None, reader: Siblings | None) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, with the norm quantised if there are readers for it."""
     if reader is None or _apart(norm.weight, x) or not quantises(reader.layers[0], x):
-        total = x if residual is None else residual + x
+        if residual is None:
+            return norm(x), x
+        if untouched(norm, *NORMS) and (both := sum_normed(norm, x, residual)) is not None:
+            return both
+        total = residual + x
         return norm(total), total
     tokens, total = normed(norm, x, residual, reader.layers[0])
     return reader.hand(tokens), total

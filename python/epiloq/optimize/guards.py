@@ -46,6 +46,14 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in PLAIN and t.layout is torch.strided and not t.is_neg()) for t in tensors)
 
 
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def in_rows(*tensors: Tensor) -> bool:
+    """Whether epiloq's kernels can read plain tensors as they are: floating-point ones, dense in memory."""
+    return all(tensor.dtype in _FLOATS and tensor.is_contiguous() for tensor in tensors)
+
+
 def wants_gradient(*tensors: Tensor) -> bool:
     """Whether autograd tracks any of these."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,4 +1,8 @@
-"""RMS norms in one kernel: Llama's, and Gemma's, which multiplies by one more than its weight."""
+"""RMS norms in one kernel: Llama's, and Gemma's, which multiplies by one more than its weight.
+
+In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition. In a
+graph of `torch.compile` torch's norm does, which inductor fuses with what surrounds it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import PLAIN, direct
+from epiloq.ops.quantizers.rms_norm import run as run_rms_norm
 from epiloq.optimize import structure
-from epiloq.optimize.guards import wants_gradient
+from epiloq.optimize.guards import in_rows, wants_gradient
 
 
 def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
@@ -19,6 +24,8 @@ def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
     weight = norm.weight
     if weight.dtype != hidden_states.dtype:
         return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
+    if not is_compiling() and direct((hidden_states, weight)):
+        return _norm(hidden_states, weight, norm.variance_epsilon)
     return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
 
 
@@ -58,9 +65,8 @@ def offset_rms_norm(norm: Any, offset: Offset, x: Tensor) -> Tensor:
         return type(norm).forward(norm, x)  # type: ignore[no-any-return]
     if is_compiling() or weight.is_inference() or not direct((x, weight)):
         factor = 1 + weight.float()
-    else:
-        factor = offset.of(weight)
-    return torch.rms_norm(x.float(), factor.shape, factor, norm.eps).type_as(x)
+        return torch.rms_norm(x.float(), factor.shape, factor, norm.eps).type_as(x)
+    return _norm(x, offset.of(weight), norm.eps)
 
 
 NORMS = (rms_norm, offset_rms_norm)
@@ -87,7 +93,43 @@ def factor_of(forward: partial[Tensor], x: Tensor) -> Tensor | None:
 
 def normed_by(forward: partial[Tensor], factor: Tensor, x: Tensor) -> Tensor:
     """The norm of a plain `x`, without a gradient, by the result of `factor_of`."""
+    return _norm(x, factor, _eps_of(forward))
+
+
+def sum_normed_by(
+    forward: partial[Tensor], factor: Tensor, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)``, as `normed_by`."""
+    if residual is None:
+        return normed_by(forward, factor, x), x
+    if in_rows(x, residual, factor) and x.shape == residual.shape and x.dtype == residual.dtype:
+        both: tuple[Tensor, Tensor] = run_rms_norm(x, factor, _eps_of(forward), residual)
+        return both
+    total = residual + x
+    return normed_by(forward, factor, total), total
+
+
+def sum_normed(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same of a module whose ``forward`` is from `fused_norm`; None if it must be called, or in a graph."""
+    forward = vars(norm).get("forward")
+    if is_compiling() or not isinstance(forward, partial) or not direct((x, residual)):
+        return None
+    factor = factor_of(forward, x)
+    if factor is None or wants_gradient(forward.args[0].weight):
+        return None
+    return sum_normed_by(forward, factor, x, residual)
+
+
+def _eps_of(forward: partial[Tensor]) -> float:
     norm = forward.args[0]
-    if forward.func is rms_norm:
-        return torch.rms_norm(x, factor.shape, factor, norm.variance_epsilon)
-    return torch.rms_norm(x.float(), factor.shape, factor, norm.eps).type_as(x)
+    return norm.variance_epsilon if forward.func is rms_norm else norm.eps  # type: ignore[no-any-return]
+
+
+def _norm(x: Tensor, factor: Tensor, eps: float) -> Tensor:
+    """The norm of a plain `x`, without a gradient, multiplied by a factor of its dtype or float32."""
+    if in_rows(x, factor):
+        y: Tensor = run_rms_norm(x, factor, eps, None)
+        return y
+    if factor.dtype == x.dtype:
+        return torch.rms_norm(x, factor.shape, factor, eps)
+    return torch.rms_norm(x.float(), factor.shape, factor, eps).type_as(x)

@@ -19,10 +19,10 @@ from epiloq._torch.library import direct
 from epiloq.optimize import structure
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, is_exporting, untouched
-from epiloq.optimize.norms import factor_of, normed_by
+from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
 from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
-from epiloq.optimize.tokens import activated, measure_of, multiply, normed, quantises
+from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
 
 GATED = ("gate_proj", "up_proj")
 GATED_IN_ONE = ("gate_up_proj",)
@@ -128,8 +128,8 @@ class Step:
             attended = normed_by(first.after, factors[1], attended)
         before = 1 if first.after is None else 2
         if parts.down is None:
-            residual = residual + attended
-            projected: Tensor = parts.mlp(normed_by(second.norm, factors[before], residual))
+            y, residual = sum_normed_by(second.norm, factors[before], attended, residual)
+            projected: Tensor = parts.mlp(y)
         else:
             product, residual = self._product(second, factors[before], attended, residual)
             projected = _project(parts.down, parts.activate, product)
@@ -209,8 +209,8 @@ class Step:
         if takes_integers and quantises(siblings.layers[0], x):
             tokens, total = normed(norm.args[0], x, residual, siblings.layers[0], True)
             return multiply(siblings.merged(), tokens, True), total
-        total = x if residual is None else residual + x
-        return siblings.whole_of_values(normed_by(norm, factor, total)), total
+        y, total = sum_normed_by(norm, factor, x, residual)
+        return siblings.whole_of_values(y), total
 
     def _attend(self, parts: _Parts, product: Tensor, angles: Any, arguments: dict[str, Any]) -> Tensor:
         attention, (cos, sin) = parts.attention, angles
@@ -229,11 +229,10 @@ class Step:
 
 def _project(down: Any, activate: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
     """A gated MLP from the product of gate and up on."""
-    gate, up = product.chunk(2, -1)
     has_kernel = activate is nn.functional.silu and measure_of(down) is not None
-    if has_kernel and quantises(down, gate):
+    if has_kernel and quantises(down, product.chunk(2, -1)[0]):
         return multiply(down, activated(product, down, True), True)
-    return down.forward(activate(gate) * up)  # type: ignore[no-any-return]
+    return down.forward(gated(activate, product))  # type: ignore[no-any-return]
 
 
 def step_of(

@@ -1,7 +1,8 @@
-"""Tokens quantised by the kernel of a norm or a gated activation, as input of the next layer."""
+"""Input of the next layer: tokens quantised by the kernel of a norm or a gated activation, or that activation alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,16 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq._torch.library import is_batch_invariant
+from epiloq._torch.library import direct, is_batch_invariant
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, W4A8Layer
 from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
+from epiloq.ops.quantizers.silu_and_mul import run as run_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
 from epiloq.ops.scaled_mm import run as run_scaled_mm
 from epiloq.ops.w4a8_mm import MANY_TOKENS
+from epiloq.optimize.guards import in_rows
 
 
 class Quantized(NamedTuple):
@@ -100,6 +103,14 @@ def activated(gate_up: Tensor, layer: nn.Module, checked: bool = False) -> Quant
     else:
         q, scale = epiloq.silu_and_mul_quant(gate_up.view(-1, gate_up.shape[-1]), **_quantizer_of(layer))
     return Quantized(q, scale, gate_up.shape[:-1], gate_up.dtype)
+
+
+def gated(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    """``activate(gate) * up``: in eager mode by one kernel for SiLU; inductor fuses torch's operations itself."""
+    if activate is nn.functional.silu and not is_compiling() and direct((gate_up,)) and in_rows(gate_up):
+        return run_silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return activate(gate) * up
 
 
 def multiply(layer: Any, tokens: Quantized, checked: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-// rms_norm_quant and silu_and_mul_quant on the CPU: values, and the argument checks.
+// rms_norm_quant and silu_and_mul_quant on the CPU, and both without a quantiser: values, and the argument checks.
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,9 @@
 #include "check.h"
 #include "core/float8.h"
 #include "epiloq/error.h"
+#include "epiloq/rms_norm.h"
 #include "epiloq/rms_norm_quant.h"
+#include "epiloq/silu_and_mul.h"
 #include "epiloq/silu_and_mul_quant.h"
 
 using namespace epiloq;
@@ -19,7 +21,7 @@ namespace {
 constexpr int kRows = 5, kCols = 32;
 
 struct Operands {
-  std::vector<float> x = std::vector<float>(2 * kRows * kCols), more = x, weight = x, scale = x;
+  std::vector<float> x = std::vector<float>(2 * kRows * kCols), more = x, weight = x, scale = x, y = x;
   std::vector<std::int8_t> q = std::vector<std::int8_t>(kRows * kCols);
   TensorView row{x.data(), DType::kFloat32, {}, {kRows, kCols}},
       residual{more.data(), DType::kFloat32, {}, {kRows, kCols}};
@@ -30,6 +32,9 @@ struct Operands {
                     .residual = residual,
                     .residual_out = residual};
   SiluAndMulQuant gate{.q = norm.q, .x = {x.data(), DType::kFloat32, {}, {kRows, 2 * kCols}}, .scale = norm.scale};
+  TensorView out{y.data(), DType::kFloat32, {}, {kRows, kCols}};
+  RmsNorm plain_norm{.out = out, .x = row, .weight = norm.weight, .residual = residual, .residual_out = residual};
+  SiluAndMul plain_gate{.out = out, .x = gate.x};
 };
 
 template <class Change>
@@ -39,6 +44,8 @@ void refused(int line, Change change, std::initializer_list<std::string> parts) 
   auto const both = [&] {
     check(operands.norm);
     check(operands.gate);
+    check(operands.plain_norm);
+    check(operands.plain_gate);
   };
   test::throws<InvalidArgument>(__FILE__, line, both, parts);
 }
@@ -55,6 +62,14 @@ bool is_quantised(std::vector<double> const& values, std::int8_t const* q, float
   return right;
 }
 
+// Whether a row of y is float64's, rounded to float32 after what the documentation allows before that.
+bool is_rounded(std::vector<double> const& values, float const* y) {
+  bool right = true;
+  for (int i = 0; i < kCols; ++i)
+    right = right && std::fabs(y[i] - values[i]) <= std::fabs(values[i]) * (0x1p-24 + 0x1p-19);
+  return right;
+}
+
 void rows_are_those_of_float64(int threads) {
   Operands o;
   std::mt19937 random(threads);
@@ -62,8 +77,9 @@ void rows_are_those_of_float64(int threads) {
   for (auto* values : {&o.x, &o.more, &o.weight})
     std::generate(values->begin(), values->end(), [&] { return normal(random); });
   auto const x = o.x, more = o.more;
-  o.norm.threads = o.gate.threads = threads;
+  o.norm.threads = o.gate.threads = o.plain_norm.threads = o.plain_gate.threads = threads;
   silu_and_mul_quant(o.gate);
+  silu_and_mul(o.plain_gate);
   for (int row = 0; row < kRows; ++row) {
     std::vector<double> gated(kCols);
     for (int i = 0; i < kCols; ++i) {
@@ -71,8 +87,13 @@ void rows_are_those_of_float64(int threads) {
       gated[i] = gate / (1 + std::exp(-gate)) * x[row * 2 * kCols + kCols + i];
     }
     CHECK(is_quantised(gated, &o.q[row * kCols], o.scale[row]));
+    CHECK(is_rounded(gated, &o.y[row * kCols]));
   }
+  rms_norm(o.plain_norm);  // updates the residual in place
+  auto const sum = o.more;
+  o.more = more;
   rms_norm_quant(o.norm);
+  CHECK(sum == o.more);
   for (int row = 0; row < kRows; ++row) {
     std::vector<double> normed(kCols);
     double squares = 0;
@@ -84,6 +105,7 @@ void rows_are_those_of_float64(int threads) {
     }
     for (int i = 0; i < kCols; ++i) normed[i] *= o.weight[i] / std::sqrt(squares / kCols + double{o.norm.eps});
     CHECK(is_quantised(normed, &o.q[row * kCols], o.scale[row]));
+    CHECK(is_rounded(normed, &o.y[row * kCols]));
   }
 }
 
@@ -109,6 +131,8 @@ int main() {
   Operands operands;
   check(operands.norm);
   check(operands.gate);
+  check(operands.plain_norm);
+  check(operands.plain_gate);
   for (int const threads : {1, 3}) rows_are_those_of_float64(threads);
   gates_far_from_zero();
   refused(__LINE__, [](auto& o) { o.norm.weight.shape[0] = 31; }, {"rms_norm_quant: weight: expected shape [32]"});
@@ -118,5 +142,10 @@ int main() {
   refused(__LINE__, [](auto& o) { o.norm.granularity = Granularity::kGroup; }, {"expected token for int8"});
   refused(__LINE__, [](auto& o) { o.gate.x.shape[1] = 31; }, {"silu_and_mul_quant: x: expected an even number"});
   refused(__LINE__, [](auto& o) { o.gate.q.shape[1] = 31; }, {"silu_and_mul_quant: out: expected x's leading"});
+  refused(__LINE__, [](auto& o) { o.plain_norm.eps = -1; }, {"rms_norm: eps: expected a finite number"});
+  refused(__LINE__, [](auto& o) { o.plain_norm.out = o.row; }, {"rms_norm: out: expected memory apart from x's"});
+  refused(__LINE__, [](auto& o) { o.plain_norm.weight.dtype = DType::kFloat16; }, {"weight: expected float32"});
+  refused(__LINE__, [](auto& o) { o.plain_gate.x.shape[1] = 31; }, {"silu_and_mul: x: expected an even number"});
+  refused(__LINE__, [](auto& o) { o.plain_gate.out.shape[1] = 31; }, {"silu_and_mul: out: expected x's leading"});
   return test::failures != 0;
 }

@@ -144,6 +144,16 @@ OPERATIONS = (
         ("q", "scale", "residual_out"),
     ),
     Operation(
+        "rms_norm",
+        lambda x, weight, residual, out, residual_out: epiloq.rms_norm(
+            x, weight, residual=residual, out=(out, residual_out)
+        ),
+        given.plain_norm_rows,
+        {"weight": _VECTOR, "residual": ((SIZE, SIZE),), "residual_out": ((SIZE, SIZE),)},
+        ("out", "residual_out"),
+    ),
+    Operation("silu_and_mul", epiloq.silu_and_mul, given.gated_rows, {}),
+    Operation(
         "silu_and_mul_quant",
         lambda x, q, scale: epiloq.silu_and_mul_quant(x, out=(q, scale)),
         given.rows_to(torch.int8, width=2),

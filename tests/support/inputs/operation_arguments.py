@@ -276,9 +276,20 @@ def int8_blocks() -> Arguments:
     return rows_to(torch.int8, 2)() | {"offset": positive(SIZE, 2), "total": total}
 
 
+def _norm_inputs() -> Arguments:
+    return {"weight": torch.randn(SIZE), "residual": torch.randn(SIZE, SIZE), "residual_out": torch.zeros(SIZE, SIZE)}
+
+
 def norm_rows() -> Arguments:
-    more = {"weight": torch.randn(SIZE), "residual": torch.randn(SIZE, SIZE), "residual_out": torch.zeros(SIZE, SIZE)}
-    return rows_to(torch.int8)() | more
+    return rows_to(torch.int8)() | _norm_inputs()
+
+
+def plain_norm_rows() -> Arguments:
+    return _norm_inputs() | {"x": torch.randn(SIZE, SIZE), "out": torch.zeros(SIZE, SIZE)}
+
+
+def gated_rows() -> Arguments:
+    return {"x": torch.randn(SIZE, 2 * SIZE), "out": torch.zeros(SIZE, SIZE)}
 
 
 def bounded_rows() -> Arguments:

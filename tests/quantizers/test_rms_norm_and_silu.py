@@ -1,0 +1,196 @@
+"""rms_norm and silu_and_mul against float64, within their stated bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_fused_quantisers import SHAPES, gated, normalised
+from torch import Tensor
+
+import epiloq
+from fp8_reference import FLOATS
+
+# Kernels of one and two vectors a thread at the sizes of decoding, and of four and of one warp a row at many rows.
+GPU_SHAPES = [(1, 2048), (2, 1, 4096), (16, 8192), (16, 16384), (300, 4096), (2300, 512), (2200, 2048), (3001, 264)]
+SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+
+
+def assert_rounded(values: Tensor, y: Tensor, dtype: torch.dtype, lost: Tensor | float = 0.0) -> None:
+    """y is a float64 value, moved by at most 2^-19 of it and `lost`, and then rounded once."""
+    assert y.dtype == dtype and y.shape == values.shape
+    moved = 2.0**-19 * values.abs() + lost
+    half_unit = torch.finfo(dtype).eps / 2
+    bound = moved + half_unit * (values.abs() + moved) + SMALLEST[dtype] / 2
+    overflows = values.abs() > torch.finfo(dtype).max * (1 + half_unit)
+    error = (y.cpu().double() - values).abs()
+    assert (error <= bound)[~overflows].all() and y.cpu()[overflows].isinf().all()
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype, weight: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    x, residual = ((3 * torch.randn(shape)).to(dtype).to(device) for _ in range(2))
+    return x, residual, (torch.rand(shape[-1]) + 0.5).to(weight).to(device)
+
+
+def shapes(device: str) -> list[tuple[int, ...]]:
+    return SHAPES + (GPU_SHAPES if device == "cuda" else [])
+
+
+@pytest.mark.parametrize("float_weight", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm(seed: int, device: str, dtype: torch.dtype, float_weight: bool) -> None:
+    for shape in shapes(device):
+        x, residual, weight = operands(shape, dtype, torch.float32 if float_weight else dtype, device)
+        assert_rounded(normalised(x, weight, 1e-5), epiloq.rms_norm(x, weight, 1e-5), dtype)
+        y, total = epiloq.rms_norm(x, weight, 1e-5, residual=residual)
+        assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+        assert_rounded(normalised(x, weight, 1e-5, residual), y, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gate(seed: int, device: str, dtype: torch.dtype) -> None:
+    for shape in shapes(device):
+        x = (4 * torch.randn(*shape[:-1], 2 * shape[-1])).to(dtype).to(device)
+        assert_rounded(gated(x), epiloq.silu_and_mul(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gates_that_close(device: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1000.0, -100.0, -89.0, -88.0, -87.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 89.0, 1000.0])
+    for up in (3.0, -(2.0**14), 2.0**100):
+        if up > torch.finfo(dtype).max:
+            continue
+        x = torch.cat([gate, torch.full_like(gate, up)]).to(dtype).to(device)
+        # Below -88 float32's exponential ends.
+        lost = torch.where(gate.double() < -88, 2.0**-121 * abs(up), 0.0)
+        assert_rounded(gated(x), epiloq.silu_and_mul(x), dtype, lost)
+
+
+def test_what_is_not_finite(seed: int, device: str) -> None:
+    """As torch's norm and activation; other rows do not notice."""
+    x, weight = torch.randn(4, 512, device=device), torch.rand(512, device=device) + 0.5
+    x[0], x[1, 7], x[2, 9] = 0, math.nan, math.inf
+    y = epiloq.rms_norm(x, weight)
+    expected = torch.rms_norm(x, weight.shape, weight, 1e-6)
+    assert torch.equal(y.isnan(), expected.isnan()) and (y[0] == 0).all() and y[1].isnan().all()
+    assert torch.equal(y[3:], epiloq.rms_norm(x[3:], weight))
+    gate, up = x.split(256, -1)
+    result = epiloq.silu_and_mul(x)
+    assert torch.equal(result.isnan(), (torch.nn.functional.silu(gate) * up).isnan()) and result[2, 9].isinf()
+    huge = torch.full((2, 64), 1e30, device=device)  # whose squares float32 does not represent
+    assert (epiloq.rms_norm(huge, torch.ones(64, device=device)) == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 8), (0,)])
+def test_empty(device: str, shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, device=device)
+    y, total = epiloq.rms_norm(x, torch.ones(shape[-1], device=device), residual=x)
+    assert y.shape == total.shape == shape
+    assert epiloq.silu_and_mul(torch.cat([x, x], -1)).shape == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_and_strided_rows(seed: int, device: str, dtype: torch.dtype) -> None:
+    """Written rows are the same bits, and nothing beside them is written."""
+    wide = torch.randn(40, 640, device=device).to(dtype)
+    weight = (torch.rand(512, device=device) + 0.5).to(dtype)
+    for view in (wide[:, 64:576], wide[::2, 8:520], wide[:, 3:515], wide.view(5, 8, 640)[..., :512]):
+        for given in (None, view.flip(0)):
+            memory = torch.full((*view.shape[:-1], 520), 99.0, device=device, dtype=dtype)
+            out: Any = memory[..., :512]
+            if given is None:
+                assert epiloq.rms_norm(view, weight, out=out) is out
+            else:
+                residual = given.clone()
+                both = (out, residual)
+                assert epiloq.rms_norm(view, weight, residual=residual, out=both) is both
+                assert torch.equal(residual, view + given)
+            assert_rounded(normalised(view, weight, 1e-6, given), out, dtype)
+            assert (memory[..., 512:] == 99).all()
+        memory = torch.full((*view.shape[:-1], 264), 99.0, device=device, dtype=dtype)
+        assert epiloq.silu_and_mul(view, out=memory[..., :256]).shape == (*view.shape[:-1], 256)
+        assert_rounded(gated(view), memory[..., :256], dtype)
+        assert (memory[..., 256:] == 99).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_behind_and_before_other_kernels(seed: int, dtype: torch.dtype) -> None:
+    """Programmatic dependent launch: the norm waits for what writes its input and its weight, and is waited for."""
+    if dtype == torch.float32:
+        pytest.skip("weight_only_mm on CUDA multiplies 16-bit activations")
+    layer = epiloq.quantize_(torch.nn.Sequential(torch.nn.Linear(4096, 4096, device="cuda", dtype=dtype)), "w4a16-g128")
+    x = torch.randn(1, 4096, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for _ in range(50):
+            product = layer(x)
+            weight = layer(x.flip(-1)).view(-1)  # written by the kernel just before the norm that reads it
+            y, total = epiloq.rms_norm(product, weight, residual=x)
+            after = layer(y)
+            assert_rounded(normalised(product, weight, 1e-6, x), y, dtype)
+            assert torch.equal(total, product + x) and torch.equal(after, layer(y.clone()))
+            x = (total / total.float().square().mean().sqrt()).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gpu_repeats_and_is_captured(seed: int, dtype: torch.dtype) -> None:
+    x, residual, weight = operands((16, 4096), dtype, dtype, "cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        return (*epiloq.rms_norm(x, weight, residual=residual), epiloq.silu_and_mul(x))
+
+    expected, graph = both(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(expected, captured, strict=True))
+
+
+def test_explain(device: str) -> None:
+    x = torch.randn(4, 256, device=device)
+    words = {"rms_norm": "one pass", "silu_and_mul": "eight elements at a time"}
+    for name, args in (("rms_norm", (x, x[0])), ("silu_and_mul", (x,))):
+        assert (words[name] if device == "cuda" else "cpu") in epiloq.explain(name, *args)
+    assert "cpu" in epiloq.explain("rms_norm", x, x[0], residual=x) or device == "cuda"
+
+
+X, W = torch.ones(4, 16), torch.ones(16)
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("rms_norm", (X, torch.ones(15)), {}, r"weight: expected shape \[16\]"),
+    ("rms_norm", (X, W.half()), {}, "weight: expected float32, got float16"),
+    ("rms_norm", (X.half(), W.bfloat16()), {}, "weight: expected float16 or float32, got bfloat16"),
+    ("rms_norm", (X.int(), W), {}, "x: expected float32 or float16 or bfloat16"),
+    ("rms_norm", (torch.ones(16, 4).t(), W), {}, "x: expected row-major"),
+    ("rms_norm", (torch.tensor(1.0), W), {}, "x: expected at least one dimension"),
+    ("rms_norm", (X, W, -1.0), {}, "eps: expected a finite number of at least 0"),
+    ("rms_norm", (X, W, "a"), {}, "eps: expected"),
+    ("rms_norm", (X, W), {"residual": torch.ones(3, 16)}, "residual: expected x's shape"),
+    ("rms_norm", (X, W), {"residual": X.half()}, "residual: expected float32"),
+    ("rms_norm", (X, W), {"out": (X, X)}, "out: expected one tensor, got 2 elements"),
+    ("rms_norm", (X, W), {"residual": X, "out": X.clone()}, r"out: expected \(y, residual_out\), got Tensor"),
+    ("rms_norm", (X, W), {"residual": X, "out": (X,)}, r"out: expected \(y, residual_out\), got 1 elements"),
+    ("rms_norm", (X, W), {"out": X}, "out: expected memory apart from x's"),
+    ("rms_norm", (X, W), {"residual": X, "out": (X.clone(), X[:, :16])}, "residual_out: expected memory apart"),
+    ("silu_and_mul", (torch.ones(4, 15),), {}, "x: expected an even number of columns"),
+    ("silu_and_mul", (torch.tensor(1.0),), {}, "x: expected at least one dimension"),
+    ("silu_and_mul", (X,), {"out": X}, "out: expected"),
+    ("silu_and_mul", (X,), {"out": X[:, :8]}, "out: expected memory apart from x's"),
+    ("silu_and_mul", (X,), {"out": torch.ones(4, 8).half()}, "out: expected float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "message"), BAD)
+def test_bad_arguments_are_named(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"epiloq.{name}: {message}"):
+        getattr(epiloq, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("operation", [lambda x: epiloq.rms_norm(x, W, residual=x)[0], epiloq.silu_and_mul])
+def test_no_gradient(operation: Callable[..., Any]) -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        operation(x).sum().backward()
