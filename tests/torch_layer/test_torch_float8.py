@@ -36,7 +36,8 @@ def fused(x: Tensor) -> tuple[Tensor, ...]:
     )
     out = torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], 1), residual.clone()
     epiloq.rms_norm_quant(x, weight, residual=out[2], out=out)
-    plain = epiloq.rms_norm(x, weight), *epiloq.rms_norm(x, weight, residual=residual), epiloq.silu_and_mul(x)
+    plain = epiloq.rms_norm(x, weight), *epiloq.rms_norm(x, weight, residual=residual)
+    plain = (*plain, epiloq.silu_and_mul(torch.cat([x, x], -1)))
     return q, scale, added.float(), added_scale, total, gated.float(), gated_scale, *out, *plain
 
 
