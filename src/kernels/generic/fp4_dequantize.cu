@@ -4,7 +4,7 @@
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/fp4_runs.h"
-#include "kernels/generic/dequantize_tiles.cuh"
+#include "kernels/common/w4a16/dequantize_tiles.cuh"
 #include "problems/dequantize_fp4.h"
 #include "problems/packed_layout.h"
 

@@ -4,7 +4,7 @@
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
-#include "kernels/generic/dequantize_tiles.cuh"
+#include "kernels/common/w4a16/dequantize_tiles.cuh"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
