@@ -11,7 +11,8 @@ namespace {
 
 bool has_kernel(std::int64_t group, int bits) {
   std::int64_t const steps = group / kPadding;
-  return (group == 16 && bits < 4) || group == 32 || group == 64 || (group % kPadding == 0 && (steps & (steps - 1)) == 0);
+  return (group == 16 && bits < 4) || group == 32 || group == 64 ||
+         (group % kPadding == 0 && (steps & (steps - 1)) == 0);
 }
 
 // Kernels use 32-bit byte offsets into a weight.
