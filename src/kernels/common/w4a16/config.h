@@ -10,8 +10,8 @@ inline constexpr int kSharedLine = 128;
 constexpr int whole_lines(int bytes) { return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine; }
 
 // GEMV, at most kGemvTokens tokens. `warps` warps alternate K steps, each for `panels` panels of 16 rows of 4-bit
-// weights (of other weights as many as have at most that many bytes), with `stages` - 1 steps in flight. `blocks` is the least number of resident
-// CTAs per SM. With `digits` tokens are multiplied as integers, at most kDigitTokens of them.
+// weights (others: as many as have no more bytes), with `stages` - 1 steps in flight. `blocks` is the least number of
+// resident CTAs per SM. With `digits` tokens are multiplied as integers, at most kDigitTokens of them.
 inline constexpr int kGemvTokens = 8, kDigitTokens = 2;
 inline constexpr int kDigitBytes = 512;  // per token and 128 columns
 struct GemvConfig {
