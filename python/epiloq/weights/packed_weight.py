@@ -42,8 +42,8 @@ class PackedWeight:
     that trigger programmatic dependent launch, which epiloq's do and compiled code may, must be followed by a stream
     synchronisation.) The tensors form the state dict and, with ``metadata``, the content of a file:
 
-    - ``q``: uint8 ``[blocks, K / depth, 32, bytes]``, blocks of 16 rows, in the order of the kernels (4 and 8 bits;
-      with K padded to a multiple of 128), or in planes of bits (2 and 3);
+    - ``q``: uint8 ``[blocks, K / depth, 32, bytes]``, blocks of 16 rows, in the order of the kernels, with K padded
+      to a multiple of 128;
     - ``scale``: ``[blocks, groups, 16]``; ``zero`` (uint8) or ``offset`` (the scale's dtype) in the same shape, both
       None if symmetric;
     - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
