@@ -5,7 +5,7 @@
 #include "api/checks/packed_weight.h"
 #include "core/checks.h"
 #include "epiloq/device.h"
-#include "problems/dequantize_fp4.h"
+#include "problems/quantizers/dequantize_fp4.h"
 
 namespace epiloq {
 namespace {

@@ -42,7 +42,7 @@ def test_the_matrix_has_every_python_and_the_oldest_torch() -> None:
     matrix = jobs["test"]["strategy"]["matrix"]
     assert matrix["python"] == promised
     oldest = re.search(r'"torch>=([\d.]+)"', project)
-    assert oldest and {row["torch"] for row in matrix["include"]} == {f"torch=={oldest.group(1)}.*"}
+    assert oldest and f"torch=={oldest.group(1)}.*" in {row["torch"] for row in matrix["include"]}
 
 
 LARGEST = 15

@@ -5,8 +5,8 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/fp4_runs.h"
 #include "kernels/common/w4a16/dequantize_tiles.cuh"
-#include "problems/dequantize_fp4.h"
 #include "problems/packed_layout.h"
+#include "problems/quantizers/dequantize_fp4.h"
 
 namespace epiloq::ops::dequantize_fp4 {
 namespace {
