@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.introspect import config as config
+    from epiloq.introspect import explain as explain
+    from epiloq.introspect import set_batch_invariant as set_batch_invariant
+    from epiloq.introspect import supports as supports
     from epiloq.kv_cache import QuantizedCache as QuantizedCache
     from epiloq.optimize import optimize_ as optimize_
     from epiloq.schemes import quantize_ as quantize_
@@ -28,7 +32,6 @@ _built_module.load()  # sets _core, or says why it cannot be used
 
 # The build environment of a C++ project may lack torch, and needs paths alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:
-    from epiloq.introspect import config, explain, set_batch_invariant, supports
     from epiloq.ops import (
         conv2d_int8,
         conv2d_weight_only,
@@ -118,7 +121,13 @@ __all__ = [
 
 # A third of the time of an import, and of no use to those who call operations alone: loaded when first asked for.
 _ON_DEMAND = ("compat", "formats", "nn", "optimize", "quantize", "schemes")
-_FUNCTIONS = {"QuantizedCache": "kv_cache", "optimize_": "optimize", "quantize_": "schemes", "tune": "tuning.tuner"}
+_FUNCTIONS = {
+    **dict.fromkeys(("config", "explain", "set_batch_invariant", "supports"), "introspect"),
+    "QuantizedCache": "kv_cache",
+    "optimize_": "optimize",
+    "quantize_": "schemes",
+    "tune": "tuning.tuner",
+}
 
 
 def _load_tuned_kernels(device: int) -> None:
