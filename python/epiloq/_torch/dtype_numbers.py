@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-NEEDED = TorchVersion(torch.__version__) < (2, 12)
+NEEDED = TorchVersion(torch.__version__) < "2.12"
 
 # c10/core/ScalarType.h, whose numbers are part of C++'s binary interface.
 DTYPES = {

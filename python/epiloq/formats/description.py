@@ -138,8 +138,8 @@ class Description:
             return "TableLinear", {"block_size": self.group_size}
         if self.kind == "fp4":
             options = {"format": FP4_OF_BLOCKS[self.group_size]}
-            activation = self._of_fp4
-            return ("Fp4Linear", options) if activation is None else ("W4A8Fp4Linear", options | activation)
+            tokens = self._of_fp4
+            return ("Fp4Linear", options) if tokens is None else ("W4A8Fp4Linear", options | tokens)
         inputs = self.inputs
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}

@@ -247,6 +247,7 @@ def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
 def _product(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None) -> None:
     w, numbers = weight, (weight.n, weight.k, weight.group_size)
     if isinstance(w, PackedFp4Weight):
+        assert scale_a is not None  # FP4 weights without it are refused before
         w4a8(x, w.q, w.scale, None, None, scale_a, None, *numbers, w.format, w.global_scale, out=out)
     elif scale_a is None:
         weight_only(x, w.q, w.scale, w.zero, w.offset, None, None, w.bits, *numbers, -inf, inf, out=out)

@@ -235,8 +235,9 @@ def run_plan(
                 progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, {phase}, batch {batch}")
                 row = measure(model, scheme, optimized, mode, phase, batch, tokens, cache)
                 results.append(replace(row, head=plan.head if ours else None))
-            # A captured step cannot be handed to `generate`.
-            for batch in plan.batches if plan.generate and mode != "graph" else ():
+            if plan.generate is None or mode == "graph":  # `generate` cannot use a captured step
+                continue
+            for batch in plan.batches:
                 progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, generate, batch {batch}")
                 row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache)
                 results.append(replace(row, head=plan.head if ours else None))
