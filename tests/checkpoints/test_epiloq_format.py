@@ -156,6 +156,25 @@ def test_bad_configurations(saved: Path, tmp_path: Path, change: Callable[[Any],
     assert str(bad) in str(caught.value)
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+def test_few_bits_of_former_versions(seed: int, tmp_path: Path, bits: int) -> None:
+    """Version 3 had another order of 2- and 3-bit values."""
+    model = tiny_model()
+    layer = WeightOnlyLinear.from_linear(model.get_submodule(DOWN), bits=bits, group_size=-1)
+    model.set_submodule(DOWN, layer)
+    epiloq_modules.save(model, tmp_path / "model")
+    models.load(Checkpoint(tmp_path / "model"))
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["format_version"] = 3
+    file.write_text(json.dumps(config))
+    if bits == 4:
+        models.load(Checkpoint(tmp_path / "model"))
+    else:
+        with pytest.raises(FormatError, match=f"format_version: expected 4 with 3 bits .{re.escape(DOWN)}"):
+            models.load(Checkpoint(tmp_path / "model"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -50,6 +50,23 @@ def test_fewer_bits_than_the_integers_need_are_refused(seed: int) -> None:
         pack_weight(signed, scale, bits=4, group_size=-1).in_bits(5)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_state_dicts_of_the_former_order_are_refused(seed: int, bits: int) -> None:
+    layer = WeightOnlyLinear.from_linear(torch.nn.Linear(64, 16), bits=bits, group_size=32)
+    other = WeightOnlyLinear.from_linear(torch.nn.Linear(64, 16), bits=bits, group_size=32)
+    state: Any = layer.state_dict()
+    other.load_state_dict(state)
+    assert torch.equal(other.weight_q, layer.weight_q)
+    state._metadata[""]["version"] = 1
+    if bits == 4:
+        other.load_state_dict(state)
+    else:
+        with pytest.raises(
+            RuntimeError, match=f"expected a state dict of version 2, got 1, whose values of {bits} bits"
+        ):
+            other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [2, 3])
 def test_values_have_every_place(seed: int, bits: int, kind: str) -> None:

@@ -201,6 +201,20 @@ class QuantizedLayer(StoredTensors):
 
     weight_q: Tensor
     bias: Tensor | None
+    _version = 2
+    """Of the state dict. In version 1 values of 2 and 3 bits had another order."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
+    ) -> None:
+        written, bits = local_metadata.get("version", self._version), getattr(self, "bits", 8)
+        if written < self._version and bits < 4:
+            rest[-1].append(  # error_msgs
+                f"{type(self).__name__}: {prefix}: expected a state dict of version {self._version}, got {written}, "
+                f"whose values of {bits} bits have another order; quantise or open the model again"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     @property
     def dtype(self) -> torch.dtype:
