@@ -282,11 +282,17 @@ def test_generate(seed: int, scheme: str, cache: str | None) -> None:
 def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
     torch._dynamo.reset()
     model, x = quantised("llama", scheme), tokens()
-    # A graph has torch's norms and activations, whose last bit may round a quantised activation the other way.
     bound = 1e-5 if scheme in FLOAT_INPUTS else rounding_noise(model, x)
     optimize_(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert relative(logits(compiled, x), logits(model, x)) <= bound
+    differences = [relative(logits(compiled, x), logits(model, x))]
+    # A graph has torch's norms and activations, whose last bit may, rarely, round a quantised activation the other way.
+    assert differences[0] <= bound
+    if scheme not in FLOAT_INPUTS:
+        for _ in range(3):
+            x = tokens()
+            differences.append(relative(logits(compiled, x), logits(model, x)))
+    assert min(differences) <= 1e-5, differences
 
 
 @pytest.mark.parametrize("scheme", ["w4a8-fp8", "w4a8-int8", "w4a8-mxfp4-fp8"])

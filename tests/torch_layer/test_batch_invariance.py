@@ -230,6 +230,7 @@ def test_refusals(seed: int, invariant: None) -> None:
     with pytest.raises(NotImplementedError, match="weight_only_mm: batch_invariant: no kernel for this product"):
         epiloq.explain("weight_only_mm", m=16, n=64, k=64, bits=4, group_size=16)
     assert not epiloq.supports("weight_only_mm", m=16, n=64, k=64, bits=4, group_size=16)[0]
+    assert epiloq.supports("weight_only_mm", m=16, n=64, k=64, bits=2)[0]
     with epiloq.config(batch_invariant=False):
         assert whole(torch.randn(3, 32)).shape == (3, 16)
 

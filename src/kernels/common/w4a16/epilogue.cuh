@@ -88,9 +88,9 @@ __device__ __forceinline__ void store_at_once(void* to, uint2 const& value) {
                : "memory");
 }
 
-// Writes accumulators of 16 weight rows by 8 tokens to D without staging them in shared memory. A lane holds rows g
-// and g + 8 of tokens 2 t and 2 t + 1; after a transposition rows 2 t and 2 t + 1 of token g, and of the next eight
-// rows; after an exchange with its neighbours rows 4 t to 4 t + 3, so that each token's 16 rows are one 32-byte write.
+// Stores a 16 x 8 accumulator tile (weight rows x tokens) from registers to D. Lane 4 g + t starts with rows g and
+// g + 8 of tokens 2 t and 2 t + 1; a transposition gives it rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of token g, and an
+// exchange with a neighbouring lane rows 4 t to 4 t + 3, so that a token's 16 rows are one 32-byte store of four lanes.
 template <class T>
 struct DirectRows {
   Problem const& p;
