@@ -32,7 +32,7 @@ void check(SiluAndMul const& call) { checked(call); }
 std::string explain(SiluAndMul const& call) {
   Problem const problem = checked(call);
   if (call.x.device.type == Device::Type::kCpu) return "cpu, vectorised rows";
-  return in_vectors(problem, call.x.dtype) ? "cuda, eight elements at a time" : "cuda, an element at a time";
+  return in_vectors(problem, call.x.dtype) ? "cuda, eight elements at a time" : "cuda, element by element";
 }
 
 void silu_and_mul(SiluAndMul const& call, Stream stream) {

@@ -216,7 +216,7 @@ void convolutions_int8(Arch arch) {
   force_arch(Arch::kAuto);
 }
 
-// One pass over memory in vectors, or an element at a time.
+// One pass over memory in vectors, or element by element.
 void quantised_fp8(DType dtype, Granularity granularity) {
   constexpr std::int64_t kRows = 5, kCols = 256;
   std::int64_t const scales = granularity == Granularity::kGroup ? kCols / 128 : 1;
@@ -225,7 +225,7 @@ void quantised_fp8(DType dtype, Granularity granularity) {
                    .scale = view(DType::kFloat32, {granularity == Granularity::kBlock ? 1 : kRows, scales}, kGpu),
                    .granularity = granularity};
   if (granularity == Granularity::kBlock) call.scale = view(DType::kFloat32, {1, kCols / 128}, kGpu);
-  drive<QuantizeFp8>(call, chosen, "an element at a time",
+  drive<QuantizeFp8>(call, chosen, "element by element",
                      {{"x", [](QuantizeFp8& c) -> TensorView& { return c.x; }, Unaligned::kOtherKernel, kVector},
                       {"scale", [](QuantizeFp8& c) -> TensorView& { return c.scale; }, Unaligned::kSameKernel}});
   // Eight bytes of q are stored at a time.
@@ -234,7 +234,7 @@ void quantised_fp8(DType dtype, Granularity granularity) {
     pointer.q.data = moved(pointer.q.data, offset);
     stride.q.strides[0] += offset;
     for (QuantizeFp8 const& q : {pointer, stride}) {
-      CHECK_EQUAL(explain(q).find("an element at a time") == std::string::npos, offset % 8 == 0);
+      CHECK_EQUAL(explain(q).find("element by element") == std::string::npos, offset % 8 == 0);
     }
   }
 }

@@ -158,7 +158,7 @@ void kernels_that_cannot_serve_are_refused() {
   CHECK_EQUAL(explain(call), "wgmma 128 weight rows x 64 tokens, 4 warpgroups, 2 along K");
   call.weight.offset = call.weight.scale;
   call.weight.zero.reset();
-  CHECK_THROWS(InvalidArgument, explain(call), "or for offsets");
+  CHECK_THROWS(InvalidArgument, explain(call), "for offsets or for 2 and 3 bits");
   call.weight.offset.reset();
   force_arch(Arch::kSm80);
   CHECK_THROWS(InvalidArgument, explain(call), "not built for this architecture");
