@@ -121,6 +121,9 @@ RotateProblem checked(RotateAndStore const& call) {
   if (batches * tokens > kMostTokens || (heads + 2 * key_heads) * width > kMostTokens) {
     check.fail("heads", "expected fewer tokens and heads, got ", describe(call.heads));
   }
+  if (length > kMostTokens) {
+    check.fail("key_cache", "expected at most ", kMostTokens, " tokens, got ", describe(call.key_cache));
+  }
   TensorView const* const views[] = {&call.query, &call.key_cache, &call.value_cache, &call.cos, &call.sin};
   char const* const names[] = {"query", "key_cache", "value_cache", "cos", "sin"};
   std::int64_t const angles = call.cos.rank == 3 && call.cos.shape[0] == 1 ? 1 : batches;
@@ -144,7 +147,7 @@ RotateProblem checked(RotateAndStore const& call) {
   return {call.heads.data,
           call.cos.data,
           call.sin.data,
-          call.position ? call.position->as<std::int64_t>() : nullptr,
+          call.position ? static_cast<std::int64_t*>(call.position->data) : nullptr,
           call.query.data,
           call.key_cache.data,
           call.value_cache.data,

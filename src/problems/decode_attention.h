@@ -50,11 +50,11 @@ bool has_kernel(int width);
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);
 
-// Query, key and value heads side by side; the caches that keys and values go to, from `position` on,
-// or from the start where it is null.
+// Query, key and value heads side by side; the caches that keys and values go to, from `position` on, which is
+// advanced by the tokens, or from the start where it is null. At most 2^31 tokens in a cache.
 struct RotateProblem {
   void const *from, *cos, *sin;
-  std::int64_t const* position;
+  std::int64_t* position;
   void *query, *key, *value;
   Strides of_from, of_key, of_value;
   std::int64_t angle_batch, length;

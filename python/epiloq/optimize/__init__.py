@@ -13,7 +13,7 @@ from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
-from epiloq.optimize.step import GATED, GATED_IN_ONE
+from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
 __all__ = ["Report", "optimize_"]
 
@@ -98,6 +98,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     # Children first: a decoder layer depends on its attention and MLP.
     for name, module in reversed(modules):
         _fuse(name, module, report)
+    chain_(model)
     report.grouped_attention = use_grouped_sdpa_(model, report.left)
     return report
 

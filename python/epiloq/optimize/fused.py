@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
-from epiloq.optimize.guards import is_exporting, untouched, wants_gradient
+from epiloq.optimize.guards import decodes_in_graph, is_exporting, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
@@ -57,6 +58,8 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_integers = attention[1] is not None, mlp[1] is not None
         step = step_of(module, around, takes_integers, (rotary_attention, gated_mlp, *NORMS))
+        if step is not None:
+            step.first = module, attention
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
     step = step_of(module, around, (False, False), (rotary_attention, gated_mlp, *NORMS))
     return None if step is None else partial(sandwich_decoder, module, step)
@@ -119,12 +122,39 @@ def pre_norm_decoder(
         return result
     if args or wants_gradient(hidden_states) or not all(map(_is_idle, _dropouts_of(block))):
         return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-    attention, norm = block.self_attn, block.input_layernorm
-    x, _ = _normed(norm, hidden_states, None, _takes_integers(attention, norm, first))
+    x = None if step is None else _taken(step, hidden_states)
+    if x is None:
+        x, _ = _first_normed(block, first, hidden_states, None)
+    attention = block.self_attn
     attended, _ = attention(hidden_states=x, **{**defaults, **kwargs})
     mlp, norm = block.mlp, block.post_attention_layernorm
     x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second))
-    return residual + mlp(x)  # type: ignore[no-any-return]
+    projected = mlp(x)
+    following = None if step is None else step.following
+    if following is None or not decodes_in_graph(projected) or not _is_beside(following, projected):
+        return residual + projected  # type: ignore[no-any-return]
+    normed_sum, total = _first_normed(*following.first, projected, residual)
+    following.in_graph = total, normed_sum
+    return total
+
+
+def _is_beside(step: Step, x: Tensor) -> bool:
+    """Whether the layer of a step has this form, and is on the device of `x`."""
+    return step.first is not None and step.first[0].input_layernorm.weight.device == x.device
+
+
+def _first_normed(block: Any, first: _Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)`` of a layer's first norm."""
+    norm = block.input_layernorm
+    return _normed(norm, x, residual, _takes_integers(block.self_attn, norm, first))
+
+
+def _taken(step: Step, x: Tensor) -> Tensor | None:
+    """In the graph of a decode step, the first norm of `x` if the layer before computed it."""
+    if not is_compiling():
+        return None
+    held, step.in_graph = step.in_graph, None
+    return held[1] if held is not None and held[0] is x else None
 
 
 def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

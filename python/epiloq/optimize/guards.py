@@ -46,6 +46,15 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in PLAIN and t.layout is torch.strided and not t.is_neg()) for t in tensors)
 
 
+def decodes_in_graph(x: Tensor) -> bool:
+    """Whether `torch.compile` makes a graph of a decode step, of ``[B, 1, K]``.
+
+    There each kernel takes a few microseconds, and epiloq's, unlike inductor's, start before their predecessor has
+    ended. A prompt's take longer, and inductor fuses more of them.
+    """
+    return is_compiling() and type(x) is Tensor and x.dim() == 3 and x.shape[1] == 1 and not is_exporting()
+
+
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 

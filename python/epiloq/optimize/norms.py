@@ -1,7 +1,8 @@
 """RMS norms in one kernel: Llama's, and Gemma's, which multiplies by one more than its weight.
 
-In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition. In a
-graph of `torch.compile` torch's norm does, which inductor fuses with what surrounds it.
+In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition; so it
+does Llama's in a graph that `torch.compile` makes of a decode step. In other graphs torch's norm does, which inductor
+fuses with what surrounds it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import PLAIN, direct
+from epiloq.ops.quantizers.rms_norm import rms_norm as rms_norm_kernel
 from epiloq.ops.quantizers.rms_norm import run as run_rms_norm
 from epiloq.optimize import structure
-from epiloq.optimize.guards import in_rows, wants_gradient
+from epiloq.optimize.guards import decodes_in_graph, in_rows, wants_gradient
 
 
 def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
@@ -26,6 +28,8 @@ def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
         return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
     if not is_compiling() and direct((hidden_states, weight)):
         return _norm(hidden_states, weight, norm.variance_epsilon)
+    if decodes_in_graph(hidden_states) and not wants_gradient(hidden_states, weight):
+        return rms_norm_kernel(hidden_states.contiguous(), weight, norm.variance_epsilon)
     return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
 
 
@@ -110,14 +114,26 @@ def sum_normed_by(
 
 
 def sum_normed(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The same of a module whose ``forward`` is from `fused_norm`; None if it must be called, or in a graph."""
+    """The same of a module whose ``forward`` is from `fused_norm`; None if it must be called, or in a graph other than
+    of a decode step."""
     forward = vars(norm).get("forward")
+    if decodes_in_graph(x):
+        return _sum_normed_in_graph(norm, forward, x, residual)
     if is_compiling() or not isinstance(forward, partial) or not direct((x, residual)):
         return None
     factor = factor_of(forward, x)
     if factor is None or wants_gradient(forward.args[0].weight):
         return None
     return sum_normed_by(forward, factor, x, residual)
+
+
+def _sum_normed_in_graph(norm: Any, forward: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+    weight = norm.weight
+    if not isinstance(forward, partial) or forward.func is not rms_norm or weight.dtype != x.dtype:
+        return None
+    if x.shape != residual.shape or x.dtype != residual.dtype or wants_gradient(x, residual, weight):
+        return None
+    return rms_norm_kernel(x.contiguous(), weight, norm.variance_epsilon, residual=residual.contiguous())
 
 
 def _eps_of(forward: partial[Tensor]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -76,24 +75,29 @@ def rotated_heads(
     """Rotated query heads ``[B, T, H, D]``, and the keys and values to attend to ``[B, H_kv, L, D]``, including the
     cached ones. `checked`: heads and angles are plain tensors of one type, in eager mode.
 
-    In eager mode, which is limited by launches, one launch rotates and writes to a static cache. A compiled graph
-    fuses the general implementation into two kernels.
+    In eager mode, and in the graph of a decode step, both limited by launches, one launch rotates and writes to a static
+    cache. In other graphs inductor fuses the general implementation into two kernels.
     """
     query_heads, key_heads, _ = counts
-    if not checked and (is_compiling() or not cos.dtype == sin.dtype == heads.dtype or not direct((heads, cos, sin))):
+    alike = checked or cos.dtype == sin.dtype == heads.dtype
+    layer = _static_layer(cache, index, heads) if alike else None
+    if is_compiling():
+        alike = layer is not None and heads.shape[1] == 1 and not is_exporting() and not wants_gradient(heads)
+        alike = alike and all(type(t) is Tensor for t in (heads, cos, sin))
+    else:
+        alike = alike and (checked or direct((heads, cos, sin)))
+    if alike:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        if layer is not None:
+            place = layer.cumulative_length
+            query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, place)
+            return query, layer.keys, layer.values
+        key, value = (heads.new_empty((len(heads), key_heads, *heads.shape[1::2])) for _ in range(2))
+        query = rotate_and_store(heads, query_heads, cos, sin, key, value)
+    else:
         both, value = heads.split([query_heads + key_heads, counts[2]], -2)
         query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-    else:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        layer = _static_layer(cache, index, heads)
-        if layer is not None:
-            key, value, place = layer.keys, layer.values, layer.cumulative_length
-            query = rotate_and_store(heads, query_heads, cos, sin, key, value, place)
-            place.add_(heads.shape[1])
-            return query, key, value
-        key, value = (heads.new_empty((len(heads), key_heads, *heads.shape[1::2])) for _ in range(2))
-        query = rotate_and_store(heads, query_heads, cos, sin, key, value)
     if cache is not None:
         key, value = cache.update(key, value, index)
     return query, key, value
@@ -101,27 +105,21 @@ def rotated_heads(
 
 def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
     """The layer of a static cache to which `rotate_and_store` may write, or None."""
-    if not _is(cache, 0) or getattr(cache, "offloading", False):
+    if not _is(cache, "StaticCache") or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if not _is(layer, 1) or not layer.is_initialized:
+    if not _is(layer, "StaticLayer") or not layer.is_initialized:
         return None
-    if not are_plain(layer.keys, layer.values, layer.cumulative_length):
+    held = layer.keys, layer.values, layer.cumulative_length
+    if not (all(type(t) is Tensor for t in held) if is_compiling() else are_plain(*held)):
         return None
     return layer if layer.keys.dtype == heads.dtype and len(layer.keys) == len(heads) else None
 
 
-@cache
-def _static() -> tuple[type, type]:
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer
-
-    return StaticCache, StaticLayer
-
-
-def _is(found: Any, which: int) -> bool:
-    """Whether an object is exactly transformers' static cache (0), or a layer of one (1)."""
-    return type(found) is _static()[which]
+def _is(found: Any, name: str) -> bool:
+    """Whether an object is exactly of this class of transformers, of which subclasses may store otherwise."""
+    kind = type(found)
+    return kind.__name__ == name and kind.__module__ == "transformers.cache_utils"
 
 
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from epiloq.optimize.guards import are_plain, is_exporting, untouched
 from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
 from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
-from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
+from epiloq.optimize.tokens import Quantized, activated, gated, measure_of, multiply, normed, quantises
 
 GATED = ("gate_proj", "up_proj")
 GATED_IN_ONE = ("gate_up_proj",)
@@ -51,6 +51,10 @@ def activation_of(act: Any) -> Callable[[Tensor], Tensor]:
 def act_of(mlp: Any) -> Any:
     """The activation of a gated MLP."""
     return mlp.act_fn if "act_fn" in mlp._modules else mlp._modules.get("activation_fn")
+
+
+# Where a layer's output has what the next layer's first norm makes of it.
+_PREPARED = "_epiloq_prepared"
 
 
 class _Half(NamedTuple):
@@ -83,9 +87,22 @@ class _Parts(NamedTuple):
     dropouts: list[dict[str, Any]]
 
 
+class _Prepared(NamedTuple):
+    """A layer's input as its first norm left it, which was computed with the sum that is its input."""
+
+    tokens: Tensor | Quantized
+    of: _Parts
+    version: int
+    """Of the sum."""
+
+
 class Step:
     """A decode step of a decoder layer in Llama's or Gemma 2's form whose attention and norms are fused. So may be the
-    MLP; another one, such as a mixture of experts, is called."""
+    MLP; another one, such as a mixture of experts, is called.
+
+    A layer ends with a sum, of which the next layer first computes the norm: one kernel does both, if the layers are
+    chained (`chain_`). Whoever else reads the sum, or changes it, gets what it would have without.
+    """
 
     def __init__(
         self,
@@ -99,9 +116,22 @@ class Step:
         gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
         self._gated, self._act = gated
         self._parts: _Parts | None = None
+        # Steps of a model's layers in order, of which this one has the index. A list, since references from each to the
+        # next would make copying recursive.
+        self.chain: list[Step] = [self]
+        self.index = 0
+        self.first: Any = None
+        """The layer and its first half, as `fused` describes it, where that makes graphs of it."""
+        self.in_graph: tuple[Tensor, Tensor] | None = None
+        """While a graph is made: a sum and its norm, which the layer before computed for this one."""
+
+    @property
+    def following(self) -> Step | None:
+        """The next layer's step, if it may compute its norm of this one's output."""
+        return self.chain[self.index + 1] if self.index + 1 < len(self.chain) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_parts": None}
+        return vars(self) | {"_parts": None, "in_graph": None}
 
     def __call__(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The layer's output ``[B, 1, hidden]``; None unless this is a step without a gradient, of plain tensors, by
@@ -122,8 +152,12 @@ class Step:
                 return None
             factors.append(factor)
         first, second = parts.halves
-        product, residual = self._product(first, factors[0], x, None)
-        attended = self._attend(parts, product, angles, arguments)
+        prepared: _Prepared | None = vars(x).pop(_PREPARED, None)
+        if prepared is not None and prepared.of is parts and prepared.version == x._version:
+            tokens, residual = prepared.tokens, x
+        else:
+            tokens, residual = _normed(first, factors[0], x, None)
+        attended = self._attend(parts, _product(first, tokens), angles, arguments)
         if first.after is not None:
             attended = normed_by(first.after, factors[1], attended)
         before = 1 if first.after is None else 2
@@ -131,11 +165,23 @@ class Step:
             y, residual = sum_normed_by(second.norm, factors[before], attended, residual)
             projected: Tensor = parts.mlp(y)
         else:
-            product, residual = self._product(second, factors[before], attended, residual)
-            projected = _project(parts.down, parts.activate, product)
+            tokens, residual = _normed(second, factors[before], attended, residual)
+            projected = _project(parts.down, parts.activate, _product(second, tokens))
         if second.after is not None:
             projected = normed_by(second.after, factors[-1], projected)
-        return residual + projected
+        following = self.following
+        total = None if following is None else following.prepared(projected, residual)
+        return residual + projected if total is None else total
+
+    def prepared(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """``x + residual`` for this layer, which will find its norm prepared; None if that is not possible."""
+        parts = None if x.is_inference() else self._checked()
+        factor = None if parts is None else factor_of(parts.halves[0].norm, x)
+        if parts is None or factor is None:
+            return None
+        tokens, total = _normed(parts.halves[0], factor, x, residual)
+        vars(total)[_PREPARED] = _Prepared(tokens, parts, total._version)
+        return total
 
     def _checked(self) -> _Parts | None:
         """The modules, unless one is not what it was, or does not compute what its class defines or what is combined
@@ -202,16 +248,6 @@ class Step:
             dropouts=[vars(dropout) for dropout in dropouts],
         )
 
-    def _product(self, half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The merged product of ``norm(x + residual)``, and the sum."""
-        norm, siblings, takes_integers, _ = half
-        assert siblings is not None
-        if takes_integers and quantises(siblings.layers[0], x):
-            tokens, total = normed(norm.args[0], x, residual, siblings.layers[0], True)
-            return multiply(siblings.merged(), tokens, True), total
-        y, total = sum_normed_by(norm, factor, x, residual)
-        return siblings.whole_of_values(y), total
-
     def _attend(self, parts: _Parts, product: Tensor, angles: Any, arguments: dict[str, Any]) -> Tensor:
         attention, (cos, sin) = parts.attention, angles
         width, batch, counts = attention.head_dim, product.shape[0], parts.counts
@@ -227,12 +263,45 @@ class Step:
         return parts.output.forward(attended.reshape(batch, 1, -1).contiguous())  # type: ignore[no-any-return]
 
 
+def _normed(half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Quantized, Tensor]:
+    """``norm(x + residual)``, quantised if the layers that read it quantise, and the sum."""
+    assert half.siblings is not None
+    layer = half.siblings.layers[0]
+    if half.takes_integers and quantises(layer, x):
+        return normed(half.norm.args[0], x, residual, layer, True)
+    return sum_normed_by(half.norm, factor, x, residual)
+
+
+def _product(half: _Half, tokens: Tensor | Quantized) -> Tensor:
+    """The merged product of the layers of this half."""
+    assert half.siblings is not None
+    if isinstance(tokens, Quantized):
+        return multiply(half.siblings.merged(), tokens, True)
+    return half.siblings.whole_of_values(tokens)
+
+
 def _project(down: Any, activate: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
     """A gated MLP from the product of gate and up on."""
     has_kernel = activate is nn.functional.silu and measure_of(down) is not None
     if has_kernel and quantises(down, product.chunk(2, -1)[0]):
         return multiply(down, activated(product, down, True), True)
     return down.forward(gated(activate, product))  # type: ignore[no-any-return]
+
+
+def chain_(model: nn.Module) -> None:
+    """Chain the steps of decoder layers that are neighbours in a list of modules."""
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        chain: list[Step] = []
+        for block in module:
+            forward = vars(block).get("forward")
+            step = next((a for a in forward.args if isinstance(a, Step)), None) if isinstance(forward, partial) else None
+            if step is None:
+                chain = []
+                continue
+            chain.append(step)
+            step.chain, step.index = chain, len(chain) - 1
 
 
 def step_of(

@@ -19,7 +19,7 @@ from epiloq.ops.quantizers.silu_and_mul import run as run_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
 from epiloq.ops.scaled_mm import run as run_scaled_mm
 from epiloq.ops.w4a8_mm import MANY_TOKENS
-from epiloq.optimize.guards import in_rows
+from epiloq.optimize.guards import decodes_in_graph, in_rows, wants_gradient
 
 
 class Quantized(NamedTuple):
@@ -106,9 +106,13 @@ def activated(gate_up: Tensor, layer: nn.Module, checked: bool = False) -> Quant
 
 
 def gated(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    """``activate(gate) * up``: in eager mode by one kernel for SiLU; inductor fuses torch's operations itself."""
-    if activate is nn.functional.silu and not is_compiling() and direct((gate_up,)) and in_rows(gate_up):
-        return run_silu_and_mul(gate_up)
+    """``activate(gate) * up``: by one kernel for SiLU, in eager mode and in the graph of a decode step. In other graphs
+    inductor fuses torch's operations."""
+    if activate is nn.functional.silu:
+        if not is_compiling() and direct((gate_up,)) and in_rows(gate_up):
+            return run_silu_and_mul(gate_up)
+        if decodes_in_graph(gate_up) and not wants_gradient(gate_up):
+            return epiloq.silu_and_mul(gate_up.contiguous())
     gate, up = gate_up.chunk(2, -1)
     return activate(gate) * up
 

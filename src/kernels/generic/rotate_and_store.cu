@@ -18,12 +18,29 @@ __device__ __forceinline__ T rotated(T x, T cos, T other, T sin, float sign) {
   return static_cast<T>(__fadd_rn(static_cast<float>(a), static_cast<float>(b)));
 }
 
+// Returns the first token's position and adds the number of tokens to it. CTAs count themselves in its upper half; the
+// lower half is the position until the last CTA, when all have read it, stores the sum.
+__device__ __forceinline__ std::int64_t advance(std::int64_t* position, int tokens) {
+  if (position == nullptr) return 0;
+  constexpr int kCountedFrom = 32;
+  unsigned const ctas = gridDim.x * gridDim.y;
+  std::uint64_t const read = *static_cast<std::uint64_t volatile*>(static_cast<void*>(position));
+  if (read >> kCountedFrom >= ctas) __trap();  // neither a position nor a count
+  std::int64_t const first = static_cast<std::uint32_t>(read);
+  __syncthreads();  // all threads have read it
+  if (threadIdx.x == 0) {
+    auto* const counted = reinterpret_cast<unsigned long long*>(position);
+    if (atomicAdd(counted, 1ull << kCountedFrom) >> kCountedFrom == ctas - 1) *position = first + tokens;
+  }
+  return first;
+}
+
 template <class T>
 __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ RotateProblem const p) {
   pdl_wait();
   pdl_trigger();
   int const half = p.width / 2, token = blockIdx.x % p.tokens, batch = blockIdx.x / p.tokens;
-  std::int64_t const position = (p.position != nullptr ? *p.position : 0) + token;
+  std::int64_t const position = advance(p.position, p.tokens) + token;
   int const all = p.heads + 2 * p.key_heads;
   for (int i = blockIdx.y * kThreads + threadIdx.x; i < all * half; i += gridDim.y * kThreads) {
     int const head = i / half, element = i % half;
@@ -39,7 +56,7 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
     }
     T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
     if (head >= p.heads) {
-      if (position < 0 || position >= p.length) __trap();  // as torch asserts
+      if (position >= p.length) __trap();  // as torch asserts
       bool const is_key = head < p.heads + p.key_heads;
       Strides const& s = is_key ? p.of_key : p.of_value;
       int const own = head - p.heads - (is_key ? 0 : p.key_heads);

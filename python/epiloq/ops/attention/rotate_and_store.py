@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import mark_written
+from epiloq._torch.library import direct, mark_written, register
+
+_NAME = "rotate_and_store"
 
 
 def rotate_and_store(
@@ -27,8 +29,8 @@ def rotate_and_store(
         query_heads: H.
         cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens.
         key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, contiguous along D; written.
-        position: int64, one element on the same device: the first token's position, 0 by default. ``position + T`` is
-            at most L.
+        position: int64, one element on the same device: the first token's position, 0 by default; ``position + T`` is
+            at most L. T is added to it.
 
     Returns:
         ``[B, T, H, D]``.
@@ -38,21 +40,52 @@ def rotate_and_store(
     Raises:
         ValueError: an argument is invalid; the message names it.
     """
-    query = heads.new_empty(*heads.shape[:2], query_heads, heads.shape[-1])
+    if direct((heads, cos, sin, key_cache, value_cache), (position,)):
+        return run(heads, query_heads, cos, sin, key_cache, value_cache, position)
+    query: Tensor = torch.ops.epiloq.rotate_and_store(heads, query_heads, cos, sin, key_cache, value_cache, position)
+    return query
+
+
+def run(
+    heads: Tensor,
+    query_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    position: Tensor | None,
+) -> Tensor:
+    """`rotate_and_store` for plain tensors."""
+    query = _like_query(heads, query_heads)
     arguments = (query, heads, cos, sin, key_cache, value_cache, position)
-    if heads.is_cuda:
+    if heads.is_cuda and heads.numel() > 0:
         _core.rotate_and_store(*arguments)
     else:
         _core.check_rotate_and_store(*arguments)
         keys = key_cache.shape[1]
         both, values = heads.split([query_heads + keys, keys], 2)
-        turned, places = rotated(both, cos, sin), torch.arange(heads.shape[1])
+        turned, places = rotated(both, cos, sin), torch.arange(heads.shape[1], device=heads.device)
         places = places if position is None else places + position
         query.copy_(turned[:, :, :query_heads])
         key_cache.index_copy_(2, places, turned[:, :, query_heads:].transpose(1, 2))
         value_cache.index_copy_(2, places, values.transpose(1, 2))
-    mark_written(key_cache, value_cache)
+        if position is not None:
+            position.add_(heads.shape[1])
+    mark_written(key_cache, value_cache, position)
     return query
+
+
+def _like_query(heads: Tensor, query_heads: int, *_: Tensor | None) -> Tensor:
+    return heads.new_empty((*heads.shape[:2], query_heads, heads.shape[-1]))
+
+
+register(
+    _NAME,
+    f"{_NAME}(Tensor heads, int query_heads, Tensor cos, Tensor sin, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor(c!)? position) -> Tensor",
+    run,
+    _like_query,
+)
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
