@@ -81,8 +81,8 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant
   Partials<kWidth> const partials(p.workspace, heads * split);
   State const* const states = partials.states + head * split;
   float const* const values = partials.values + head * split * kWidth + lane;
+  pdl_trigger();  // before its own wait, as in rms_norm.cu
   pdl_wait();
-  pdl_trigger();
   float maximum = -INFINITY, sum = 0.f, out[kPerLane] = {};
 #pragma unroll 1
   for (int first = warp; first < split; first += kMergeWarps * kAtOnce) {

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kMaxThreads, kVectors == 1 ? 0 : 1) one_pass(_
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   W const* const weights = static_cast<W const*>(p.in.weight) + column;
   prefetch_if_few<kVectors>(weights, column, step, p.cols);
+  pdl_trigger_if_few();  // before its own wait, so that the following product loads weights while the previous one ends
   pdl_wait();
   if (row >= p.rows) return;
   // Issued before the row's loads, so that none waits for another; four vectors would not fit the registers of SM80.

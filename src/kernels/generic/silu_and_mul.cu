@@ -30,12 +30,12 @@ __device__ __forceinline__ void for_own_columns(Problem const& p, int parts, Com
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) vectors(__grid_constant__ Problem const p, int parts) {
+  pdl_trigger_if_few();  // before its own wait, as in rms_norm.cu
   pdl_wait();
   for_own_columns<T, kVector>(p, parts, [](T const* gates, T const* ups, T* out) {
     Vector<T> gate, up;
     gate.load(gates);
     up.load(ups);
-    pdl_trigger_if_few();
     float values[kVector], factors[kVector];
     gate.widen(values);
     up.widen(factors);
