@@ -7,6 +7,7 @@
 #include "core/ceil_div.h"
 #include "core/cuda_check.h"
 #include "kernels/launch/grouped_weight_only_mm.h"
+#include "kernels/sm80/w4a16_gemv_fp4.cuh"
 #include "kernels/sm80/w4a16_grouped.cuh"
 #include "kernels/sm80/w4a16_launch.cuh"
 
@@ -50,10 +51,10 @@ void launch_grouped(Problem const& p, int tiles, int split, int device, Stream s
 
 template <int kRow, DType kX, Format kFormat>
 void launch_gemv(Problem const& p, int, int split, int device, Stream stream) {
-  constexpr wo::GemvConfig kConfig = kGemvRows[kRow];
+  constexpr Fp4GemvConfig kConfig = kGemvRows[kRow];
   using T = CudaType<kX>;
   using F = FormatOf<T, kFormat>;
-  using Products = wo::HalfProducts<T, F::kBits, F::kGroups, false, kConfig.panels, typename F::Fragment>;
+  using Products = wo::Fp4Products<T, F::kGroups, kConfig.panels, kConfig.tiles>;
   using S = wo::Gemv<Products, kConfig.panels, kConfig.warps, kConfig.stages, kConfig.blocks>;
   wo::launch_gemv_kernel<S, T, F::kGroups>(kLaunching, p.product, p.factor, split, device, stream);
 }

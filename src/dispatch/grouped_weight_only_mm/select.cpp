@@ -58,25 +58,29 @@ bool fits(Problem const& p, Format format, Config const& c, Target const& target
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
 
-// The largest GEMV CTAs of which all can run at a time, if they fit shared memory; else the smallest.
+// The largest GEMV CTAs of which all can run at a time, if as many fit shared memory; else the smallest.
 std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& target) {
-  if (!is_fp4(format) || p.counts != nullptr || p.product.m > weight_only_mm::kGemvTokens) return std::nullopt;
+  if (!is_fp4(format) || p.counts != nullptr) return std::nullopt;
   Weight const& w = p.product.weight;
-  int const steps = w.padded_k / kPadding, rows = static_cast<int>(kGemvRows.size());
-  for (int row = 0; row < rows; ++row) {
-    weight_only_mm::GemvConfig const& c = kGemvRows[row];
-    int const cta_rows = c.panels * weight_only_mm::kPanelRows;
-    int const ctas = ceil_div(w.n, cta_rows), room = c.blocks * target.sm_count;
-    if (ctas > room && row + 1 < rows) continue;
+  int const steps = w.padded_k / kPadding;
+  std::optional<Choice> last;
+  for (int row = 0; row < static_cast<int>(kGemvRows.size()); ++row) {
+    Fp4GemvConfig const& c = kGemvRows[row];
+    bool const is_narrowest = p.product.m <= c.tokens() && p.product.m > c.tokens() - kGemvTile;
+    if (!is_narrowest) continue;
+    int const ctas = ceil_div(w.n, c.rows()), room = c.blocks * target.sm_count;
     // With split-K, each warp of a CTA has at least one K step.
     int const most = has_clusters(target) ? std::clamp(steps / c.warps, 1, kMaxCluster) : 1;
     int const split = std::clamp(room / ctas, 1, most);
     int const stage = weight_only_mm::whole_lines(c.panels * panel_bytes(w, format)) + token_bytes(p.product.m);
-    int const received = weight_only_mm::gemv_received_bytes(p.product.m, cta_rows, split);
-    if (received + c.warps * c.stages * stage <= target.shared_bytes)
-      return Choice{format, row, 1, split, Family::kGemv};
+    int const bytes = weight_only_mm::gemv_received_bytes(p.product.m, c.rows(), split) + c.warps * c.stages * stage;
+    if (bytes > target.shared_bytes) continue;
+    last = Choice{format, row, 1, split, Family::kGemv};
+    // A CTA takes kReserved bytes of an SM's memory beside its own; an SM has kReserved more than a CTA may take.
+    constexpr int kReserved = 1024;
+    if (ctas <= room && c.blocks * (bytes + kReserved) <= target.shared_bytes + kReserved) return last;
   }
-  return std::nullopt;
+  return last;
 }
 
 // About 2.4 instructions of the integer pipes per weight. With two warpgroups that do both, an H200 takes about as long
@@ -171,9 +175,8 @@ std::string describe(Choice const& choice) {
     return text.str();
   }
   if (choice.family == Family::kGemv) {
-    weight_only_mm::GemvConfig const& c = kGemvRows[choice.row];
-    text << "GEMV, mma.sync, " << c.panels * weight_only_mm::kPanelRows << " weight rows x " << c.warps
-         << " warps, split-K " << choice.split;
+    Fp4GemvConfig const& c = kGemvRows[choice.row];
+    text << "GEMV, mma.sync, " << c.rows() << " weight rows x " << c.warps << " warps, split-K " << choice.split;
     return text.str();
   }
   text << "grouped mma.sync, " << kTileRows << " weight rows x " << kRows[choice.row].tokens << " tokens, "

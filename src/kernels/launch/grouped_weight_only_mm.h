@@ -7,6 +7,7 @@
 
 #include "kernels/common/w4a16/config.h"
 #include "problems/grouped_weight_only.h"
+#include "problems/packed_layout.h"
 
 namespace epiloq::ops::grouped_weight_only_mm {
 
@@ -23,11 +24,19 @@ inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
 inline constexpr std::array kRows{Config{8, 4, 3, 4, 128}, Config{16, 4, 3, 4, 128}, Config{32, 4, 3, 3, 128},
                                   Config{64, 3, 2, 2, 64}};
 
-// GEMV of one matrix of FP4 weights, for at most kGemvTokens tokens: few rows per CTA by many warps where there are few
-// CTAs, small CTAs where there are many.
-inline constexpr std::array kGemvRows{weight_only_mm::GemvConfig{2, 16, 2, 1, false},
-                                      weight_only_mm::GemvConfig{2, 8, 3, 2, false},
-                                      weight_only_mm::GemvConfig{2, 4, 3, 4, false}};
+// GEMV of one matrix of FP4 weights, for at most `tiles` tiles of kGemvTile tokens; see GemvConfig. Few rows per CTA by
+// many warps where there are few CTAs, small CTAs where there are many; many rows per warp spare reads of tokens, and
+// shared memory for them limits stages.
+inline constexpr int kGemvTile = 8;
+struct Fp4GemvConfig {
+  int panels, warps, stages, blocks, tiles;
+
+  constexpr int tokens() const { return kGemvTile * tiles; }
+  constexpr int rows() const { return weight_only_mm::kPanelRows * panels; }
+};
+inline constexpr std::array kGemvRows{Fp4GemvConfig{2, 16, 2, 1, 1}, Fp4GemvConfig{2, 8, 3, 2, 1},
+                                      Fp4GemvConfig{4, 4, 3, 4, 1},  Fp4GemvConfig{4, 4, 2, 4, 1},
+                                      Fp4GemvConfig{4, 8, 3, 1, 2},  Fp4GemvConfig{4, 4, 2, 3, 2}};
 
 // `tiles` tiles of tokens; the CTAs of a cluster split K.
 using Launch = void (*)(Problem const&, int tiles, int split, int device, Stream);

@@ -16,11 +16,6 @@ __device__ __forceinline__ Word moved_e2m1(Word word, int p) {
   return masked_or(top, 0x80008000, (top & 0x70007000) >> kDown);
 }
 
-__device__ __forceinline__ Word multiply_pairs(__half, Word a, Word b) {
-  Word result;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
 __device__ __forceinline__ Word multiply_pairs(__nv_bfloat16, Word a, Word b) {
   return SubnormalFragment::multiply_add(a, b, 0);
 }
@@ -32,11 +27,35 @@ template <>
 struct E2M1<__half> {
   static constexpr int kDown = 3;
   static constexpr float kPatternUnit = 1 << 14;
+
+  // A word's patterns, as moved_e2m1's. The upper byte of a half holds one, so that four codes are moved at a time.
+  static __device__ __forceinline__ void patterns(Word (&a)[4], Word w) {
+    constexpr Word kSigns = 0x80808080, kSizes = 0x0e0e0e0e, kUpper = 0xff00ff00;
+    constexpr unsigned kLowerToUpper = 0x2404;  // bytes 0 and 2 to bytes 1 and 3, others 0
+    Word const even = masked_or(w << 4, kSigns, w << 1 & kSizes), odd = masked_or(w, kSigns, w >> 3 & kSizes);
+    a[0] = __byte_perm(even, 0, kLowerToUpper);
+    a[1] = __byte_perm(odd, 0, kLowerToUpper);
+    a[2] = even & kUpper;
+    a[3] = odd & kUpper;
+  }
 };
 template <>
 struct E2M1<__nv_bfloat16> {
   static constexpr int kDown = 6;
   static constexpr Word kToValues = 0x7e807e80;  // 2^126, twice
+
+  // One product moves a code to both places, of the sign and of the rest, without carries: the copies do not overlap.
+  // Multiplications leave the integer pipe to logic.
+  static __device__ __forceinline__ void patterns(Word (&a)[4], Word w) {
+    constexpr Word kPattern = 0x81c081c0, kEven = 0x000f000f, kOdd = 0x00f000f0;
+    constexpr Word kFromEven = (1 << 12) + (1 << 6), kFromOdd = kFromEven >> 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Word const two = half == 0 ? w : w >> 8;
+      a[2 * half] = (two & kEven) * kFromEven & kPattern;
+      a[2 * half + 1] = (two & kOdd) * kFromOdd & kPattern;
+    }
+  }
 };
 
 // MXFP4: a power of two for each 32 columns.

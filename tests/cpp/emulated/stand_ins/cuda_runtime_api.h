@@ -25,6 +25,11 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
   return result;
 }
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(emulated::shuffle(value, lane)); }
+inline int __any_sync(unsigned, int predicate) {
+  int any = 0;
+  for (int lane = 0; lane < 32; ++lane) any |= emulated::shuffle(predicate != 0, lane);
+  return any;
+}
 inline void __syncwarp() { emulated::sync_warp(); }
 inline void __syncthreads() { emulated::sync_threads(); }
 

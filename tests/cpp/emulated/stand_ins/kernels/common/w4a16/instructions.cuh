@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <cmath>
+
 namespace epiloq::ops::weight_only_mm {
 
 using Word = std::uint32_t;
@@ -24,7 +26,8 @@ Word of_pairs(Operation const& operation) {
   for (int half = 0; half < 2; ++half) {
     double const exact = operation(half);
     Word const bits = bits_of(T{}, static_cast<float>(exact));
-    if (value_of<T>(bits, 0) != exact) throw emulated::Failure("a pair of 16-bit floats was rounded");
+    if (value_of<T>(bits, 0) != exact && !std::isnan(exact))
+      throw emulated::Failure("a pair of 16-bit floats was rounded");
     result |= bits << (16 * half);
   }
   return result;
@@ -42,6 +45,8 @@ Word multiply_add_pairs(Word a, Word b, Word c) {
   using emulation::value_of;
   return emulation::of_pairs<T>([&](int i) { return value_of<T>(a, i) * value_of<T>(b, i) + value_of<T>(c, i); });
 }
+
+inline Word multiply_pairs(__half, Word a, Word b) { return multiply_add_pairs<__half>(a, b, 0); }
 
 // m16n8k16 by the PTX ISA's table of fragments; products are added up exactly, then rounded.
 template <class T>
