@@ -43,11 +43,13 @@ def test_same_bits(
     expected[0][:, :, written] = both[:, :, heads:].transpose(1, 2)
     expected[1][:, :, written] = some[:, :, heads + keys :].transpose(1, 2)
     position = None if first is None else torch.tensor(first, device=device)
-    versions = [cache._version for cache in caches]
+    written_to = [t for t in (*caches, position) if t is not None]
+    versions = [t._version for t in written_to]
     query = rotate_and_store(some, heads, cos, sin, *caches, position)
     assert torch.equal(query, both[:, :, :heads]) and query.is_contiguous()
     assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))
-    assert all(cache._version > version for cache, version in zip(caches, versions, strict=True))
+    assert all(t._version > version for t, version in zip(written_to, versions, strict=True))
+    assert position is None or int(position) == (first or 0) + tokens
 
 
 def test_refusals(seed: int) -> None:

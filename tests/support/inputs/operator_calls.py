@@ -35,6 +35,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from fp4_products(x, n)
     yield from convolutions(m, n, device)
     yield from decode_attentions(m, n, device)
+    yield from rotations(m, device)
     codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
     numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
     x = torch.randn(m, k, device=device)
@@ -114,6 +115,13 @@ def fused_quantisers(x: Tensor) -> Calls:
     yield OPS.rms_norm_out, (x, weight, 1e-6, x.flip(0), torch.zeros_like(x), torch.zeros_like(x)), {}
     yield OPS.silu_and_mul, (pair,), {}
     yield OPS.silu_and_mul_out, (pair,), {"out": torch.zeros_like(x)}
+
+
+def rotations(m: int, device: str) -> Calls:
+    heads, angles = torch.randn(2, m, 4, 10, device=device), torch.randn(2, 1, m, 10, device=device)
+    for position in (None, torch.tensor(1, device=device)):
+        caches = torch.zeros(2, 2, 1, m + 3, 10, device=device)
+        yield OPS.rotate_and_store, (heads, 2, *angles, *caches.unbind(), position), {}
 
 
 def blockwise_quantisers(x: Tensor) -> Calls:
