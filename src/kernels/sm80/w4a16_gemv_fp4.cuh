@@ -31,9 +31,9 @@ struct Fp4Products {
   template <int... kTile>
   __device__ __forceinline__ Fp4Products(Problem const& p_, std::integer_sequence<int, kTile...>)
       : p(p_),
-        token(W::lane() / 8),
+        token(in_register(W::lane() / 8)),
         column(W::lane() % 8 * 8),
-        x(static_cast<T const*>(p_.x) + token * p_.stride_x + column),
+        x(in_register(static_cast<T const*>(p_.x) + token * p_.stride_x + column)),
         to_even(in_register(TokenLayout::of(token, W::lane() % 8))),
         to_odd(in_register(TokenLayout::of(token + kAtOnce, W::lane() % 8))),
         read_at{TokenLayout(read_token(p_.m, kTile), W::lane() / 8)...} {}

@@ -69,14 +69,15 @@ struct Fp4Warp {
     SharedAddress lane_at;
 
     __device__ __forceinline__ Source(Weight const& w, StageLayout const&, int first_panel)
-        : q(w.q + lane() * 16), lane_at(in_register(lane() * 16)) {
+        : q(in_register(w.q + lane() * 16)), lane_at(in_register(lane() * 16)) {
       int const last = (w.n - 1) / kPanelRows;
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) {
         q_at[s] = static_cast<Word>(min(first_panel + s, last)) * (w.padded_k / kStep * kPanelBytes);
       }
       Word const panel = min(first_panel + lane() / kScaleLanes, last);
-      scales = static_cast<std::uint8_t const*>(w.scale) + panel * (w.groups * kPanelRows) + lane() % kScaleLanes * 16;
+      scales = in_register(static_cast<std::uint8_t const*>(w.scale) + panel * (w.groups * kPanelRows) +
+                           lane() % kScaleLanes * 16);
     }
 
     __device__ __forceinline__ void issue(StageLayout const&, SharedAddress stage, int step) const {
