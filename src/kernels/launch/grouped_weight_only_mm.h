@@ -36,7 +36,8 @@ struct Fp4GemvConfig {
 };
 inline constexpr std::array kGemvRows{Fp4GemvConfig{2, 16, 2, 1, 1}, Fp4GemvConfig{2, 8, 3, 2, 1},
                                       Fp4GemvConfig{4, 4, 3, 4, 1},  Fp4GemvConfig{4, 4, 2, 4, 1},
-                                      Fp4GemvConfig{4, 8, 3, 1, 2},  Fp4GemvConfig{4, 4, 2, 3, 2}};
+                                      Fp4GemvConfig{4, 8, 3, 1, 2},  Fp4GemvConfig{8, 4, 2, 2, 2},
+                                      Fp4GemvConfig{4, 4, 2, 3, 2}};
 
 // `tiles` tiles of tokens; the CTAs of a cluster split K.
 using Launch = void (*)(Problem const&, int tiles, int split, int device, Stream);

@@ -3,6 +3,7 @@
 // Warp tile of the GEMV kernel with FP4 weights: loads K steps of its weight rows, and multiplies them by tokens.
 // Converting codes takes longer than reading them, so instructions count, those of the integer pipe twice.
 
+#include "core/ceil_div.h"
 #include "kernels/common/w4a16/convert_fp4.cuh"
 #include "kernels/sm80/w4a16_warp_tile.cuh"
 
@@ -59,12 +60,13 @@ struct Fp4Warp {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-  // A lane's sources: its 16 bytes of a panel's two vectors, and 16 bytes of one panel's scales. Rows past the last
-  // panel are read as the last panel's, and their sums dropped. Offsets fit 32 bits (checked in select.cpp).
+  // A lane's sources: its 16 bytes of a panel's two vectors, and 16 bytes of one panel's scales, or of two panels'.
+  // Rows past the last panel are read as the last panel's, and their sums dropped. Offsets fit 32 bits (checked in
+  // select.cpp).
   struct Source {
     static constexpr int kScaleLanes = kScaleBytes / 16;  // per panel
-    static_assert(kPanels * kScaleLanes <= kLanes);
-    std::uint8_t const *q, *scales;
+    static constexpr int kPanelsAtOnce = kLanes / kScaleLanes, kScaleVectors = ceil_div(kPanels, kPanelsAtOnce);
+    std::uint8_t const *q, *scales[kScaleVectors];
     Word q_at[kPanels];
     SharedAddress lane_at;
 
@@ -75,9 +77,12 @@ struct Fp4Warp {
       for (int s = 0; s < kPanels; ++s) {
         q_at[s] = static_cast<Word>(min(first_panel + s, last)) * (w.padded_k / kStep * kPanelBytes);
       }
-      Word const panel = min(first_panel + lane() / kScaleLanes, last);
-      scales = in_register(static_cast<std::uint8_t const*>(w.scale) + panel * (w.groups * kPanelRows) +
-                           lane() % kScaleLanes * 16);
+      auto const* const all = static_cast<std::uint8_t const*>(w.scale);
+#pragma unroll
+      for (int v = 0; v < kScaleVectors; ++v) {
+        Word const panel = min(first_panel + v * kPanelsAtOnce + lane() / kScaleLanes, last);
+        scales[v] = in_register(all + panel * (w.groups * kPanelRows) + lane() % kScaleLanes * 16);
+      }
     }
 
     __device__ __forceinline__ void issue(StageLayout const&, SharedAddress stage, int step) const {
@@ -88,8 +93,12 @@ struct Fp4Warp {
         cp_async16(to + s * kPanelBytes, from + q_at[s]);
         cp_async16(to + s * kPanelBytes + kPanelBytes / 2, from + q_at[s] + kPanelBytes / 2);
       }
-      if (kPanels * kScaleLanes == kLanes || lane() < kPanels * kScaleLanes) {
-        cp_async16(to + kWeightBytes, scales + step * kScaleBytes);
+#pragma unroll
+      for (int v = 0; v < kScaleVectors; ++v) {
+        bool const is_whole = (v + 1) * kPanelsAtOnce <= kPanels;
+        if (is_whole || lane() < (kPanels - v * kPanelsAtOnce) * kScaleLanes) {
+          cp_async16(to + kWeightBytes + v * kLanes * 16, scales[v] + step * kScaleBytes);
+        }
       }
     }
   };

@@ -170,6 +170,7 @@ void check_format(std::mt19937& random) {
     products<T, kGroups, 2, 1>(random, 8, kind);
     products<T, kGroups, 4, 1>(random, 8, kind);
     products<T, kGroups, 4, 2>(random, 16, kind);
+    products<T, kGroups, 8, 2>(random, 13, kind);
   }
 }
 
