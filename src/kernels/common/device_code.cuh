@@ -71,12 +71,6 @@ __device__ __forceinline__ int in_register(int value) {
   return value;
 }
 
-template <class T>
-__device__ __forceinline__ T const* in_register(T const* pointer) {
-  asm volatile("" : "+l"(pointer));
-  return pointer;
-}
-
 // Tells the compiler that a value is the same in all lanes. It otherwise treats anything that depends on the thread
 // index or on memory as divergent and copies it to uniform registers (which wgmma descriptors need) at each use.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }

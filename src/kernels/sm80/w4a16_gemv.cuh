@@ -1,8 +1,8 @@
 #pragma once
 
-// W4A16/W8A16 GEMV for at most 8 tokens (16 with FP4 weights), bound by reading the weight once. The warps of a CTA
-// share its rows and alternate K steps, each with its own pipeline of weights and tokens: the main loop has no barrier,
-// and enough loads are in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
+// W4A16/W8A16 GEMV for at most 8 tokens, bound by reading the weight once. The warps of a CTA share its rows and
+// alternate K steps, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads
+// are in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
@@ -25,7 +25,7 @@ struct GemvPipeline {
 
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
-// w4a16_gemv_integer.cuh, for FP4 weights w4a16_gemv_fp4.cuh.
+// w4a16_gemv_integer.cuh.
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels, class F = Fragment<T, kBits>>
 struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;
@@ -79,8 +79,13 @@ struct HalfProducts {
     W::multiply(sums, p.weight, layout, stage, [&](int, int block) { return load_tokens(tokens + read_at.at(block)); });
   }
 
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, GemvPipeline const&) {
-    W::store(target, stride, sums);
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums,
+                                               GemvPipeline const& pipeline) {
+    float unit = F::kUnit;
+    if constexpr (F::kScales != ScaleUse::kFloats) {
+      if (pipeline.factor != nullptr) unit *= __ldg(pipeline.factor);
+    }
+    W::store(target, stride, sums, unit);
   }
 };
 

@@ -33,7 +33,7 @@ struct Fp4Products {
       : p(p_),
         token(in_register(W::lane() / 8)),
         column(W::lane() % 8 * 8),
-        x(in_register(static_cast<T const*>(p_.x) + token * p_.stride_x + column)),
+        x(pointer_in_register(static_cast<T const*>(p_.x) + token * p_.stride_x + column)),
         to_even(in_register(TokenLayout::of(token, W::lane() % 8))),
         to_odd(in_register(TokenLayout::of(token + kAtOnce, W::lane() % 8))),
         read_at{TokenLayout(read_token(p_.m, kTile), W::lane() / 8)...} {}

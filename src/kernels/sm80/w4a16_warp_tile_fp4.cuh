@@ -9,6 +9,13 @@
 
 namespace epiloq::ops::weight_only_mm {
 
+// See in_register.
+template <class T>
+__device__ __forceinline__ T const* pointer_in_register(T const* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // Factors of codes' patterns, from bytes of scales: one multiplication gives both halves of a register.
 template <class T, int kGroups>
 struct Fp4Scales;
@@ -71,7 +78,7 @@ struct Fp4Warp {
     SharedAddress lane_at;
 
     __device__ __forceinline__ Source(Weight const& w, StageLayout const&, int first_panel)
-        : q(in_register(w.q + lane() * 16)), lane_at(in_register(lane() * 16)) {
+        : q(pointer_in_register(w.q + lane() * 16)), lane_at(in_register(lane() * 16)) {
       int const last = (w.n - 1) / kPanelRows;
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) {
@@ -81,7 +88,7 @@ struct Fp4Warp {
 #pragma unroll
       for (int v = 0; v < kScaleVectors; ++v) {
         Word const panel = min(first_panel + v * kPanelsAtOnce + lane() / kScaleLanes, last);
-        scales[v] = in_register(all + panel * (w.groups * kPanelRows) + lane() % kScaleLanes * 16);
+        scales[v] = pointer_in_register(all + panel * (w.groups * kPanelRows) + lane() % kScaleLanes * 16);
       }
     }
 

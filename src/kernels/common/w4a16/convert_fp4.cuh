@@ -16,8 +16,9 @@ __device__ __forceinline__ Word moved_e2m1(Word word, int p) {
   return masked_or(top, 0x80008000, (top & 0x70007000) >> kDown);
 }
 
-__device__ __forceinline__ Word multiply_pairs(__nv_bfloat16, Word a, Word b) {
-  return SubnormalFragment::multiply_add(a, b, 0);
+template <class T>
+__device__ __forceinline__ Word multiply_pairs(T, Word a, Word b) {
+  return multiply_add_pairs<T>(a, b, 0);
 }
 
 // A code's value is its pattern in T times 2^14 or 2^126: the difference of T's exponent bias and E2M1's.

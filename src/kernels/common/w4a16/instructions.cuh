@@ -40,12 +40,6 @@ __device__ __forceinline__ Word multiply_add_pairs<__nv_bfloat16>(Word a, Word b
   return result;
 }
 
-__device__ __forceinline__ Word multiply_pairs(__half, Word a, Word b) {
-  Word result;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 // D = A B + C. SM75's instruction has half the depth and no bfloat16.
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], Word const (&a)[4], Word b0, Word b1, float const (&c)[4]);

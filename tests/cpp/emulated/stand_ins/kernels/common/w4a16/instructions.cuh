@@ -46,8 +46,6 @@ Word multiply_add_pairs(Word a, Word b, Word c) {
   return emulation::of_pairs<T>([&](int i) { return value_of<T>(a, i) * value_of<T>(b, i) + value_of<T>(c, i); });
 }
 
-inline Word multiply_pairs(__half, Word a, Word b) { return multiply_add_pairs<__half>(a, b, 0); }
-
 // m16n8k16 by the PTX ISA's table of fragments; products are added up exactly, then rounded.
 template <class T>
 void mma(float (&d)[4], Word const (&a)[4], Word b0, Word b1, float const (&c)[4]) {
