@@ -19,7 +19,7 @@ from epiloq._torch.library import (
     refuse_backward,
     register_product,
 )
-from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight
+from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
 from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
@@ -63,7 +63,8 @@ def grouped_packed_mm(
             float32, contiguous rows; with ``scale_a`` int8 or float8_e4m3fn.
         weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16, not in activation order. Or FP4, with
             none, one or E global scales, which needs ``scale_a`` (`packed_fp4_mm` multiplies floating-point rows).
-        scale_a: float32, one per row: ``[M, 1]`` or ``[E, M, 1]``.
+        scale_a: float32, one per row, ``[M, 1]`` or ``[E, M, 1]``, or one per row and group of 128 columns, ``[M, ceil(K
+            / 128)]`` or ``[E, M, ceil(K / 128)]``.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. This is not checked where
             they are read on the device; rows are then unwritten or wrong.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.
@@ -135,8 +136,10 @@ def run(
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
             _refuse("x", "int8 or float8_e4m3fn with scale_a", x.dtype)
-        if scale_a.shape != (*x.shape[:-1], 1) or scale_a.dtype != torch.float32:
-            _refuse("scale_a", f"float32 {[*x.shape[:-1], 1]}", f"{scale_a.dtype} {list(scale_a.shape)}")
+        shapes = [[*x.shape[:-1], scales] for scales in sorted({1, groups_of(k)})]
+        if list(scale_a.shape) not in shapes or scale_a.dtype != torch.float32:
+            wanted = " or ".join(map(str, shapes))
+            _refuse("scale_a", f"float32 {wanted}", f"{scale_a.dtype} {list(scale_a.shape)}")
         check_out_dtype(x, result.dtype)
     elif result.dtype != x.dtype:
         _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)

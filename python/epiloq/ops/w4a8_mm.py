@@ -18,7 +18,17 @@ from epiloq._torch.library import (
     refuse_backward,
     register_product,
 )
-from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, NAME, Call, Weight, check, check_out_dtype, check_weight
+from epiloq.ops.checks.w4a8_mm import (
+    ACTIVATIONS,
+    GROUP,
+    NAME,
+    Call,
+    Weight,
+    check,
+    check_out_dtype,
+    check_weight,
+    groups_of,
+)
 from epiloq.ops.packed_fp4_mm import explain as explain_fp4
 from epiloq.ops.packed_fp4_mm import run as fp4
 from epiloq.ops.w4a8 import unpacked
@@ -53,8 +63,8 @@ def w4a8_mm(
     without rounding; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
     multiplied in 8 bits: with scales per channel, and for float8 times MXFP4, the weight is unpacked for `scaled_mm`;
     float8 times a symmetric weight in groups has a kernel for SM90. Otherwise, for few tokens (which are limited by
-    reading the weight), for NVFP4 and with `set_batch_invariant`, activations and their scales are converted to
-    bfloat16 for `weight_only_mm` or `packed_fp4_mm`. docs/numerics.md has the bounds.
+    reading the weight), for NVFP4, for scales per group of activations and with `set_batch_invariant`, activations and
+    their scales are converted to bfloat16 for `weight_only_mm` or `packed_fp4_mm`. docs/numerics.md has the bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as returned by `quantize_fp8` per token or a symmetric
@@ -62,7 +72,9 @@ def w4a8_mm(
         weight: ``[N, K]`` with 4 bits, symmetric or with integer zero points; any group size and scale type, including
             scales per channel (groups of whole rows). ``x_q`` is permuted once if the weight is in activation order. Or
             FP4 with at most one global scale.
-        scale_a: float32, one element or one per token: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
+        scale_a: float32, one element or one per token: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``. Or one per token and group
+            of 128 columns, ``[M, ceil(K / 128)]`` or ``[…, M, ceil(K / 128)]`` of any strides, which is then inside the
+            sum.
         bias: ``[N]`` in the output's dtype, added in fp32.
         out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
         out: ``[…, M, N]``, contiguous rows, sharing no memory with inputs; written and returned.
@@ -144,6 +156,8 @@ def multiply(call: Call) -> None:
     """The product of checked arguments, with at least one output."""
     weight, m = call.weight, prod(call.x_q.shape[:-1])
     x_q, out = call.x_q.view(m, weight.k), call.out.view(m, weight.n)
+    if _has_groups(call):
+        return _by_groups(out, x_q, weight, call.scale_a.reshape(m, -1), call.bias)
     if isinstance(weight, PackedWeight) and weight.perm is not None:
         # As bytes, for not every backend gathers float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
@@ -157,6 +171,22 @@ def multiply(call: Call) -> None:
     for first in range(0, m, step):
         rows = slice(first, first + step)
         _product(out[rows], x_q[rows], weight, scale_a[rows], call.bias)
+
+
+def _has_groups(call: Call) -> bool:
+    """Whether `scale_a` has several scales for each token."""
+    groups = groups_of(call.weight.k)
+    return groups > 1 and call.scale_a.numel() == prod(call.x_q.shape[:-1]) * groups
+
+
+def _by_groups(out: Tensor, x_q: Tensor, weight: Weight, scale_a: Tensor, bias: Tensor | None) -> None:
+    """The product of activations that are multiplied by their scales first, ``scale_a`` ``[M, groups]``."""
+    dtype, perm = _floating(x_q), getattr(weight, "perm", None)
+    step = max(_AT_ONCE // max(weight.n, weight.k), TOKENS)
+    for first in range(0, len(x_q), step):
+        rows = slice(first, first + step)
+        x = widened(x_q[rows], scale_a[rows], dtype)
+        _write_product(out[rows], x if perm is None else x.index_select(-1, perm), weight, bias)
 
 
 def _may_be_float8(x_q: Tensor) -> bool:
@@ -201,13 +231,16 @@ def _by_weight_only(
     `dtype`, to which they are rounded with their scales."""
     if dtype == torch.float32:
         return _finish(out, _floating_product(x_q.to(dtype), weight, None), scale_a, bias)
-    x = widened(x_q, scale_a, dtype)
-    if out.dtype == dtype:
+    return _write_product(out, widened(x_q, scale_a, dtype), weight, bias)
+
+
+def _write_product(out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    """`weight_only_mm` or `packed_fp4_mm`, rounded to the type of ``out``."""
+    if out.dtype == x.dtype:
         _floating_product(x, weight, bias, out)
-        return None
+        return
     sums = _floating_product(x, weight, None)
     out.copy_(sums if bias is None else sums + bias.float())
-    return None
 
 
 def _floating_product(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -219,13 +252,16 @@ def _floating_product(x: Tensor, weight: Weight, bias: Tensor | None, out: Tenso
 
 
 def widened(x_q: Tensor, scale_a: Tensor, dtype: torch.dtype) -> Tensor:
-    """8-bit tokens ``[…, K]`` times their scales ``[…, 1]``, rounded once to a type, bfloat16 on CUDA.
+    """8-bit tokens ``[…, K]`` times their scales, ``[…, 1]`` or one per group of 128 columns, rounded once to a type,
+    bfloat16 on CUDA.
 
     Products are in fp32; rows are aligned to 16 bytes, as kernels require.
     """
     result = aligned_rows(x_q, dtype)
     x, rows, scales = result.flatten(0, -2), x_q.flatten(0, -2), scale_a.flatten(0, -2).contiguous()
-    if x.is_cuda:
+    if scales.shape[-1] > 1:
+        x.copy_(rows.float().mul_(scales.repeat_interleave(GROUP, -1)[:, : rows.shape[-1]]))
+    elif x.is_cuda:
         _core.widen_tokens(x, rows, scales)
     else:
         x.copy_(rows.float().mul_(scales))
@@ -253,12 +289,16 @@ def explain(
     w = _expect(weight)
     expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, {"bias": bias, "out": out}, writes=False)
     result = _empty(x_q, w.n, out_dtype) if out is None else out
-    check(Call(result, x_q, w, scale_a, bias), out is not None)
+    call = Call(result, x_q, w, scale_a, bias)
+    check(call, out is not None)
     m = prod(x_q.shape[:-1])
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
     dtype = _floating(x_q)
     x, how = x_q.new_empty((m, w.k), dtype=dtype), f"activations as {str(dtype).removeprefix('torch.')}"
+    if _has_groups(call):
+        by_weight = explain_fp4(x, w) if isinstance(w, PackedFp4Weight) else explain_weight_only(x, w, terms=terms)
+        return f"{how}, times their scales per group: {by_weight}"
     if not is_batch_invariant() and unpacked.fits(x_q.view(m, w.k), w):
         what = "integers" if isinstance(w, PackedWeight) else "FP4 numbers"
         return f"the weight's {what} unpacked to 8 bits, then a product of 8-bit operands"

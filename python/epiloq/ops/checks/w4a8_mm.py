@@ -17,6 +17,8 @@ from epiloq.weights.tensor_checks import check_memory, check_rows, check_written
 NAME = "w4a8_mm"
 ACTIVATIONS = (torch.int8, torch.float8_e4m3fn)
 Weight: TypeAlias = PackedWeight | PackedFp4Weight
+GROUP = 128
+"""Columns of a token that share a scale where a token has several."""
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIMENSIONS = 6
 
@@ -43,6 +45,11 @@ def check_weight(weight: Weight, operation: str = NAME) -> None:
         _refuse("weight.offset", "None: symmetric weights or integer zero points", "real offsets", operation)
 
 
+def groups_of(k: int) -> int:
+    """Number of scales of a token of `k` columns with a scale per group."""
+    return max(-(-k // GROUP), 1)
+
+
 def check_out_dtype(x_q: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError for an unsupported output type."""
     if dtype not in (_HALVES if x_q.is_cuda else (*_HALVES, torch.float32)):
@@ -55,10 +62,13 @@ def check(call: Call, out_given: bool) -> None:
     check_parts(call.weight, call.x_q.device)
     leading, m = _check_activations(call)
     scale_a, bias, out = call.scale_a, call.bias, call.out
-    shapes = [torch.Size(shape) for shape in ((m,), (m, 1), (*leading, 1))]
+    groups = groups_of(call.weight.k)
+    shapes = [torch.Size(shape) for g in (1, groups) for shape in ((m, g), (*leading, g))]
     check_memory("scale_a", scale_a, call.x_q.device, NAME)
-    if scale_a.dtype != torch.float32 or (scale_a.numel() != 1 and scale_a.shape not in shapes):
-        _refuse("scale_a", f"float32, one element or one for each of {m} rows ([{m}] or [{m}, 1])", described(scale_a))
+    if scale_a.dtype != torch.float32 or (scale_a.numel() != 1 and scale_a.shape not in (*shapes, (m,))):
+        by_group = f", or for each group of {GROUP} columns ([{m}, {groups}])" if groups > 1 else ""
+        expected = f"float32, one element or one for each of {m} rows ([{m}] or [{m}, 1]){by_group}"
+        _refuse("scale_a", expected, described(scale_a))
     if out_given:
         check_memory("out", out, call.x_q.device, NAME)
         _check_out(out, (*leading, call.weight.n))
