@@ -27,7 +27,7 @@ from command_line import WIDE, run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.integrations.transformers import EpiloqConfig
-from epiloq.nn import Fp4Linear, W4A8Fp4Linear
+from epiloq.nn import W4A8Fp4Linear
 from opened_models import TOKENS, opened
 from rounded_models import same, weights
 from tiny_teacher import save, tiny_model
@@ -158,23 +158,6 @@ def changed(folder: Path, target: Path, activations: dict[str, Any]) -> Path:
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = activations
     (target / "config.json").write_text(json.dumps(config))
     return target
-
-
-@pytest.mark.parametrize(
-    "activations",
-    [
-        # The package's MXFP4XFP8.
-        TOKEN | {"strategy": "group", "group_size": 128},
-        TOKEN | {"strategy": "tensor", "dynamic": False},
-        TOKEN | {"symmetric": False},
-    ],
-    ids=["groups", "static", "zero points"],
-)
-def test_other_granularities_stay_in_floating_point(folders: Path, tmp_path: Path, activations: dict[str, Any]) -> None:
-    folder = changed(folders / "mxfp4", tmp_path / "model", activations)
-    with pytest.warns(UserWarning, match="activations stay in floating point, not in FP8"):
-        model, _ = models.load(Checkpoint(folder))
-    assert type(model.get_submodule(LAYER)) is Fp4Linear
 
 
 def test_int8_tokens(folders: Path, tmp_path: Path) -> None:

@@ -240,12 +240,20 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("weights", {"strategy": "block", "block_structure": [128, 128]}, r"input_activations: .*\(group\).*'token'"),
+        (
+            "weights",
+            {"strategy": "block", "block_structure": [128, 128]},
+            r"input_activations: .*\(group\), got FP8 per token",
+        ),
         ("weights", {"strategy": "group", "group_size": 32}, "weights: expected symmetric FP8"),
         ("weights", {"num_bits": 4}, "weights: expected symmetric FP4, tensor_group of 16 or group of 32, .*'channel'"),
         ("weights", {"symmetric": False}, "weights: expected symmetric FP8"),
-        ("input_activations", {"type": "int"}, r"input_activations: expected symmetric FP8 .*'int'"),
-        ("input_activations", {"strategy": "group", "group_size": 128}, "input_activations: .*'group'"),
+        ("input_activations", {"type": "int"}, r"input_activations: expected symmetric FP8 .*int8 per"),
+        (
+            "input_activations",
+            {"strategy": "group", "group_size": 128},
+            "input_activations: .*got FP8 per group of 128",
+        ),
         ("input_activations", {"dynamic": "local"}, "input_activations: .*'local'"),
         ("input_activations", {"num_bits": 4}, "input_activations: num_bits: expected 8, got 4"),
         ("output_activations", {"num_bits": 8}, "output_activations: expected none"),

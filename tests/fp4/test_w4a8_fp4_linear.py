@@ -17,16 +17,25 @@ import epiloq
 from epiloq.nn import Fp4Linear, W4A8Fp4Linear
 from fp4_reference import dequantized
 
-ACTIVATIONS, FORMS = ("fp8", "int8"), ("mxfp4", "nvfp4")
+ACTIVATIONS, FORMS = ("fp8", "int8", "fp8-group", "fp8-static"), ("mxfp4", "nvfp4")
+INPUT_SCALE = 0.0078125
 
 
 def quantised(x: Tensor, activation: str) -> Tensor:
     """Tokens as the quantisers restore them, in float64."""
+    static = torch.full((1,), INPUT_SCALE, device=x.device) if activation == "fp8-static" else None
+    granularity = {"fp8-group": "group", "fp8-static": "tensor"}.get(activation, "token")
     if activation == "int8":
         q, scale, _ = epiloq.quantize_int8(x)
     else:
-        q, scale = epiloq.quantize_fp8(x, granularity="token")
+        q, scale = epiloq.quantize_fp8(x, granularity=granularity, scale=static)
+    if granularity == "group":
+        scale = scale.repeat_interleave(128, -1)[:, : x.shape[-1]]
     return q.double() * scale.double()
+
+
+def options_of(activation: str) -> dict[str, Any]:
+    return {"activation": activation} | ({"input_scale": INPUT_SCALE} if activation == "fp8-static" else {})
 
 
 def weight_of(layer: W4A8Fp4Linear) -> Tensor:
@@ -38,7 +47,7 @@ def weight_of(layer: W4A8Fp4Linear) -> Tensor:
 
 
 def layer_of(form: str = "mxfp4", activation: str = "fp8", dtype: torch.dtype = torch.float16) -> W4A8Fp4Linear:
-    return W4A8Fp4Linear.from_linear(nn.Linear(100, 33, dtype=dtype), format=form, activation=activation)
+    return W4A8Fp4Linear.from_linear(nn.Linear(100, 33, dtype=dtype), format=form, **options_of(activation))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -46,10 +55,12 @@ def layer_of(form: str = "mxfp4", activation: str = "fp8", dtype: torch.dtype = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_from_linear(seed: int, device: str, dtype: torch.dtype, activation: str, form: str) -> None:
     """The weight that `Fp4Linear` has, by the tokens that the quantiser gives."""
-    for k, n, leading in ((100, 17, (3, 2)), (256, 40, (20,)), (67, 9, ()), (67, 9, (0,)), (512, 24, (300,))):
+    for k, n, leading in ((100, 17, (3, 2)), (300, 40, (20,)), (67, 9, ()), (67, 9, (0,)), (512, 24, (300,))):
         linear = nn.Linear(k, n, dtype=dtype, device=device)
-        layer = W4A8Fp4Linear.from_linear(linear, activation=activation, format=form)
+        layer = W4A8Fp4Linear.from_linear(linear, format=form, **options_of(activation))
         state, same = layer.state_dict(), Fp4Linear.from_linear(linear, format=form).state_dict()
+        if activation == "fp8-static":
+            assert state.pop("input_scale").tolist() == [INPUT_SCALE]
         assert state.keys() == same.keys() and all(torch.equal(state[name], same[name]) for name in state)
         assert (layer.activation, layer.format) == (activation, form)
         x = torch.randn(*leading, k, dtype=dtype, device=device)
@@ -82,12 +93,15 @@ def test_tokens_are_independent(seed: int, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("as_files", [False, True])
-def test_state_dict_through_safetensors(seed: int, tmp_path: Path, form: str, assign: bool, as_files: bool) -> None:
-    layer, x = layer_of(form, "int8"), torch.randn(4, 100).half()
+@pytest.mark.parametrize("activation", ["int8", "fp8-static"])
+def test_state_dict_through_safetensors(
+    seed: int, tmp_path: Path, form: str, assign: bool, as_files: bool, activation: str
+) -> None:
+    layer, x = layer_of(form, activation), torch.randn(4, 100).half()
     save_file(layer.file_state() if as_files else layer.state_dict(), tmp_path / "layer.safetensors")
     state = load_file(tmp_path / "layer.safetensors")
     with torch.device("meta" if assign else "cpu"):
-        fresh = W4A8Fp4Linear(100, 33, format=form, activation="int8")
+        fresh = W4A8Fp4Linear(100, 33, format=form, activation=activation)
     fresh.load_state_dict(state, strict=True, assign=assign)
     if not assign:
         fresh.half()
@@ -131,7 +145,18 @@ def test_meta_gives_meta() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: W4A8Fp4Linear(4, 4, activation="fp4"), "activation: expected one of fp8, int8, got 'fp4'"),
+        (
+            lambda: W4A8Fp4Linear(4, 4, activation="fp4"),
+            "activation: expected one of fp8, int8, fp8-group, fp8-static, got 'fp4'",
+        ),
+        (
+            lambda: W4A8Fp4Linear.from_linear(nn.Linear(4, 4), activation="fp8-static"),
+            r"input_scale: expected float from 1.17549e-38 to 3.40282e\+38, got None",
+        ),
+        (
+            lambda: W4A8Fp4Linear.from_linear(nn.Linear(4, 4), input_scale=1.0),
+            "input_scale: expected None with this kind of activation, got 1.0",
+        ),
         (lambda: W4A8Fp4Linear(4, 4, format="fp4"), "format: expected one of mxfp4, nvfp4, got 'fp4'"),
         (lambda: W4A8Fp4Linear(4, 0), "out_features: expected at least 1, got 0"),
         (lambda: W4A8Fp4Linear.from_linear(nn.Linear(4, 4), activation="none"), "activation: expected one of"),

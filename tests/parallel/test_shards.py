@@ -122,7 +122,9 @@ def test_columns(name: str, case: Any) -> None:
         assert ((exact + layer.bias.double() - wanted).abs() <= 1e-5 * scale + 1e-5).all()
 
 
-_INT8_TOKENS, _FP8_TOKENS = ("w4a8-int8", "w4a8-ordered", "w4a8-nvfp4-int8"), ("w4a8-fp8", "w4a8-mxfp4-fp8")
+_INT8_TOKENS = ("w4a8-int8", "w4a8-ordered", "w4a8-nvfp4-int8")
+# A group reaches no farther than its token.
+_FP8_TOKENS = ("w4a8-fp8", "w4a8-mxfp4-fp8", "w4a8-mxfp4-fp8-group")
 
 
 def bound_of(name: str, x: Tensor, wide: Tensor, ends: tuple[int, ...]) -> Tensor:

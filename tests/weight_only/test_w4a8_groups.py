@@ -118,7 +118,7 @@ def test_experts(seed: int, device: str, kind: str, masked: bool) -> None:
     rows = int(torch.tensor(shape).prod())
     x_q = make_activations(rows, k, torch.float8_e4m3fn, device).view(*shape, k)
     scale_a = scales(*shape, 3, device=device).contiguous()
-    places = {"masked_m": counts} if masked else {"offs": ends}
+    places: Any = {"masked_m": counts} if masked else {"offs": ends}
     y = epiloq.grouped_packed_mm(x_q, weight.packed, scale_a, **places)
     for expert, (begin, end) in enumerate(((0, 4), (4, 4), (4, 11))):
         place: Any = (expert, slice(end - begin)) if masked else slice(begin, end)

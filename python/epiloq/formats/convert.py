@@ -22,6 +22,7 @@ from epiloq.formats.weights import ModuleWeight, ScaledWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
 from epiloq.models.mixtures import unquantised_neighbours
 from epiloq.models.sequential_experts import splitter
+from epiloq.nn.base.w4a8_layer import GROUPS
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,15 @@ def _sample(layers: Layers, name: str) -> Weight:
 
 def _restated(weight: Weight, layout: Format) -> Weight:
     """The same weight in a different representation that the format supports, or unchanged if there is none."""
-    if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or weight.module != "Fp4Linear":
+    if layout.name != "deepseek-fp8" or not isinstance(weight, ModuleWeight) or isinstance(weight, ScaledWeight):
         return weight
-    if isinstance(weight, ScaledWeight):
-        return weight
-    return deepseek_fp8.blocks_of_mxfp4(weight) if weight.options["format"] == "mxfp4" else weight
+    # The format has FP8 activations in groups.
+    is_fp4 = weight.module == "Fp4Linear" or (weight.module == "W4A8Fp4Linear" and _has_groups(weight))
+    return deepseek_fp8.blocks_of_mxfp4(weight) if is_fp4 and weight.options["format"] == "mxfp4" else weight
+
+
+def _has_groups(weight: Weight) -> bool:
+    return isinstance(weight, ModuleWeight) and weight.options.get("activation") == GROUPS
 
 
 def perform(
@@ -142,7 +147,7 @@ def perform(
                 weight = layers.weight(layer)
                 try:
                     stored, weight = weight, _restated(weight, conversion.layout)
-                    rounds_inputs |= weight is not stored
+                    rounds_inputs |= weight is not stored and not _has_groups(stored)
                     target.layer(layer, weight, layers.readers[layer].quantization, layers.tables.get(layer))
                     for other in layers.sharing(layer) if not shared else ():
                         target.layer(other, weight, layers.readers[layer].quantization, layers.tables.get(other))

@@ -10,6 +10,7 @@ from torch import nn
 
 from epiloq.formats.layouts.base import Activations, FormatError, Quantization
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.w4a8_layer import GROUPS, STATIC
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import Grid
 
@@ -18,9 +19,11 @@ INT4_FOR_FP8 = "modelopt int4 fp8"
 INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
 OFFSETS = "gemv_fast"
 """The layout whose groups have real offsets instead of integer zero points."""
+FP4_EXPERTS = ("fp4 experts", "fp4 experts by scale")
+"""The layouts of DeepSeek's FP4 experts, whose activations stay in floating point: their products have few rows and are
+limited by reading weights, and quantised rows would be converted back to bfloat16."""
 FP4_OF_BLOCKS = {one.block_size: name for name, one in FP4_FORMATS.items()}
 """FP4 formats by block size (the number of weights that share a scale)."""
-_EIGHT_BITS: Mapping[Kind, str] = {"fp8": "fp8", "int": "int8"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ class Inputs:
     symmetric: bool = True
     group_size: int = -1
     limit: float | None = None
+
+    def __str__(self) -> str:
+        kind = {"fp8": "FP8", "fp4": "FP4"}.get(self.kind, "int8")
+        size = f" of {self.group_size}" if self.group_size > 0 else ""
+        when = "with scales computed at run time" if self.dynamic else "with scales in the files"
+        return f"{kind} per {self.strategy}{size}{'' if self.symmetric else ' with zero points'}, {when}"
+
+
+INPUTS_OF_FP4 = {
+    "fp8": Inputs("fp8", "token"),
+    "int8": Inputs("int", "token"),
+    GROUPS: Inputs("fp8", "group", group_size=FP8_BLOCK),
+    STATIC: Inputs("fp8", "tensor", dynamic=False),
+}
+"""How `nn.W4A8Fp4Linear` quantises activations, by the name of the kind."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +118,15 @@ class Description:
         if self.inputs is None:
             return None
         found = self.inputs
+        grouped = self.strategy == "group" or not self.symmetric
         if self.bits == 4 and found.strategy == "token" and found.dynamic and found.symmetric:
             return "fp8" if found.kind == "fp8" else "int8"
-        if self.strategy == "group" or not self.symmetric:
+        if grouped and self.bits == 4:
+            raise FormatError(
+                "input_activations: expected symmetric int8 or FP8 per token, with scales computed at run time, beside "
+                f"{self.weights}, got {found}"
+            )
+        if grouped:
             raise FormatError(f"int8 activations: expected symmetric weights per channel or tensor, got {self.weights}")
         if found.kind == "int" and found.strategy == "token" and found.dynamic:
             return "int8" if found.symmetric else "int8-azp"
@@ -138,8 +162,8 @@ class Description:
             return "TableLinear", {"block_size": self.group_size}
         if self.kind == "fp4":
             options = {"format": FP4_OF_BLOCKS[self.group_size]}
-            tokens = self._of_fp4
-            return ("Fp4Linear", options) if tokens is None else ("W4A8Fp4Linear", options | tokens)
+            kind = self.kind_of_inputs
+            return ("Fp4Linear", options) if kind is None else ("W4A8Fp4Linear", {**options, "activation": kind})
         inputs = self.inputs
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}
@@ -154,12 +178,11 @@ class Description:
         return "Fp8Linear", {"activation": activation, "weight": self.strategy, **limit}
 
     @property
-    def _of_fp4(self) -> dict[str, str] | None:
-        """The option of `nn.W4A8Fp4Linear` for 8-bit activations; None for others, which stay in floating point."""
-        found = self.inputs
-        if found is None or found.kind not in _EIGHT_BITS or found.strategy != "token":
+    def kind_of_inputs(self) -> str | None:
+        """With FP4 weights: how `nn.W4A8Fp4Linear` quantises activations; None if they stay in floating point."""
+        if self.kind != "fp4" or self.scaled or self.layout in FP4_EXPERTS:
             return None
-        return {"activation": _EIGHT_BITS[found.kind]} if found.dynamic and found.symmetric else None
+        return next((name for name, inputs in INPUTS_OF_FP4.items() if inputs == self.inputs), None)
 
     @property
     def spans(self) -> tuple[int, int]:
@@ -176,9 +199,8 @@ class Description:
                 f"no kernel supports FP8 blocks of {rows} x {columns}: weights are dequantised, and activations stay "
                 "in floating point"
             )
-        if self.kind == "fp4" and self.inputs is not None and self._of_fp4 is None:
-            bits = 4 if self.inputs.kind == "fp4" else 8
-            return f"FP4 weights are used as they are, but activations stay in floating point, not in FP{bits}"
+        if self.kind == "fp4" and self.inputs is not None and self.kind_of_inputs is None:
+            return f"FP4 weights are used as they are, but activations stay in floating point, not in {self.inputs}"
         if self.layout == INT4_FOR_FP8:
             return (
                 "int4 weights are used as they are, not rounded to FP8, and activations stay in floating point, not in "

@@ -17,12 +17,13 @@ from epiloq.formats.configs import compressed_tensors as compressed_config
 from epiloq.formats.configs import fp8
 from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
-from epiloq.formats.description import Description, Inputs, activations, of_grid
+from epiloq.formats.description import INPUTS_OF_FP4, Description, Inputs, of_grid
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, ScaledWeight, Weight, exact, on_grid
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import QuantizedWeight
 
@@ -156,8 +157,8 @@ def _describe_float8(weight: BlockWeight | ModuleWeight, name: str = "compressed
     if weight.module in ("Fp4Linear", "W4A8Fp4Linear"):
         chosen = FP4_FORMATS[weight.options["format"]]
         layout = compressed_config.NVFP4 if chosen.has_global_scale else compressed_config.MXFP4
-        tokens = activations(weight.options.get("activation"))
-        return Description(layout, "fp4", 4, "group", chosen.block_size, inputs=tokens)
+        inputs = INPUTS_OF_FP4.get(weight.options.get("activation", ""))
+        return Description(layout, "fp4", 4, "group", chosen.block_size, inputs=inputs)
     if weight.module == "Fp8Linear" and weight.options.get("limit") is None:
         activation = weight.options["activation"]
         inputs = Inputs("fp8", "token" if activation == "token" else "tensor", dynamic=activation != "static")
@@ -234,9 +235,9 @@ def _describe_modelopt(weight: Weight, quantization: Quantization | None) -> Des
         actual = "FP8 values in blocks" if isinstance(weight, BlockWeight) else f"integers of {weight.bits} bits"
         raise FormatError(f"modelopt: cannot represent {actual}, only NVFP4, and FP8 per tensor, channel or block")
     described = _describe_float8(weight, "modelopt")
-    if described.layout == compressed_config.NVFP4 and described.inputs is None:
-        return replace(described, layout=modelopt_config.NVFP4)
     inputs = described.inputs
+    if described.layout == compressed_config.NVFP4 and inputs in (None, INPUTS_OF_FP4[STATIC]):
+        return replace(described, layout=modelopt_config.NVFP4)
     if inputs is None and described.block == (FP8_BLOCK, FP8_BLOCK):
         return replace(described, layout=modelopt_config.BLOCKS)
     if inputs is not None and (described.strategy, inputs.strategy, inputs.dynamic) in _MODELOPT_FP8:

@@ -17,6 +17,7 @@ from epiloq.models.stacked_experts import reason_against
 from epiloq.nn import ExpertLinears
 from epiloq.nn.base.packed_linear import few_bits_note
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.w4a8_layer import GROUPS, STATIC
 from epiloq.quantize.targets import TARGETS
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.grid import Grid
@@ -76,8 +77,8 @@ def check(layers: Layers, advance: Callable[[], None] = lambda: None) -> dict[st
 
 _DEQUANTISED = {
     "Fp4Linear": "FP4: each call dequantises the weight, but on CUDA for up to 64 tokens of 16 bits, on SM90 for more",
-    "W4A8Fp4Linear": "FP4 with 8-bit activations: on CUDA multiplied in bfloat16, but MXFP4 and FP8 in 8 bits for more "
-    "than 256 tokens (from SM89 on)",
+    "W4A8Fp4Linear": "FP4 with 8-bit activations: on CUDA multiplied in bfloat16, but MXFP4 and FP8 (not in groups) in "
+    "8 bits for more than 256 tokens (from SM89 on)",
     "TableLinear": "4-bit tables: each call dequantises the weight, but on CUDA for up to 64 tokens",
     "Fp8WeightOnlyLinear": "FP8 weights alone: each call dequantises them, but on CUDA for up to 64 tokens",
 }
@@ -143,6 +144,8 @@ def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 # Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
+_ACTIVATIONS = {GROUPS: f"fp8 in groups of {FP8_BLOCK}", STATIC: "fp8 per static"}
+"""Kinds of activations of `nn.W4A8Fp4Linear`, as the columns of other classes name them."""
 _VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
     "Fp8BlockLinear": lambda options: (
         "fp8",
@@ -157,7 +160,7 @@ _VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
         4,
         FP4_FORMATS[options["format"]].block_size,
         True,
-        options["activation"],
+        _ACTIVATIONS.get(options["activation"], options["activation"]),
     ),
     "Fp8WeightOnlyLinear": lambda options: ("fp8", 8, _spans(options["block"]), True, None),
     "Fp8Linear": lambda options: ("fp8", 8, options["weight"], True, f"fp8 per {options['activation']}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Fp4Linear(PreparedLinear):
     """
 
     WEIGHT_DTYPE = torch.uint8
-    PARTS = ("weight_q", "bias", "weight_scale", "weight_global_scale")
+    PARTS: ClassVar[tuple[str, ...]] = ("weight_q", "bias", "weight_scale", "weight_global_scale")
 
     weight_scale: Tensor
     weight_global_scale: Tensor | None
@@ -120,12 +120,10 @@ class Fp4Linear(PreparedLinear):
         return cls._rounded(linear, format, divisor)
 
     @classmethod
-    def _rounded(cls: type[_Layer], linear: nn.Linear, format: str, divisor: Tensor | None) -> _Layer:
+    def _rounded(cls: type[_Layer], linear: nn.Linear, format: str, divisor: Tensor | None, **options: Any) -> _Layer:
         cls.check_convertible(linear)
-        weight, has_bias = linear.weight, linear.bias is not None
-        layer = cls(
-            linear.in_features, linear.out_features, has_bias, format=format, device=weight.device, dtype=weight.dtype
-        )
+        weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
+        layer = cls(*sizes, format=format, **options, device=weight.device, dtype=weight.dtype)
         if not weight.is_meta:
             if not FORMATS[format].has_global_scale:
                 divisor = None
@@ -159,7 +157,7 @@ class Fp4Linear(PreparedLinear):
         return self._value(*self._made)
 
     def _make(self) -> Any:
-        codes, bias, scale, global_scale = (self._padded(name) for name in self.PARTS)
+        codes, bias, scale, global_scale = (self._padded(name) for name in Fp4Linear.PARTS)
         assert codes is not None and scale is not None
         codes = without_codes_of_zeros(codes, scale, FORMATS[self.format])
         return (
@@ -170,7 +168,7 @@ class Fp4Linear(PreparedLinear):
         )
 
     def _value(self, *tensors: Any) -> PackedFp4Weight:
-        codes, _, scale, global_scale = tensors
+        codes, _, scale, global_scale = tensors[:4]
         return PackedFp4Weight(codes, scale, global_scale, self.format, self.out_features, self.in_features)
 
     def file_state(self) -> dict[str, Tensor]:

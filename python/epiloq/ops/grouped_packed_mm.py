@@ -63,8 +63,8 @@ def grouped_packed_mm(
             float32, contiguous rows; with ``scale_a`` int8 or float8_e4m3fn.
         weight: ``[E N, K]``, the experts' matrices stacked, N a multiple of 16, not in activation order. Or FP4, with
             none, one or E global scales, which needs ``scale_a`` (`packed_fp4_mm` multiplies floating-point rows).
-        scale_a: float32, one per row, ``[M, 1]`` or ``[E, M, 1]``, or one per row and group of 128 columns, ``[M, ceil(K
-            / 128)]`` or ``[E, M, ceil(K / 128)]``.
+        scale_a: float32, one per row, ``[M, 1]`` or ``[E, M, 1]``, or one per row and group of 128 columns,
+            ``[M, ceil(K / 128)]`` or ``[E, M, ceil(K / 128)]``.
         offs: int32 ``[E]``, the ends of the experts' rows, ascending, as for `grouped_mm`. This is not checked where
             they are read on the device; rows are then unwritten or wrong.
         masked_m: int32 ``[E]``, the number of valid rows of each expert.

@@ -13,7 +13,7 @@ import epiloq
 from epiloq._torch.library import direct, is_batch_invariant
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
-from epiloq.nn.base.w4a8_layer import ACTIVATIONS, W4A8Layer
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, W4A8Layer
 from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
 from epiloq.ops.quantizers.silu_and_mul import run as run_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
@@ -37,6 +37,8 @@ class Quantized(NamedTuple):
 _OPTIONS = ("granularity", "group_size", "ue8m0", "scale_layout", "dtype", "pad_to")
 _TOKENS = {dtype: ("token", FP8_BLOCK, False, "row", dtype, K_MULTIPLE) for dtype in (torch.int8, torch.float8_e4m3fn)}
 _GROUPS = ("group", FP8_BLOCK, False, "column", torch.float8_e4m3fn, K_MULTIPLE)
+_W4A8 = {name: _TOKENS[dtype] for name, dtype in ACTIVATIONS.items()}
+_W4A8[GROUPS] = ("group", FP8_BLOCK, False, "row", torch.float8_e4m3fn, K_MULTIPLE)
 # Layers whose product is `scaled_mm`.
 _SCALED = (Int8Linear, Fp8Linear)
 
@@ -51,7 +53,7 @@ def measure_of(layer: nn.Module) -> tuple[Any, ...] | None:
     if isinstance(layer, Fp8Linear) and layer.activation == "token":
         return _TOKENS[torch.float8_e4m3fn]
     if isinstance(layer, W4A8Layer):
-        return _TOKENS[ACTIVATIONS[layer.activation]]
+        return _W4A8.get(layer.activation)
     if isinstance(layer, Fp8BlockLinear):
         return _GROUPS
     return None

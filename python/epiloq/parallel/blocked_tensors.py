@@ -149,21 +149,23 @@ def _table_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, optio
     return made
 
 
+_FP4_SCALARS = ("weight_global_scale", "input_scale")
+
+
 def _fp4_take(layer: Any) -> dict[str, BlockedTensor]:
     state, unit = layer.file_state(), FP4_FORMATS[layer.format].block_size
     packed, scale = state["weight"], state["weight_scale"].view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, : layer.in_features]
     blocked = {"q": BlockedTensor(codes, 1, 1), "weight_scale": BlockedTensor(scale, 1, unit)}
     blocked |= _scaled_take(layer)
-    whole = state.get("weight_global_scale")
-    return blocked if whole is None else blocked | {"weight_global_scale": BlockedTensor(whole, 0, 0)}
+    return blocked | {name: BlockedTensor(state[name], 0, 0) for name in _FP4_SCALARS if name in state}
 
 
 def _fp4_make(layer: Any, tensors: Mapping[str, Tensor], n: int, k: int, options: Options) -> Any:
     codes = packed_codes(nn.functional.pad(tensors["q"], (0, k % 2)))
     made = type(layer)(k, n, False, **options, device=codes.device, dtype=layer.dtype)
     scale = tensors["weight_scale"].contiguous().view(FP4_FORMATS[layer.format].scale_dtype)
-    whole = {name: tensor for name, tensor in tensors.items() if name == "weight_global_scale"}
+    whole = {name: tensors[name] for name in _FP4_SCALARS if name in tensors}
     whole |= {SCALE: tensors[SCALE].flatten()} if SCALE in tensors else {}
     made.load_state_dict({"weight": codes, "weight_scale": scale, **whole})
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from epiloq.nn import Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
-from epiloq.nn.base.w4a8_layer import W4A8Layer, quantised_tokens
+from epiloq.nn.base.w4a8_layer import STATIC, W4A8Layer
 
 _NAME = "epiloq.parallel: quantise_first"
 # torch 2.13 renamed the function, and warns about the old name.
@@ -23,8 +23,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _Tokens(NamedTuple):
-    """Bytes ``[M, K padded]``, and per token a scale float32 ``[M, 1]`` and a zero point int32 ``[M, 1]``; None if
-    static."""
+    """Bytes ``[M, K padded]``, and per token a scale float32 ``[M, 1]`` (or one per group, ``[M, groups]``) and a zero
+    point int32 ``[M, 1]``; None if static."""
 
     q: Tensor
     scale: Tensor | None
@@ -85,12 +85,13 @@ def _fp8_product(layer: Fp8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tenso
 
 
 def _w4a8(layer: W4A8Layer, x: Tensor) -> _Tokens:
-    return _Tokens(*quantised_tokens(x, layer.activation), None)
+    q, scale = layer.quantise(x)
+    return _Tokens(q, None if layer.activation == STATIC else scale, None)
 
 
 def _w4a8_product(layer: W4A8Layer, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
-    assert tokens.scale is not None
-    return layer.multiply(tokens.q, tokens.scale, dtype)
+    scale = tokens.scale if tokens.scale is not None else cast(Tensor, layer._parts()[-1])
+    return layer.multiply(tokens.q, scale, dtype)
 
 
 _Kind = tuple[Callable[[Any, Tensor], _Tokens], Callable[[Any, _Tokens, torch.dtype], Tensor]]

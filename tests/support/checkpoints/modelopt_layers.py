@@ -17,13 +17,13 @@ def unpacked(codes: Tensor) -> Tensor:
     return found
 
 
-def nvfp4(linear: nn.Linear, inputs: bool = True) -> foreign.Layer:
+def nvfp4(linear: nn.Linear, inputs: float | None = 0.003) -> foreign.Layer:
     n, k = linear.weight.shape
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scale = (torch.rand(n, k // 16) * 3 + 0.05).to(torch.float8_e4m3fn)
     whole = torch.rand(()) / 300 + 0.001
     exact = unpacked(codes).view(n, -1, 16) * (scale.float() * whole).unsqueeze(2)
-    more = {"input_scale": torch.tensor(0.003)} if inputs else {}
+    more = {} if inputs is None else {"input_scale": torch.tensor(inputs)}
     return {"weight": codes, "weight_scale": scale, "weight_scale_2": whole, **more}, exact.view(n, k)
 
 

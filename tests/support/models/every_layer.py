@@ -101,6 +101,10 @@ LAYERS: dict[str, Make] = {
     "mxfp4": _of_linear(quantised.Fp4Linear, format="mxfp4"),
     "w4a8-mxfp4-fp8": _of_linear(quantised.W4A8Fp4Linear),
     "w4a8-nvfp4-int8": _of_linear(quantised.W4A8Fp4Linear, format="nvfp4", activation="int8"),
+    "w4a8-mxfp4-fp8-group": _of_linear(quantised.W4A8Fp4Linear, activation="fp8-group"),
+    "w4a8-nvfp4-fp8-static": _of_linear(
+        quantised.W4A8Fp4Linear, format="nvfp4", activation="fp8-static", input_scale=0.01
+    ),
     "w4a16-scaled": _scaled(quantised.WeightOnlyLinear, bits=4, group_size=32, zeros="zero"),
     "nvfp4-scaled": _scaled(quantised.Fp4Linear),
     "table-4": _places,

@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
-from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.description import FP4_EXPERTS, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"
-EXPERTS = "fp4 experts"
+EXPERTS = FP4_EXPERTS[0]
 SCALE = "scale"
 """The suffix of scales in DeepSeek-V4's own files."""
-BY_SCALE = {BLOCKS: "fp8 blocks by scale", EXPERTS: "fp4 experts by scale"}
+BY_SCALE = {BLOCKS: "fp8 blocks by scale", EXPERTS: FP4_EXPERTS[1]}
 """The layouts of the same tensors with this suffix."""
 _KNOWN = {"quant_method", "activation_scheme", "weight_block_size", "fmt", "scale_fmt", "modules_to_not_convert"}
 _KNOWN |= {"ignored_layers", "expert_dtype", "kv_cache_scheme"}

@@ -26,7 +26,8 @@ INT4, INT4_FP8 = "modelopt int4", INT4_FOR_FP8
 SCALED = frozenset({NVFP4, INT4, INT4_FP8})
 """Layouts of layers that may have a vector by which inputs are multiplied first."""
 
-# Algorithm names and their descriptions. Activations of FP4 layers stay in floating point.
+# Algorithm names and their descriptions. FP4 activations stay in floating point, as do FP8 ones with one scale at run
+# time.
 _ALGORITHMS = {
     "NVFP4": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
     "NVFP4_AWQ": Description(NVFP4, "fp4", 4, "group", 16, inputs=Inputs("fp4", "tensor", dynamic=False)),
@@ -35,7 +36,8 @@ _ALGORITHMS = {
     "W4A8_AWQ": Description(INT4_FP8, "int", 4, "group", 128),
     "W4A16_NVFP4": Description(NVFP4, "fp4", 4, "group", 16),
     "MXFP4": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp4", "group", group_size=32)),
-    "W4A8_MXFP4_FP8": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp8", "tensor", dynamic=False)),
+    # Exported without calibration, so that files have no scale of activations.
+    "W4A8_MXFP4_FP8": Description(MXFP4, "fp4", 4, "group", 32, inputs=Inputs("fp8", "tensor")),
     "FP8": Description(TENSORS, "fp8", strategy="tensor", inputs=Inputs("fp8", "tensor", dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": Description(ROWS, "fp8", strategy="channel", inputs=Inputs("fp8", "token")),
     "FP8_PB_WO": Description(BLOCKS, "fp8", strategy="block", block=(128, 128)),

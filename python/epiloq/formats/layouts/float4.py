@@ -18,9 +18,11 @@ import epiloq
 from epiloq.formats.description import FP4_OF_BLOCKS, Description
 from epiloq.formats.layouts.base import Expected, FormatError, check_multiple, require
 from epiloq.formats.weights import ModuleWeight, Weight
+from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.weights.fp4 import FORMATS, Fp4Format
 
 _GLOBAL = "weight_global_scale"
+_STATIC = "input_scale"
 _BYTES = (torch.uint8, torch.int8)
 
 
@@ -31,7 +33,8 @@ class Names:
     whole, reciprocal
         NVFP4's scale of the whole weight, and whether it is stored as the factor's reciprocal.
     inputs
-        The scale of activations (unused, because they stay in floating point); None if there is none.
+        The scale of FP4 activations (unused, because they stay in floating point); None if there is none. The scale of
+        FP8 activations is called input_scale in every layout.
     codes_dtype, scale_dtype
         Dtypes of codes and of MXFP4's scales; other 1-byte dtypes are also accepted when reading.
     """
@@ -46,15 +49,23 @@ class Names:
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have other than its bias, by the last part of its name."""
-        return frozenset({self.codes, self.scale} | ({self.whole} if _format(described).has_global_scale else set()))
+        whole = {self.whole} if _format(described).has_global_scale else set()
+        return frozenset({self.codes, self.scale} | whole | ({_STATIC} if _is_static(described) else set()))
 
     def unused(self, described: Description) -> frozenset[str]:
         """Tensors that a layer may have and that epiloq does not use."""
-        return frozenset({self.inputs} if described.inputs is not None and self.inputs is not None else ())
+        if described.inputs is None or self.inputs is None:
+            return frozenset()
+        return frozenset({self.inputs, _STATIC, "input_zero_point"}) - self.parts(described)
 
 
 def _format(described: Description) -> Fp4Format:
     return FORMATS[FP4_OF_BLOCKS[described.group_size]]
+
+
+def _is_static(described: Description) -> bool:
+    """Whether activations are quantised with a scale in the files."""
+    return described.kind_of_inputs == STATIC
 
 
 def checked(
@@ -67,10 +78,12 @@ def checked(
         if name in found and found[name].dtype in kinds:
             found[name] = found[name].view(torch.uint8)
     whole: Expected = {names.whole: (torch.float32, (1,))} if chosen.has_global_scale else {}
+    static: Expected = {_STATIC: (None, (1,))} if _is_static(described) else {}
     expected: Expected = {
         names.codes: (torch.uint8, (rows, -(-columns // 2))),
         names.scale: (chosen.scale_dtype, (rows, -(-columns // chosen.block_size))),
         **whole,
+        **static,
     }
     require(found, expected)
     return found
@@ -85,6 +98,8 @@ def from_tensors(
     if whole is not None and not bool(0 < whole < torch.inf):
         raise FormatError(f"{names.whole}: expected a positive number, got {whole.item()}")
     state = {"weight": codes, "weight_scale": scale} | ({} if whole is None else {_GLOBAL: whole})
+    if _STATIC in found:
+        state[_STATIC] = found[_STATIC].float()
 
     def values() -> Tensor:
         factor = whole.reciprocal() if whole is not None and names.reciprocal else whole
@@ -110,6 +125,8 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
     columns = 2 * codes.shape[1] if weight.columns is None else weight.columns
     check_multiple("in_features", columns, chosen.block_size, described.layout)
     found = {names.codes: codes.view(names.codes_dtype), names.scale: scale}
+    if _is_static(described):
+        found[_STATIC] = weight.state[_STATIC] if names.reciprocal else weight.state[_STATIC].reshape(())
     if not chosen.has_global_scale:
         return found | {names.scale: scale.view(names.scale_dtype)}
     whole = weight.state[_GLOBAL]

@@ -15,15 +15,19 @@ from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
 
 ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Dtypes of quantised tokens by the name of the kind of activations."""
+"""Dtypes of quantised tokens by the name of the kind of activations, with a scale per token."""
+GROUPS, STATIC = "fp8-group", "fp8-static"
+"""Further kinds of activations: FP8 with a scale per token and group of 128, and with one scale of the layer."""
 
 
-def quantised_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Rows ``[…, M, K]`` quantised by themselves to a kind of `ACTIVATIONS`, padded along K, and their scales."""
+def quantised_tokens(x: Tensor, activation: str, static: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows ``[…, M, K]`` quantised to a kind of activations, padded along K, and their scales; `static` is the layer's
+    scale for `STATIC`."""
     if activation == "int8":
         q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
         return q, scale
-    return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
+    granularity = {GROUPS: "group", STATIC: "tensor"}.get(activation, "token")
+    return epiloq.quantize_fp8(x, granularity=granularity, scale=static, pad_to=K_MULTIPLE)
 
 
 class W4A8Layer(FrozenLinear):
@@ -52,10 +56,17 @@ class W4A8Layer(FrozenLinear):
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         rows = dense_rows(x.reshape(-1, self.in_features))
         if self.quantises(x):
-            y = self._product(*quantised_tokens(rows, self.activation), x.dtype, *tensors)
+            y = self._product(*self._quantised(rows, *tensors), x.dtype, *tensors)
         else:
             y = self._weight_only(rows, None if tensors[1] is None else tensors[1].to(x.dtype), *tensors)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[M, in_features]`` quantised for `multiply`, and their scales."""
+        return self._quantised(rows, *self._parts())
+
+    def _quantised(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        return quantised_tokens(rows, self.activation)
 
     def multiply(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Product of quantised tokens ``[M, in_features]`` (possibly padded) and the weight: ``[M, out_features]`` of

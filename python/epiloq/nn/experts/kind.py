@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts, W4A8Fp4Experts
@@ -54,6 +55,8 @@ class Kind:
         if isinstance(layer, Fp4Linear):
             fp4 = {"format": layer.format, "reciprocal": layer.reciprocal}
             if isinstance(layer, W4A8Fp4Linear):
+                if layer.activation == STATIC:
+                    return None
                 return cls(W4A8Fp4Linear, W4A8Fp4Experts, fp4 | {"activation": layer.activation})
             return cls(Fp4Linear, PackedFp4Experts, fp4)
         if isinstance(layer, (W4A8Linear, WeightOnlyLinear)) and layer.weight_perm is None:

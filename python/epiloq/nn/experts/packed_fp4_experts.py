@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, check_choice
-from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, check_choice
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, quantised_tokens
 from epiloq.nn.experts.expert_linears import gathered
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp4_linear import packed_part
@@ -213,11 +213,11 @@ class PackedFp4Experts(Experts):
 class W4A8Fp4Experts(PackedFp4Experts):
     __doc__ = f"""{Experts.__doc__}
     Weights are E2M1 numbers in blocks that share a scale, and activations are FP8 or int8 with a dynamic scale per
-    token, as in `W4A8Fp4Linear`. The product is `epiloq.grouped_packed_mm`, which documents when one kernel multiplies
-    all experts.
+    token, or FP8 with one per token and group, as in `W4A8Fp4Linear`. The product is `epiloq.grouped_packed_mm`, which
+    documents when one kernel multiplies all experts.
 
     activation
-        As for `W4A8Fp4Linear`.
+        As for `W4A8Fp4Linear`, without "fp8-static".
     format, reciprocal, matrices
         As for `PackedFp4Experts`.
 
@@ -236,13 +236,15 @@ class W4A8Fp4Experts(PackedFp4Experts):
         matrices: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
-        check_choice(type(self).__name__, "activation", activation, tuple(ACTIVATIONS))
+        check_choice(type(self).__name__, "activation", activation, (*ACTIVATIONS, GROUPS))
         self.activation = activation
         options: dict[str, Any] = {"format": format, "reciprocal": reciprocal, "matrices": matrices, "device": device}
         super().__init__(experts, in_features, out_features, **options)
 
     @property
     def gated(self) -> Mapping[str, Any]:
+        if self.activation == GROUPS:
+            return {"granularity": "group", "group_size": FP8_BLOCK, "dtype": torch.float8_e4m3fn}
         return {"dtype": ACTIVATIONS[self.activation]}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
