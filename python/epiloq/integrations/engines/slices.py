@@ -17,6 +17,7 @@ from torch import Tensor
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.nn.base.scaled_input import SCALE
+from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
 from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
 
 Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"
@@ -69,6 +70,10 @@ def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Ru
     if module in ("WeightOnlyLinear", "W4A8Linear"):
         scaled = {SCALE: (("columns", 1),)} if options.get("scaled_input") else {}
         return {**_packed(options), **scaled}  # type: ignore[dict-item]
+    if module in ("Fp4Linear", "W4A8Fp4Linear"):
+        blocks: tuple[Axis, ...] = (_ROW, ("columns", FP4_FORMATS[options["format"]].block_size))
+        whole: Rules = {"weight_global_scale": (), "input_scale": (), SCALE: (("columns", 1),)}
+        return {"weight": (_ROW, ("columns", 2)), "weight_scale": blocks, **whole}
     raise FormatError(f"{module}: expected a class of layer that serving engines run")
 
 
