@@ -23,7 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMES = ("w4a16-g32", "w8a16", "fp8-token", "w8a8-int8", "fp8-block", "w4a8-fp8", "w4a8-int8", "w4a16-nvfp4")
+SCHEMES = (
+    *("w4a16-g32", "w8a16", "fp8-token", "w8a8-int8", "fp8-block", "w4a8-fp8", "w4a8-int8", "w4a16-nvfp4"),
+    *("w4a8-mxfp4-fp8", "w4a8-nvfp4-fp8"),
+)
 FEWEST, MOST = 2, 6
 
 

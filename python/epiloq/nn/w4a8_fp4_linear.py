@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 import epiloq
+from epiloq import _core
 from epiloq.nn.base.prepared_linear import FLOAT32, PreparedLinear, check_choice, number
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, STATIC, W4A8Layer, quantised_tokens
 from epiloq.nn.fp4_linear import Fp4Linear
@@ -90,6 +92,8 @@ class W4A8Fp4Linear(Fp4Linear, W4A8Layer):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.w4a8_fp4_linear(self, x)) is not None:
+            return y
         return PreparedLinear.forward(self, x)
 
     _run = W4A8Layer._run

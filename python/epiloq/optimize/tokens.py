@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 import epiloq
 from epiloq._torch.library import direct, is_batch_invariant
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Linear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, W4A8Layer
 from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
@@ -68,12 +68,15 @@ def _quantizer_of(layer: nn.Module) -> dict[str, Any]:
 def quantises(layer: nn.Module, x: Tensor) -> bool:
     """Whether a layer with a result from `measure_of` is to be handed this input quantised.
 
-    Few tokens of a `W4A8Linear` are not, in eager mode: the layer's own call is one C++ function, and takes a fraction
-    of the host's time for the operations of a handed product.
+    Few tokens of a `W4A8Linear` are not, in eager mode, nor on CUDA those of a `W4A8Fp4Linear`: the layer's own call is
+    one C++ function, and takes a fraction of the host's time for the operations of a handed product.
     """
     if isinstance(layer, W4A8Layer) and not layer.quantises(x):
         return False
-    if not isinstance(layer, W4A8Linear):
+    has_call = isinstance(layer, W4A8Linear) or (
+        isinstance(layer, W4A8Fp4Linear) and x.is_cuda and layer.activation != GROUPS
+    )
+    if not has_call:
         return True
     return is_compiling() or is_batch_invariant() or x.numel() >= MANY_TOKENS * layer.in_features
 

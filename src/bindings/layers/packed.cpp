@@ -34,6 +34,32 @@ Packed::Packed(LayerCall& call) {
 
 bool Packed::suits(LayerCall const& call) const { return call.is_direct() && suits_kernels(call, bias_); }
 
+PackedFp4::PackedFp4(LayerCall& call, Optional* static_scale) {
+  static Name const out_features("out_features"), in_features("in_features"), format("format");
+  if (static_scale != nullptr) {
+    call.read_made({&q_, &bias_, &scale_, &factor_, static_scale});
+  } else {
+    call.read_made({&q_, &bias_, &scale_, &factor_});
+  }
+  weight_.bits = 4, weight_.n = call.number(out_features), weight_.k = call.number(in_features);
+  bool const is_nvfp4 = call.is(format, "nvfp4");
+  weight_.group_size = is_nvfp4 ? 16 : 32;
+  weight_.format = is_nvfp4 ? WeightFormat::kNvfp4 : WeightFormat::kMxfp4;
+  if (q_ && scale_) weight_.q = q_->view, weight_.scale = scale_->view;
+}
+
+bool PackedFp4::suits(LayerCall const& call) const {
+  bool const is_half_on_cuda = call.is_direct() && !call.is_cpu() && call.is_half();
+  return is_half_on_cuda && suits_kernels(call, bias_) && q_ && scale_ && call.x().view.numel() > 0;
+}
+
+bool PackedFp4::multiply(TensorView const& out, TensorView const& tokens, Stream stream) const {
+  GroupedWeightOnlyMm product{out, tokens, weight_};
+  if (bias_) product.bias = TensorView(bias_->view.data, bias_->view.dtype, bias_->view.device, {1, n()});
+  product.factor = view_of(factor_);
+  return grouped_weight_only_mm(product, stream);
+}
+
 bool suits_kernels(LayerCall const& call, Optional const& bias) {
   TensorView const& x = call.x().view;
   if (bias && bias->view.dtype != x.dtype) return false;

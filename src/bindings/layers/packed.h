@@ -1,6 +1,7 @@
 #pragma once
 
 #include "bindings/layers/layer_call.h"
+#include "epiloq/grouped_weight_only_mm.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq::bindings {
@@ -18,6 +19,26 @@ class Packed {
 
  private:
   Optional bias_;
+  PackedWeight weight_;
+};
+
+// The tensors and sizes of a layer with FP4 weights, of which only CUDA kernels read codes.
+class PackedFp4 {
+ public:
+  // `static_scale`: receives the scale of activations that layers with quantised ones may have.
+  explicit PackedFp4(LayerCall& call, Optional* static_scale = nullptr);
+
+  // Whether C++ suffices: the call is direct, on CUDA, of 16-bit tokens, at least one, and as `suits_kernels` says.
+  bool suits(LayerCall const& call) const;
+
+  std::int64_t n() const { return weight_.n; }
+  std::int64_t k() const { return weight_.k; }
+
+  // out = tokens W^T + bias, [M, N] and [M, K]; false if no kernel does this.
+  bool multiply(TensorView const& out, TensorView const& tokens, Stream stream) const;
+
+ private:
+  Optional q_, bias_, scale_, factor_;
   PackedWeight weight_;
 };
 

@@ -5,7 +5,6 @@
 #include "bindings/register.h"
 #include "epiloq/batch_invariant.h"
 #include "epiloq/fp8_weight_mm.h"
-#include "epiloq/grouped_weight_only_mm.h"
 #include "epiloq/table_mm.h"
 
 namespace epiloq::bindings {
@@ -52,28 +51,11 @@ bool suits_cuda(LayerCall const& call, Optional const& bias) {
 }
 
 py::object fp4_linear(py::handle layer, py::handle x) {
-  static Name const out_features("out_features"), in_features("in_features"), format("format");
   LayerCall call(layer, x);
-  Optional q, bias, scale, factor;
-  call.read_made({&q, &bias, &scale, &factor});
-  std::int64_t const n = call.number(out_features), k = call.number(in_features);
-  if (!suits_cuda(call, bias) || !q || !scale || call.x().view.numel() == 0) return py::none();
-  TensorView const tokens = rows_of(call.x().view);
-  bool const is_nvfp4 = call.is(format, "nvfp4");
-  PackedWeight weight{q->view,
-                      scale->view,
-                      std::nullopt,
-                      std::nullopt,
-                      4,
-                      n,
-                      k,
-                      is_nvfp4 ? 16 : 32,
-                      is_nvfp4 ? WeightFormat::kNvfp4 : WeightFormat::kMxfp4};
-  return call.output(n, [&](TensorArg const& out) {
-    GroupedWeightOnlyMm product{rows_of(out.view), tokens, weight};
-    if (bias) product.bias = TensorView(bias->view.data, bias->view.dtype, bias->view.device, {1, n});
-    product.factor = view_of(factor);
-    return grouped_weight_only_mm(product, current_stream(call.x()));
+  PackedFp4 const packed(call);
+  if (!packed.suits(call)) return py::none();
+  return call.output(packed.n(), [&](TensorArg const& out) {
+    return packed.multiply(rows_of(out.view), rows_of(call.x().view), current_stream(call.x()));
   });
 }
 

@@ -68,14 +68,16 @@ void finish(TensorView const& out, float* sums, float const* scale, std::optiona
   }
 }
 
-// Tokens of a call with their scales.
+// Tokens of a call with their scales, or with the one scale of a layer.
 struct Tokens {
   TensorView q, scale;
+  bool is_static = false;
 
   void quantise(TensorView const& x, Stream stream) const {
     if (q.dtype == DType::kInt8) return quantize_int8({q, x, scale}, stream);
     QuantizeFp8 call{q, x, scale};
-    call.granularity = Granularity::kToken;
+    call.granularity = is_static ? Granularity::kTensor : Granularity::kToken;
+    call.is_static = is_static;
     quantize_fp8(call, stream);
   }
 };
@@ -103,45 +105,85 @@ py::object on_cpu(LayerCall const& call, Packed const& packed, DType dtype) {
   });
 }
 
-// Tokens times their scales are rounded to bfloat16.
-py::object on_cuda(LayerCall const& call, Packed const& packed, DType dtype) {
+// Tokens times their scales are rounded to bfloat16, for `multiply(out, tokens, stream)`.
+template <class Multiply>
+py::object on_cuda(LayerCall const& call, std::int64_t n, DType dtype, Optional const& static_scale,
+                   Multiply const& multiply) {
   constexpr std::int64_t kAligned = 8;
   TensorView const x = rows_of(call.x().view);
-  std::int64_t const m = x.shape[0], k = x.shape[1], n = packed.weight().n;
+  std::int64_t const m = x.shape[0], k = x.shape[1];
   return call.output(n, [&](TensorArg const& out) {
     Scratch const scratch(call.x(), {{dtype, m, (k + kMultiple - 1) / kMultiple * kMultiple},
                                      {DType::kFloat32, m, 1},
                                      {DType::kBFloat16, m, (k + kAligned - 1) / kAligned * kAligned}});
     TensorView q = scratch[0], widened = scratch[2];
     q.shape[1] = widened.shape[1] = k;
+    TensorView const scale = static_scale ? static_scale->view : scratch[1];
     Stream const stream = current_stream(call.x());
-    Tokens{scratch[0], scratch[1]}.quantise(x, stream);
-    widen_tokens({widened, q, scratch[1]}, stream);
-    return weight_only_mm({rows_of(out.view), widened, packed.weight(), packed.bias()}, stream);
+    Tokens{scratch[0], scale, static_scale.has_value()}.quantise(x, stream);
+    widen_tokens({widened, q, scale}, stream);
+    return multiply(rows_of(out.view), widened, stream);
   });
 }
 
+// `weight_only_below`, or 0.
+std::int64_t tokens_below(LayerCall& call) {
+  static Name const weight_only_below("weight_only_below");
+  return call.attribute(weight_only_below) ? call.number(weight_only_below) : 0;
+}
+
+// Whether tokens are so few that there is no product of 8 bits, and that a product is not divided.
+bool are_few(LayerCall const& call, std::int64_t n, std::int64_t k) {
+  std::int64_t const m = rows_of(call.x().view).shape[0];
+  return m > 0 && (call.is_cpu() ? m <= kFewOnCpu : m < kManyOnCuda) && m * std::max(n, k) <= kAtOnce;
+}
+
 py::object w4a8_linear(py::handle layer, py::handle x) {
-  static Name const activation("activation"), weight_only_below("weight_only_below");
+  static Name const activation("activation");
   LayerCall call(layer, x);
   Packed const packed(call);
   if (!packed.suits(call) || !(call.is_cpu() ? call.is_float() : call.is_half())) return py::none();
-  TensorView const tokens = rows_of(call.x().view);
-  std::int64_t const m = tokens.shape[0],
-                     below = call.attribute(weight_only_below) ? call.number(weight_only_below) : 0;
+  std::int64_t const below = tokens_below(call);
   if (!call.is_direct() || (below > 0 && batch_invariant())) return py::none();
-  if (m < below) return weight_only_product(call, packed);
-  bool const is_few = call.is_cpu() ? m <= kFewOnCpu : m < kManyOnCuda;
-  std::int64_t const width = std::max(packed.weight().n, packed.weight().k);
-  if (m == 0 || !is_few || m * width > kAtOnce) return py::none();
+  if (rows_of(call.x().view).shape[0] < below) return weight_only_product(call, packed);
+  if (!are_few(call, packed.weight().n, packed.weight().k)) return py::none();
   DType const dtype = call.is(activation, "int8") ? DType::kInt8 : DType::kFloat8E4M3;
   if (call.is_cpu()) return on_cpu(call, packed, dtype);
-  return call.x().view.dtype == DType::kBFloat16 ? on_cuda(call, packed, dtype) : py::none();
+  if (call.x().view.dtype != DType::kBFloat16) return py::none();
+  return on_cuda(call, packed.weight().n, dtype, std::nullopt,
+                 [&](TensorView const& out, TensorView const& tokens, Stream stream) {
+                   return weight_only_mm({out, tokens, packed.weight(), packed.bias()}, stream);
+                 });
+}
+
+// On CUDA; the CPU dequantises a few rows of the weight at a time for torch's product. Python launches products of many
+// tokens, and those of activations in groups.
+py::object w4a8_fp4_linear(py::handle layer, py::handle x) {
+  static Name const activation("activation");
+  LayerCall call(layer, x);
+  Optional static_scale;
+  PackedFp4 const packed(call, &static_scale);
+  std::int64_t const below = tokens_below(call);
+  if (!packed.suits(call) || (below > 0 && batch_invariant())) return py::none();
+  auto const multiply = [&](TensorView const& out, TensorView const& tokens, Stream stream) {
+    return packed.multiply(out, tokens, stream);
+  };
+  TensorView const tokens = rows_of(call.x().view);
+  if (tokens.shape[0] < below) {
+    return call.output(packed.n(), [&](TensorArg const& out) {
+      return multiply(rows_of(out.view), tokens, current_stream(call.x()));
+    });
+  }
+  bool const is_in_groups = call.is(activation, "fp8-group");
+  if (is_in_groups || !are_few(call, packed.n(), packed.k()) || tokens.dtype != DType::kBFloat16) return py::none();
+  DType const dtype = call.is(activation, "int8") ? DType::kInt8 : DType::kFloat8E4M3;
+  return on_cuda(call, packed.n(), dtype, static_scale, multiply);
 }
 
 }  // namespace
 
 void register_w4a8_layer(py::module_& module) {
+  module.def("w4a8_fp4_linear", &w4a8_fp4_linear, py::arg("layer"), py::arg("x"));
   module.def("w4a8_linear", &w4a8_linear, py::arg("layer"), py::arg("x"));
 }
 

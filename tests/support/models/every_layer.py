@@ -167,5 +167,12 @@ FROM_LINEAR: dict[str, Callable[[nn.Linear], nn.Module]] = {
     ),
     "w4a8-fp8": lambda linear: quantised.W4A8Linear.from_linear(linear, group_size=32, zeros="zero"),
     "w4a8-int8": lambda linear: quantised.W4A8Linear.from_linear(linear, activation="int8", group_size=-1),
+    "nvfp4": quantised.Fp4Linear.from_linear,
+    "w4a8-mxfp4-fp8": quantised.W4A8Fp4Linear.from_linear,
+    "w4a8-nvfp4-int8": lambda linear: quantised.W4A8Fp4Linear.from_linear(linear, format="nvfp4", activation="int8"),
+    "w4a8-mxfp4-fp8-group": lambda linear: quantised.W4A8Fp4Linear.from_linear(linear, activation="fp8-group"),
+    "w4a8-nvfp4-fp8-static": lambda linear: quantised.W4A8Fp4Linear.from_linear(
+        linear, format="nvfp4", activation="fp8-static", input_scale=0.01
+    ),
 }
 """Of a float layer; the kinds that have a direct call in eager torch, each with its variants."""
