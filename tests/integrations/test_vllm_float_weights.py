@@ -104,6 +104,19 @@ def test_fp8_weights(seed: int, monkeypatch: pytest.MonkeyPatch, strategy: str, 
     check(layer, torch.cat([reference.dequantized_weight() for reference in references]))
 
 
+@pytest.mark.parametrize("granularity", ["token", "group"])
+def test_mxfp4_whose_activations_the_engine_ignores(seed: int, granularity: str) -> None:
+    """The engine has one scheme for MXFP4, whatever the configuration says of activations."""
+    references = [Fp4Linear.from_linear(floats(n), format="mxfp4") for n in SIZES]
+    states = [reference.file_state() for reference in references]
+    shards = [{"weight_packed": s["weight"], "weight_scale": s["weight_scale"].view(torch.uint8)} for s in states]
+    more = {"group_size": 128} if granularity == "group" else {}
+    inputs = numbers(8, granularity, **more) | {"dynamic": True}
+    layer = layer_of(numbers(4, "group", group_size=32), inputs, "mxfp4-pack-quantized", shards)
+    assert type(layer.scheme.kernel) is float_weights.EpiloqMxFp4LinearKernel
+    check(layer, torch.cat([reference.dequantized_weight() for reference in references]))
+
+
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
 def test_fp4_weights(seed: int, form: str) -> None:
     references = [Fp4Linear.from_linear(floats(n), format=form) for n in SIZES]
