@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epiloq.formats import epiloq_modules
+from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.convert import refusal
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
@@ -31,9 +32,11 @@ def inspect(layers: Layers) -> dict[str, Any]:
     bytes
         What there is, by type, and what the same model had in floating point.
     formats
-        For each format, null if it can represent these layers, else the reason why it cannot.
+        For each format, null if it can represent these layers, else the reason why it cannot. Values are judged by one
+        layer of each kind, of which a note tells.
     """
     checkpoint = layers.checkpoint
+    formats = {name: refusal(layers, layout) for name, layout in FORMATS.items()} if layers.readers else {}
     after: Counter[str] = Counter()
     for entry in checkpoint.entries.values():
         after[entry.dtype] += entry.nbytes
@@ -44,7 +47,7 @@ def inspect(layers: Layers) -> dict[str, Any]:
         "version": _version(checkpoint.quantization or {}),
         "scheme": _scheme(layers),
         "kinds": _rows(layers),
-        "notes": _notes(layers),
+        "notes": [*_notes(layers), *_judged_by_one(layers, formats)],
         "not_quantised": _not_quantised(layers),
         "tensors": len(checkpoint.entries),
         "files": len(set(checkpoint.files.values())),
@@ -53,7 +56,7 @@ def inspect(layers: Layers) -> dict[str, Any]:
             "after": sum(after.values()),
             "after_by_dtype": dict(sorted(after.items())),
         },
-        "formats": {name: refusal(layers, layout) for name, layout in FORMATS.items()} if layers.readers else {},
+        "formats": formats,
     }
 
 
@@ -88,6 +91,23 @@ def _notes(layers: Layers) -> list[str]:
     """Return notes for the user about how layers run."""
     modules = {reader.module[0] for reader in layers.readers.values() if reader.quantization is None}
     return [*(_DEQUANTISED[module] for module in sorted(modules & _DEQUANTISED.keys())), *_few_bits(layers)]
+
+
+def _judged_by_one(layers: Layers, formats: Mapping[str, str | None]) -> list[str]:
+    """Return notes about formats whose support depends on values of layers that were not read."""
+    modules = [reader.module[1] for reader in layers.readers.values() if reader.quantization is None]
+    layouts = {reader.described.layout for reader in layers.readers.values() if reader.described is not None}
+    has_mxfp4 = any(options.get("format") == "mxfp4" for options in modules)
+    has_factors = modelopt_config.NVFP4 in layouts or any(options.get("reciprocal") is False for options in modules)
+    depends = {
+        "deepseek-fp8": (has_mxfp4, "E4M3's range suffices for every block of MXFP4 weights"),
+        "compressed-tensors": (has_factors, "float32 has the reciprocal of every global scale"),
+    }
+    return [
+        f"{name}: judged by one layer of each kind; convert checks whether {what}"
+        for name, (applies, what) in depends.items()
+        if applies and formats.get(name, "") is None
+    ]
 
 
 def _few_bits(layers: Layers) -> list[str]:
