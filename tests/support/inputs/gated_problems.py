@@ -52,6 +52,16 @@ KINDS: dict[str, tuple[Make, type, tuple[float, int]]] = {
         W4A8Fp4Experts,
         (127, 0),
     ),
+    "mxfp4-fp8-group": (
+        lambda layer: W4A8Fp4Linear.from_linear(layer, format="mxfp4", activation="fp8-group"),
+        W4A8Fp4Experts,
+        (448, 128),
+    ),
+    "nvfp4-fp8-group": (
+        lambda layer: W4A8Fp4Linear.from_linear(layer, format="nvfp4", activation="fp8-group"),
+        W4A8Fp4Experts,
+        (448, 128),
+    ),
 }
 
 
