@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_shards import MADE
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -27,6 +26,7 @@ import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 from epiloq.formats import epiloq_modules
+from gloo_ranks import Ranks
 from opened_models import logits
 
 integration.unregister()
@@ -204,38 +204,24 @@ def spoil(folder: Path, rank: int) -> None:
         file.write_bytes(values)
 
 
-def _on_every_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{world}", rank=rank, world_size=world)
+def on_every_rank(rank: int, world: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    try:
-        for name in MADE:
-            torch.manual_seed(11)
-            of_columns(name, mesh)
-            of_rows(name, mesh)
-        for name in QUANTISED_FIRST:
-            torch.manual_seed(11)
-            quantised_first(name, mesh)
-        for name in ("int8", "w4"):
-            of_experts(name, mesh)
-        integration.register()
-        # Each on two ranks or on three.
-        for path in sorted(Path(folder).glob("model-*"))[world % 2 :: 2]:
-            of_model(path, Path(folder) / f"{path.name[6:]}.saved{world}", rank)
-        path = Path(folder) / "model-int8"
-        refused(path, rank, world, lambda own: edit(own, vocabulary(rank)), "expected the same model on every rank")
-        refused(path, rank, world, lambda own: spoil(own, rank), "expected the same directory on every rank")
-        refused(
-            path,
-            rank,
-            world,
-            lambda own: edit(own, ONE_HEAD),
-            "expected a number of ranks that divides",
-        )
-        (Path(folder) / f"done.{world}.{rank}").touch()
-    finally:
-        dist.destroy_process_group()
+    for name in MADE:
+        torch.manual_seed(11)
+        of_columns(name, mesh)
+        of_rows(name, mesh)
+    for name in QUANTISED_FIRST:
+        torch.manual_seed(11)
+        quantised_first(name, mesh)
+    for name in ("int8", "w4"):
+        of_experts(name, mesh)
+    # Each on two ranks or on three.
+    for path in sorted(folder.glob("model-*"))[world % 2 :: 2]:
+        of_model(path, folder / f"{path.name[6:]}.saved{world}", rank)
+    path = folder / "model-int8"
+    refused(path, rank, world, lambda own: edit(own, vocabulary(rank)), "expected the same model on every rank")
+    refused(path, rank, world, lambda own: spoil(own, rank), "expected the same directory on every rank")
+    refused(path, rank, world, lambda own: edit(own, ONE_HEAD), "expected a number of ranks that divides")
 
 
 def _save(model: Any, folder: Path) -> None:
@@ -291,6 +277,4 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_two_and_three_processes(models: Path, world: int) -> None:
-    """All of it in one start of processes, which costs more than what they do."""
-    multiprocessing.spawn(_on_every_rank, (world, str(models)), world)
-    assert len(list(models.glob(f"done.{world}.*"))) == world
+    Ranks(models, world, lambda rank: on_every_rank(rank, world, models)).check()
