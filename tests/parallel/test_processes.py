@@ -215,6 +215,7 @@ def on_every_rank(rank: int, world: int, folder: Path) -> None:
         quantised_first(name, mesh)
     for name in ("int8", "w4"):
         of_experts(name, mesh)
+    integration.register()
     # Each on two ranks or on three.
     for path in sorted(folder.glob("model-*"))[world % 2 :: 2]:
         of_model(path, folder / f"{path.name[6:]}.saved{world}", rank)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -15,20 +17,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 from epiloq.nn import Int8Linear
 from epiloq.parallel import RowwiseParallel
 from epiloq.parallel.symmetric import LIMIT, SymmetricSum
+from gloo_ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
 )
 K, N = 512, 256
+UNITS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 
 def _layer() -> Int8Linear:
     torch.manual_seed(3)
     return Int8Linear.from_linear(nn.Linear(K, N, bias=True, dtype=torch.bfloat16))
-
-
-def _group(rank: int, world: int, folder: str, backend: str) -> None:
-    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
 
 
 def test_output_layouts_that_are_no_sum_are_refused() -> None:
@@ -38,7 +38,7 @@ def test_output_layouts_that_are_no_sum_are_refused() -> None:
 
 
 def test_meshes_without_gpus_are_refused(tmp_path: Path) -> None:
-    _group(0, 1, str(tmp_path), "gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         with pytest.raises(ValueError, match=r"symmetric_memory: expected GPUs of one host .*, got a mesh of cpu"):
@@ -60,25 +60,22 @@ def test_large_outputs_and_other_dtypes_are_left_to_the_all_reduce() -> None:
         assert takes(wanted)
 
 
-def _assert_sums(rank: int, world: int, folder: str) -> None:
+Sums: TypeAlias = "dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]]"
+"""A rank's summand, and the sum that it got, by type and number of rows."""
+
+
+def _sums(folder: Path, world: int, rank: int) -> None:
+    """Write the sums of a rank, and the outputs of a layer whose parts are summed in both ways."""
     torch.cuda.set_device(rank)
-    _group(rank, world, folder, "nccl")
-    mesh = init_device_mesh("cuda", (world,))
-    for dtype, unit in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
+    mesh, found = init_device_mesh("cuda", (world,)), {}
+    for dtype in UNITS:
         torch.manual_seed(rank)
         sums = SymmetricSum(mesh)
         for rows in (1, 16, LIMIT // N // dtype.itemsize):
             y = torch.randn(rows, N, device="cuda").to(dtype)
-            everyone = [torch.empty_like(y) for _ in range(world)]
-            dist.all_gather(everyone, y)
             for _ in range(3):  # the memory is used again by the next call
                 total = sums(y)
-            wanted = sum(part.double() for part in everyone)
-            bound = 2 * world * unit * sum(part.double().abs() for part in everyone)
-            assert bool(((total.double() - wanted).abs() <= bound).all())
-            found = [torch.empty_like(total) for _ in range(world)]
-            dist.all_gather(found, total)
-            assert all(torch.equal(part, found[0]) for part in found), "ranks with other bits"
+            found[dtype, rows] = y.cpu(), total.cpu()
     torch.manual_seed(7)
     x = torch.randn(16, K, device="cuda", dtype=torch.bfloat16).chunk(world, 1)[rank].contiguous()
     layers = [
@@ -86,13 +83,34 @@ def _assert_sums(rank: int, world: int, folder: str) -> None:
         for symmetric in (False, True)
     ]
     with torch.no_grad():
-        plain, symmetric = (layer(x) for layer in layers)
+        torch.save((found, [layer(x).cpu() for layer in layers]), folder / f"sums-{rank}.pt")
+
+
+def _check_sums(ranks: list[tuple[Sums, list[Tensor]]]) -> None:
+    """Sums within the roundings of their additions, with the same bits on every rank."""
+    world, (first, (plain, symmetric)) = len(ranks), ranks[0]
+    for case, (_, total) in first.items():
+        summands = [sums[case][0].double() for sums, _ in ranks]
+        bound = 2 * world * UNITS[case[0]] * sum(y.abs() for y in summands)
+        assert bool(((total.double() - sum(summands)).abs() <= bound).all()), case
+        assert all(torch.equal(sums[case][1], total) for sums, _ in ranks), f"{case}: ranks with other bits"
     # Both round each addition to bfloat16, in an order of their own.
     assert bool(((plain.double() - symmetric.double()).abs() <= 2.0**-7 * world * plain.double().abs().max()).all())
-    dist.destroy_process_group()
+
+
+def test_the_check_of_sums(seed: int) -> None:
+    """It accepts what two ranks may get, and neither a lost summand nor other bits on one rank."""
+    y = [torch.randn(3, N).bfloat16() for _ in range(2)]
+    case, total = (torch.bfloat16, 3), y[0] + y[1]
+    outputs = [total, total]
+    _check_sums([({case: (part, total)}, outputs) for part in y])
+    for wrong in ([y[0], y[0]], [total, -total]):
+        with pytest.raises(AssertionError, match=r"torch.bfloat16"):
+            _check_sums([({case: (part, other)}, outputs) for part, other in zip(y, wrong, strict=True)])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_sums_of_two_gpus(tmp_path: Path) -> None:
-    multiprocessing.spawn(_assert_sums, (2, str(tmp_path)), nprocs=2)
+    Ranks(tmp_path, 2, partial(_sums, tmp_path, 2), backend="nccl", start_method="spawn").check()
+    _check_sums([torch.load(tmp_path / f"sums-{rank}.pt") for rank in range(2)])

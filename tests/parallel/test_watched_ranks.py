@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-
-pytest.importorskip("transformers", reason="the ranks' helper registers its integration")
 
 from epiloq.heartbeat import GRACE
 from epiloq.nn import Int8Linear
@@ -88,8 +87,7 @@ def test_a_slow_rank_and_one_that_leaves_are_left_alone(tmp_path: Path) -> None:
             with watch_ranks(PATIENCE):  # The other is not there any more, and was not missed before.
                 time.sleep(0.2)
 
-    ranks = Ranks(tmp_path, 2, run)
-    assert ranks.codes == [0, 0], [ranks.message(rank) for rank in range(2)]
+    Ranks(tmp_path, 2, run).check()
 
 
 def test_ranks_that_were_all_stopped_go_on(tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ def test_ranks_that_were_all_stopped_go_on(tmp_path: Path) -> None:
         os._exit(0)
     ranks = Ranks(tmp_path, 2, watched(stop))
     os.waitpid(driver, 0)
-    assert ranks.codes == [0, 0], [ranks.message(rank) for rank in range(2)]
+    ranks.check()
 
 
 def test_invalid_watch_ranks_arguments_are_refused(tmp_path: Path) -> None:
@@ -124,4 +122,18 @@ def test_invalid_watch_ranks_arguments_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"patience: expected seconds above 0, got 0"), watch_ranks(0):
             pass
 
-    assert Ranks(tmp_path, 1, run).codes == [0]
+    Ranks(tmp_path, 1, run).check()
+
+
+def _one_is_smaller(rank: int) -> None:
+    numbers = torch.tensor([rank, 7])
+    dist.all_reduce(numbers)
+    assert numbers.tolist() == [1, 14 + rank]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_rank_fails_in_the_test_that_started_it(tmp_path: Path, start_method: Any) -> None:
+    ranks = Ranks(tmp_path, 2, _one_is_smaller, start_method=start_method)
+    assert ranks.codes == [0, 3]
+    with pytest.raises(AssertionError, match=r"^rank 1 ended with 3\nTraceback [^$]*, in _one_is_smaller\n"):
+        ranks.check()

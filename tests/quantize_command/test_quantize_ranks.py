@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import epiloq
 from epiloq.cli import app
 from epiloq.quantize import identity
 from epiloq.quantize.calibration import store, work
+from gloo_ranks import store_of_ranks
 from tiny_mixtures import qwen3
 from tiny_teacher import save, tiny_model
 
@@ -53,10 +53,12 @@ def arguments(models: Path, output: Path, *more: str, model: str = "llama") -> l
     return ["quantize", str(models / model), "--output", str(output), *text, *asked]
 
 
-def rank_of(rank: int, world: int, port: int, message: Path, asked: list[str], change: Change) -> None:
+def rank_of(
+    rank: int, world: int, address: dict[str, str], message: Path, asked: list[str], change: Change
+) -> None:
     """One process of a launcher's, which leaves what it displays in a file."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1", "COLUMNS": "200"}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "COLUMNS": 200}
+    os.environ |= {name: str(value) for name, value in own.items()} | address
     torch.set_num_threads(1)
     with open(message, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -70,20 +72,18 @@ class Launched:
     """Ranks that were run to their end: exit codes, what they displayed, and when the last ended."""
 
     def __init__(self, folder: Path, commands: list[list[str]], change: Change = lambda rank: None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         context = multiprocessing.get_context("fork")
         files = [folder / f"rank-{rank}" for rank in range(len(commands))]
-        ranks = [
-            context.Process(target=rank_of, args=(rank, len(commands), port, files[rank], asked, change))
-            for rank, asked in enumerate(commands)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(timeout=600)
-            each.kill()
+        with store_of_ranks() as address:
+            ranks = [
+                context.Process(target=rank_of, args=(rank, len(commands), address, files[rank], asked, change))
+                for rank, asked in enumerate(commands)
+            ]
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join(timeout=600)
+                each.kill()
         self.ended = time.time()
         self.codes = [each.exitcode for each in ranks]
         self.output = [file.read_text() for file in files]

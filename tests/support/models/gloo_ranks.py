@@ -1,4 +1,4 @@
-"""Processes of a gloo group on a CPU, forked from the test, which run a function to its end."""
+"""Processes of a group, by gloo on a CPU and forked from the test unless told otherwise, which run a function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-import epiloq.integrations.transformers as integration
 from epiloq._torch import threads
 
 _FORK = multiprocessing.get_context("fork")
@@ -54,12 +53,25 @@ def _keep_store(here: Any, there: Any) -> None:
 class Ranks:
     """Processes of a group that run a function to its end: their exit codes, and what each raised."""
 
-    def __init__(self, where: Path, world: int, run: Callable[[int], None], stopped: tuple[int, ...] = ()) -> None:
-        """Run it. Ranks that are `stopped` end when the others have ended."""
+    def __init__(
+        self,
+        where: Path,
+        world: int,
+        run: Callable[[int], None],
+        stopped: tuple[int, ...] = (),
+        backend: str = "gloo",
+        start_method: Literal["fork", "spawn"] = "fork",
+    ) -> None:
+        """Run it. Ranks that are `stopped` end when the others have ended.
+
+        Forked ranks need no imports, and `run` may be any function. Those that use CUDA must be spawned: `run` is then
+        pickled.
+        """
+        context: Any = multiprocessing.get_context(start_method)
         self.output = [where / f"output-{rank}" for rank in range(world)]
         with store_of_ranks() as address:
             ranks = [
-                _FORK.Process(target=self._rank, args=(rank, world, address, self.output[rank], run))
+                context.Process(target=_rank, args=(rank, world, address, backend, self.output[rank], run))
                 for rank in range(world)
             ]
             start = time.monotonic()
@@ -72,22 +84,6 @@ class Ranks:
             for each in ranks:
                 each.join()
         self.codes = [each.exitcode for each in ranks]
-
-    @staticmethod
-    def _rank(rank: int, world: int, address: dict[str, str], output: Path, run: Callable[[int], None]) -> None:
-        threads.forked = False  # or its first operation brings a forked process back to one thread
-        torch.set_num_threads(1)
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-        os.environ |= {name: str(value) for name, value in own.items()} | address
-        try:
-            dist.init_process_group("gloo", init_method="env://")
-            integration.register()
-            run(rank)
-        except BaseException as error:
-            output.with_suffix(".traceback").write_text(traceback.format_exc())
-            output.write_text(f"{type(error).__name__}: {error}")
-            os._exit(3)
-        os._exit(0)
 
     def message(self, rank: int) -> str:
         """What a rank raised, in one line; empty if nothing."""
@@ -102,3 +98,20 @@ class Ranks:
             if code
         ]
         assert not found, "\n".join(found)
+
+
+def _rank(
+    rank: int, world: int, address: dict[str, str], backend: str, output: Path, run: Callable[[int], None]
+) -> None:
+    threads.forked = False  # or its first operation brings a forked process back to one thread
+    torch.set_num_threads(1)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in own.items()} | address
+    try:
+        dist.init_process_group(backend, init_method="env://")
+        run(rank)
+    except BaseException as error:
+        output.with_suffix(".traceback").write_text(traceback.format_exc())
+        output.write_text(f"{type(error).__name__}: {error}")
+        os._exit(3)
+    os._exit(0)
