@@ -53,9 +53,7 @@ def arguments(models: Path, output: Path, *more: str, model: str = "llama") -> l
     return ["quantize", str(models / model), "--output", str(output), *text, *asked]
 
 
-def rank_of(
-    rank: int, world: int, address: dict[str, str], message: Path, asked: list[str], change: Change
-) -> None:
+def rank_of(rank: int, world: int, address: dict[str, str], message: Path, asked: list[str], change: Change) -> None:
     """One process of a launcher's, which leaves what it displays in a file."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "COLUMNS": 200}
     os.environ |= {name: str(value) for name, value in own.items()} | address

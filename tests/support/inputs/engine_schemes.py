@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from epiloq.nn import WeightOnlyLinear
@@ -27,3 +28,10 @@ def converted(scheme: str, linear: nn.Linear) -> Any:
 def keeps_inputs(scheme: str) -> bool:
     """Whether activations stay in floating point."""
     return "a16" in scheme
+
+
+def products_of(*layers: Any) -> int:
+    """Products of merged layers of one scheme: one, unless NVFP4 weights have global scales of their own."""
+    scales = [getattr(layer, "weight_global_scale", None) for layer in layers]
+    first = scales[0]
+    return 1 if first is None or all(torch.equal(first, scale) for scale in scales) else len(layers)
