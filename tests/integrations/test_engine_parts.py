@@ -13,7 +13,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.epiloq_modules import Group
 from epiloq.formats.layouts.base import FormatError
 from epiloq.integrations.engines.parts import Part, PartsLinear
-from epiloq.nn import Fp4Linear
+from epiloq.nn import Fp4Linear, W4A8Fp4Linear
 from epiloq.weights.fp4 import divisor_of
 
 K = 416
@@ -49,6 +49,25 @@ def test_rows_and_columns_of_ranks(seed: int, scheme: str) -> None:
     expected = x.double() @ layer.dequantized_weight().double().t()
     error = (total - expected).norm() / expected.norm()
     assert error < (1e-5 if keeps_inputs(scheme) else 0.04), float(error)
+
+
+@pytest.mark.parametrize("activation", ["fp8-group", "fp8-static"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_fp4_with_other_activations(seed: int, format: str, activation: str) -> None:
+    """A rank's groups of inputs begin with its own; a static scale is every rank's."""
+    options: Any = {"input_scale": 0.01} if activation == "fp8-static" else {}
+    layer: Any = W4A8Fp4Linear.from_linear(
+        nn.Linear(K, 90, bias=False), format=format, activation=activation, **options
+    )
+    group = Group("W4A8Fp4Linear", epiloq_modules.KINDS["W4A8Fp4Linear"].options_of(layer), ["layer"])
+    x = torch.randn(3, K)
+    y = PartsLinear([part_of(layer, group, (45, 90))], torch.float32)(x)
+    torch.testing.assert_close(y, layer(x)[:, 45:], rtol=1e-4, atol=1e-4)
+    total = torch.zeros(3, 90)
+    for first, last in ((0, 208), (208, K)):
+        total += PartsLinear([part_of(layer, group, (0, 90), (first, last))], torch.float32)(x[:, first:last])
+    expected = x @ layer.dequantized_weight().t()
+    assert (total - expected).norm() / expected.norm() < 0.04
 
 
 def test_sibling_layers_are_merged_if_possible(seed: int) -> None:
