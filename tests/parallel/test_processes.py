@@ -25,6 +25,7 @@ pytest.importorskip("safetensors")
 import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+from engine_schemes import FEW_BITS, converted
 from epiloq.formats import epiloq_modules
 from gloo_ranks import Ranks
 from opened_models import logits
@@ -40,7 +41,8 @@ QUANTISED_FIRST = (
     *("w4a8-mxfp4-fp8", "w4a8-nvfp4-int8"),
 )
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 96}
-# Models by the names of their directories: family, scheme, and schemes of the output head and the embedding.
+# Models by the names of their directories: family, scheme, and schemes of the output head and the embedding. Names
+# with "w4" are those of models that do not round activations.
 MODELS: dict[str, tuple[str, str, str | None, str | None]] = {
     "int8": ("Llama", "w8a8-int8", None, None),
     "fp8": ("Qwen2", "fp8", None, None),
@@ -50,6 +52,10 @@ MODELS: dict[str, tuple[str, str, str | None, str | None]] = {
     "w4-mxfp4": ("Qwen2", "w4a16-mxfp4", "w4a16-nvfp4", None),
     "w4-nvfp4": ("Llama", "w4a16-nvfp4", None, "w8a16"),
     "w4-and-fp8": ("Llama", "w8a16-fp8-block", "w8a16-fp8", None),
+    "w4-of-2-bits": ("Llama", "w2a16-g32", None, None),
+    "w4-of-3-bits": ("Qwen2", "w3a16-g64", None, None),
+    "mxfp4-fp8": ("Llama", "w4a8-mxfp4-fp8", None, None),
+    "nvfp4-fp8": ("Qwen2", "w4a8-nvfp4-fp8", None, None),
     "w4-tied": ("Llama", "w8a16", "w4a16-g32", "w4a16-g32"),
     "mix-int8": ("Mixtral", "w8a8-int8", None, None),
     "mix-w4": ("Mixtral", "w4a16-g32", None, None),
@@ -225,8 +231,14 @@ def on_every_rank(rank: int, world: int, folder: Path) -> None:
     refused(path, rank, world, lambda own: edit(own, ONE_HEAD), "expected a number of ranks that divides")
 
 
-def _save(model: Any, folder: Path) -> None:
-    epiloq_modules.save(model, folder)
+def quantised(model: Any, scheme: str, head: str | None, embedding: str | None) -> Any:
+    """A model whose layers have a scheme, or few bits, which no scheme has."""
+    if scheme not in FEW_BITS:
+        return epiloq.quantize_(model, scheme, head=head, embedding=embedding)
+    for name, module in list(model.model.named_modules()):
+        if type(module) is nn.Linear:
+            model.model.set_submodule(name, converted(scheme, module))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +266,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for module in model.modules():
             if isinstance(getattr(module, "bias", None), nn.Parameter):
                 nn.init.normal_(module.bias)
-        _save(epiloq.quantize_(model, scheme, head=head, embedding=embedding), folder / f"model-{name}")
+        epiloq_modules.save(quantised(model, scheme, head, embedding), folder / f"model-{name}")
     for tool in TOOLS:
         torch.manual_seed(2)
         more = WIDE if "gemv" in tool or "blocks" in tool else {}
