@@ -121,6 +121,33 @@ def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--bits", "4.6", "--algorithm", "gptq-guided", "--tune", "2"),
+        ("--scheme", "w4a8-nvfp4-fp8", "--algorithm", "awq+gptq-guided", "--head", "w8a16"),
+    ],
+    ids=["budget", "fp4"],
+)
+def test_stages_that_one_rank_runs_alone(models: Path, tmp_path: Path, asked: tuple[str, ...]) -> None:
+    """The first rank chooses schemes and trains scales, and the others wait or have ended."""
+    commands = [arguments(models, tmp_path / name, *asked) for name in ("one", "two")]
+    assert Launched(tmp_path, commands[:1]).codes == [0]
+    run = Launched(tmp_path, commands[1:] * 2)
+    assert run.codes == [0, 0], run.output
+    same_files(tmp_path / "two", tmp_path / "one")
+
+
+def test_autoround_is_refused_on_several_ranks(models: Path, tmp_path: Path) -> None:
+    run = Launched(
+        tmp_path, [arguments(models, tmp_path / "out", "--scheme", "w4a16-g32", "--algorithm", "autoround")] * 2
+    )
+    assert run.codes == [2, 2] and run.output[1] == ""
+    message = " ".join(run.output[0].split())
+    assert "--algorithm autoround: expected one process" in message and "got 2; start it without a launcher" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_torchrun(models: Path, whole: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = os.pathsep.join([str(Path(epiloq.__file__).parents[1]), *sys.path])

@@ -36,8 +36,9 @@ SEEDS = 1 << 63
 """Number of seeds of torch's generators."""
 
 
-def check_request(settings: Settings) -> None:
-    """Raise ValueError for settings that are invalid for any model, or an output that cannot be created."""
+def check_request(settings: Settings, world: int = 1) -> None:
+    """Raise ValueError for settings that are invalid for any model or for so many ranks, or an output that cannot be
+    created."""
     if settings.budget is not None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
     choose(settings.scheme, settings.layout, settings.symmetric)
@@ -64,6 +65,11 @@ def check_request(settings: Settings) -> None:
     if ALGORITHMS[settings.algorithm].learn and not isinstance(target.base, Grid):
         raise ValueError(
             f"--algorithm {settings.algorithm}: expected a scheme of integers with zero points, got {settings.scheme}"
+        )
+    if ALGORITHMS[settings.algorithm].learn and world > 1:
+        raise ValueError(
+            f"--algorithm {settings.algorithm}: expected one process, as training is not divided among ranks, got "
+            f"{world}; start it without a launcher, or use --algorithm gptq"
         )
     if settings.tune < 0:
         raise ValueError(f"--tune: expected at least 0 steps, got {settings.tune}")

@@ -155,7 +155,7 @@ def prepare(settings: Settings, ranks: Ranks | None = None) -> Job:
 def _prepared(settings: Settings, ranks: Ranks) -> Job:
     start, target = time.perf_counter(), TARGETS[settings.scheme]
     source = Checkpoint(settings.model)
-    check_request(settings)
+    check_request(settings, ranks.world)
     plan = check_model(settings, source)
     texts = read_windows(settings, source)
     identity = identity_of(settings, source, plan, texts.calibration)
