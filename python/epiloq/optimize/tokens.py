@@ -73,10 +73,9 @@ def quantises(layer: nn.Module, x: Tensor) -> bool:
     """
     if isinstance(layer, W4A8Layer) and not layer.quantises(x):
         return False
-    has_call = isinstance(layer, W4A8Linear) or (
-        isinstance(layer, W4A8Fp4Linear) and x.is_cuda and layer.activation != GROUPS
-    )
-    if not has_call:
+    if not isinstance(layer, (W4A8Linear, W4A8Fp4Linear)):
+        return True
+    if isinstance(layer, W4A8Fp4Linear) and (not x.is_cuda or layer.activation == GROUPS):
         return True
     return is_compiling() or is_batch_invariant() or x.numel() >= MANY_TOKENS * layer.in_features
 
