@@ -13,7 +13,7 @@ import conv_reference
 import epiloq
 import fp4_reference
 import weight_reference
-from epiloq.ops.attention import decode_attention
+from epiloq.ops.attention import decode_attention, rotate_and_store
 from reference import make_problem
 
 Calls = Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -118,6 +118,7 @@ def fused_quantisers(x: Tensor) -> Calls:
 
 
 def rotations(m: int, device: str) -> Calls:
+    assert rotate_and_store  # whose import registers the operator
     heads, angles = torch.randn(2, m, 4, 10, device=device), torch.randn(2, 1, m, 10, device=device)
     for position in (None, torch.tensor(1, device=device)):
         caches = torch.zeros(2, 2, 1, m + 3, 10, device=device)
