@@ -79,6 +79,29 @@ def write_bytes(path: Path, content: bytes) -> None:
             raise
 
 
+_BESIDE = len(".-12345678.lock")
+"""Bytes that names of temporary files and folders beside an output have more than the output's."""
+
+
+def why_not_named(path: Path) -> str | None:
+    """Return why no file or folder can have this path, because its names are too long; None if one can."""
+    nearest = next((each for each in path.absolute().parents if _is_there(each)), Path(path.anchor or "."))
+    longest, total = os.pathconf(nearest, "PC_NAME_MAX"), os.pathconf(nearest, "PC_PATH_MAX")
+    for name in path.parts:
+        most = longest - (_BESIDE if name == path.name else 0)
+        if len(os.fsencode(name)) > most:
+            return f"expected names of at most {most} bytes, got {len(os.fsencode(name))}"
+    size = len(os.fsencode(path.absolute())) + _BESIDE
+    return f"expected a path of less than {total} bytes, got {size}" if size >= total else None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # its name is too long
+        return False
+
+
 def why_not_made(folder: Path) -> str | None:
     """Try to create a folder in `folder`, and return why that fails (read-only, or virtual); None if it does not."""
     try:
@@ -90,6 +113,9 @@ def why_not_made(folder: Path) -> str | None:
 
 def why_not_written(file: Path) -> str | None:
     """Return why `write_text` could not write a file in an existing folder; None if it could."""
+    reason = why_not_named(file)
+    if reason is not None:
+        return reason
     file = file.resolve()
     if file.exists() and not file.is_file():
         return None if os.access(file, os.W_OK) else f"{file} cannot be written to"

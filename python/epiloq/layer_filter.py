@@ -111,6 +111,8 @@ def ignored(patterns: Sequence[str], name: str) -> str | None:
 def check_patterns(patterns: Iterable[str], names: Sequence[str], where: str) -> None:
     """Raise ValueError for an invalid regular expression, or a pattern that matches no layer."""
     for pattern in patterns:
+        if pattern in ("", REGEX):
+            raise ValueError(f"{where}: expected patterns of layers' names, got an empty one ({pattern!r})")
         try:
             found = any(_matches(pattern, name) for name in names)
         except re.error as error:

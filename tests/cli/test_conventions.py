@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +148,29 @@ def test_quiet_leaves_results_alone(model: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0
         assert all(line.startswith("warning: ") for line in result.stderr.splitlines())
         assert result.stdout.startswith("perplexity") and len(result.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval", "MODEL", "--text", "TEXT", "--kl", "absent"), "absent: expected a model directory, found nothing"),
+        (("compare", "MODEL", "MODEL", "--text", "empty"), "empty: expected text, found none"),
+        (("quantize", "MODEL", *QUANTIZE, "--output", "out", "--ignore", ""), "--ignore: expected patterns"),
+        (("quantize", "MODEL", *QUANTIZE, "--output", "out", "--ignore", "re:"), "got an empty one ('re:')"),
+        (("bench", "--device", "cpu", "--op", "scaled_mm", "--m", "0"), "bench: --m: expected at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text("")
+    Path("text").write_text("one two three four five six seven eight nine ten " * 400)
+    result = run(*({"MODEL": str(model), "TEXT": "text"}.get(each, each) for each in arguments))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert message in result.stderr
+    assert not re.search(r"layers: |windows: |\[1/", result.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text"]
 
 
 def test_interruption_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

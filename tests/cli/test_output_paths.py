@@ -74,6 +74,35 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert found.exit_code == 2 and r"b\xff\xfed': expected a path in UTF-8" in found.output
 
 
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    """Also by the names of temporary files beside them, before the work."""
+    model = teacher_and_text(tmp_path, ROUND)
+    most = os.pathconf(tmp_path, "PC_NAME_MAX")
+    for length in (most - 4, most + 1, 5000):
+        name = tmp_path / ("n" * length)
+        for found in (
+            quantize(model, name, "--scheme", "w8a16", "--algorithm", "rtn"),
+            quantize(model, tmp_path / "out", "--scheme", "w8a16", "--algorithm", "rtn", "--report", name),
+            run("inspect", model, "--json", name),
+        ):
+            said = " ".join(found.output.replace("│", "").split())
+            assert found.exit_code == 2 and "expected names of at most" in said, said
+    for found in (run("eval", model, "--text", name), run("inspect", name), run("compare", model, name)):
+        assert found.exit_code == 2 and "File name too long" in " ".join(found.output.split()), found.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+def test_only_figures_go_to_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    monkeypatch.chdir(tmp_path)
+    found = quantize(model, tmp_path / "out", "--scheme", "w8a16", "--algorithm", "rtn", "--report", "-")
+    said = " ".join(found.output.replace("│", "").split())
+    assert found.exit_code == 2 and "only --json writes to standard output" in said, said
+    found = run("bench", "--device", "cpu", "--plot", "-")
+    assert found.exit_code == 2 and "bench: --plot: expected a name that ends in .png or .svg, got -" in found.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 10**23])
 def test_invalid_seeds(tmp_path: Path, seed: int) -> None:
     model = teacher_and_text(tmp_path, ROUND)

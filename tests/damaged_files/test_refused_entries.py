@@ -80,6 +80,15 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (FP8, {"modules_to_convert": ["embed"]}, "modules_to_convert"),
         (FBGEMM, {"activation_scale_ub": -1}, "activation_scale_ub: expected a number above 0, got -1"),
         (FP8, {"quant_method": "quanto"}, "quant_method: expected one of .*'quanto'"),
+        (CT, weights(CT, symetric=False), "weights: symetric: expected symmetric, got symetric with the value False"),
+        (CT, weights(CT, groupSize=64), "weights: groupSize: expected group_size, got groupSize with the value 64"),
+        (W8A8, inputs(W8A8, symmetric_=False), "input_activations: symmetric_: expected symmetric"),
+        (CT, {"ignores": ["lm_head"]}, "ignores: expected ignore, got ignores"),
+        (GPTQ, {"desc_acts": True}, "gptq: desc_acts: expected desc_act"),
+        (GPTQ, {"dynamic": {"+:x": {"group-size": None}}}, "group-size: expected group_size"),
+        (AWQ, {"zero_points": False}, "awq: zero_points: expected zero_point"),
+        (FP8, {"weight_block_sizes": None}, "weight_block_sizes: expected weight_block_size"),
+        (FBGEMM, {"activation_scaleub": None}, "activation_scaleub: expected activation_scale_ub"),
     ],
 )
 def test_refused(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -97,7 +106,9 @@ def test_refused(base: dict[str, Any], change: dict[str, Any], message: str) -> 
         (GPTQ, {"meta": {"quantizer": ["gptqmodel:5"]}, "damp_percent": 0.05, "adapter": None, "lm_head": False}),
         (AWQ, {"modules_to_not_convert": None, "backend": "autoawq"}),
         (ROUND, {"super_bits": None, "seqlen": 2048, "enable_torch_compile": False}),
-        (FP8, {"scale_fmt": "ue8m0", "dequantize": False}),
+        (FP8, {"scale_fmt": "ue8m0", "dequantize": False, "modules_to_convert": None}),
+        (CT, {"moe_sparsity_config": {}, "transform_configuration_file": None}),
+        (ROUND, {"act_data_type": None, "act_group_size": None, "act_sym": None, "act_dynamic": None}),
     ],
 )
 def test_notes_change_nothing(base: dict[str, Any], change: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
 from epiloq.cli.output import STDOUT, display
 from epiloq.cli.progress import clock, time_left
-from epiloq.files import why_not_written
+from epiloq.files import why_not_named, why_not_written
 
 CACHES = ("int8", "fp8")
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
@@ -98,6 +98,7 @@ def bench(
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
             _check_names(name, given, known)
         _check_names("peer", peer, PEERS)
+        _check_counts(m=m or [1])
         target = _device(device)
         _check_settle(target, settle)
         suites = suite or ["quick"]
@@ -197,8 +198,11 @@ def _check_names(option_name: str, given: Sequence[str] | None, known: Collectio
 
 def _check_targets(json: Path | None, plot: Path | None) -> None:
     for name, path in (("json", json), ("plot", plot)):
-        if path in (None, STDOUT):
+        if path is None or (path == STDOUT and name == "json"):
             continue
+        reason = why_not_named(path)
+        if reason is not None:
+            raise ValueError(f"bench: --{name}: {path}: {reason}")
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"bench: --{name}: expected a file in a folder that exists, got {path}")
         reason = why_not_written(path)

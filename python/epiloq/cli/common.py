@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import typer
 
 from epiloq.cli.output import STDOUT, installed_by, unknown
-from epiloq.files import described, why_not_written
+from epiloq.files import described, why_not_named, why_not_written
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -83,6 +84,9 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except BrokenPipeError:  # the reader of the results has seen enough (`epiloq … | head`): click ends quietly
         raise
     except _disk_failures() as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            complain(command, described(error))
+            raise typer.Exit(BAD_INPUT) from None
         complain(command, f"{described(error) if isinstance(error, OSError) else error}{hint}")
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
@@ -129,6 +133,13 @@ def check_target(path: Path | None, option: str = "--json") -> None:
     """Refuse a file to write that could not be written later, before any work is done."""
     if path is None or (path == STDOUT and option == "--json"):
         return
+    if path == STDOUT:
+        raise typer.BadParameter(
+            "expected a file name, got -: only --json writes to standard output", param_hint=option
+        )
+    reason = why_not_named(path)
+    if reason is not None:
+        raise typer.BadParameter(f"{path}: {reason}", param_hint=option)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
     if not path.absolute().parent.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,9 @@ from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
+    from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.progress import Stage
 
 WORST = 5
@@ -52,21 +55,24 @@ def compare(
     console = results_console(json_file)
     with failures("compare"):
         quiet()
+        from epiloq.formats.io.checkpoint import Checkpoint
 
         with progress_stages() as stage:
-            found = _weights(a, b, stage)
-            if text is not None:
-                found["answers"] = _answers(a, b, text, tokens, length, device, stage)
+            # Everything is checked before the work starts.
+            checkpoints = [Checkpoint(folder) for folder in (a, b)]
+            parts = None if text is None else _windows(checkpoints, text, tokens, length)
+            found = _weights(a, b, checkpoints, stage)
+            if parts is not None:
+                found["answers"] = _answers(checkpoints, parts, device, stage) | {"text": str(text), "window": length}
         show(found, console)
         write_json(json_file, found)
 
 
-def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
+def _weights(a: Path, b: Path, checkpoints: Sequence[Checkpoint], stage: Stage) -> dict[str, Any]:
     from epiloq.evaluation.comparison import other_tensors, weight_errors
-    from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.layers import Layers
 
-    sides = Layers(Checkpoint(a)), Layers(Checkpoint(b))
+    sides = Layers(checkpoints[0]), Layers(checkpoints[1])
     errors = []
     with stage("layers", len(sides[0].linears)) as advance:
         for error in weight_errors(*sides):
@@ -82,25 +88,32 @@ def _weights(a: Path, b: Path, stage: Stage) -> dict[str, Any]:
     }
 
 
-def _answers(a: Path, b: Path, text: Path, tokens: int, length: int, device: str, stage: Stage) -> dict[str, Any]:
-    from epiloq.evaluation.comparison import answers
+def _windows(checkpoints: Sequence[Checkpoint], text: Path, tokens: int, length: int) -> list[Tensor]:
+    """The windows of the text on which predictions are compared. Raises ValueError for text that does not fit."""
     from epiloq.evaluation.text import first_tokens, load_tokenizer, read_texts, windows
+    from epiloq.quantize.texts import FEW, check_positions, tokens_in
+
+    parts = first_tokens(windows(load_tokenizer(checkpoints[0].folder), read_texts(text), length), tokens)
+    if tokens_in(parts) < FEW:
+        warn(f"answers to only {tokens_in(parts)} tokens; the comparison is inaccurate")
+    for checkpoint in checkpoints:
+        check_positions(checkpoint, parts)
+    return parts
+
+
+def _answers(checkpoints: Sequence[Checkpoint], parts: list[Tensor], device: str, stage: Stage) -> dict[str, Any]:
+    from epiloq.evaluation.comparison import answers
     from epiloq.formats.io.checkpoint import Checkpoint
     from epiloq.formats.io.model import load
     from epiloq.quantize.checks import check_generates
-    from epiloq.quantize.texts import FEW, check_positions, tokens_in
 
-    parts = first_tokens(windows(load_tokenizer(a), read_texts(text), length), tokens)
-    if tokens_in(parts) < FEW:
-        warn(f"answers to only {tokens_in(parts)} tokens; the comparison is inaccurate")
-    checkpoints = [Checkpoint(folder) for folder in (a, b)]
-    for checkpoint in checkpoints:
-        check_positions(checkpoint, parts)
-    models = [load(checkpoint)[0].to(device) for checkpoint in checkpoints]
-    for folder, model in zip((a, b), models, strict=True):
+    models = []
+    for folder in (checkpoint.folder for checkpoint in checkpoints):
+        model = load(Checkpoint(folder))[0].to(device)  # opened again, because comparing layers renames tensors
         check_generates(model, folder)
+        models.append(model)
     with stage("windows", len(parts)) as advance:
-        return {"text": str(text), "window": length, **answers(models[0], models[1], parts, advance)}
+        return answers(models[0], models[1], parts, advance)
 
 
 def show(found: dict[str, Any], console: Console) -> None:

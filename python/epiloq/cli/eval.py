@@ -106,11 +106,11 @@ def _teacher(folder: Path, teacher: Path, parts: list[Tensor]) -> nn.Module:
     from epiloq.quantize.checks import check_generates
     from epiloq.quantize.texts import check_positions
 
+    checkpoint = Checkpoint(teacher)
     text = load_tokenizer(folder).decode(parts[0][0])
     ours, theirs = (load_tokenizer(f)(text, return_tensors="pt")["input_ids"] for f in (folder, teacher))
     if not torch.equal(ours, theirs):
         raise ValueError(f"--kl: {teacher}: expected a model with the tokens of {folder}, got other ones")
-    checkpoint = Checkpoint(teacher)
     check_positions(checkpoint, parts)
     found, _ = load(checkpoint)
     check_generates(found, teacher)

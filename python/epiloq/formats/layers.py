@@ -125,7 +125,7 @@ class Layers:
     def weight(self, layer: str) -> Weight:
         """The weight that a quantised layer's tensors represent. Raises FormatError, naming file and layer, if they are
         inconsistent."""
-        return self._named(layer, lambda tensors: self.readers[layer].from_tensors(tensors, self.shape(layer)))
+        return self._named(layer, lambda tensors: self.readers[layer].weight(tensors, self.shape(layer)))
 
     def module(self, layer: str) -> nn.Module:
         """The module that runs a quantised layer, with the model's bias. Raises FormatError as `weight` does."""

@@ -26,7 +26,7 @@ from epiloq.formats.embeddings import SHARED, TableOutline, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
 from epiloq.formats.layouts import bitsandbytes, gguf, scaled
-from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.base import FormatError, Quantization, check_finite
 from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.formats.weights import Weight
 from epiloq.nn.base.scaled_input import SCALE
@@ -92,12 +92,18 @@ class Reader:
     module: tuple[str, Mapping[str, Any]] = ("", {})
     unused: frozenset[str] = frozenset()
 
+    def weight(self, tensors: Tensors, shape: Shape) -> Weight:
+        """The same as `from_tensors`. Raises FormatError also for scales that are not finite."""
+        check_finite(tensors)
+        return self.from_tensors(tensors, shape)
+
     def opened(self, linear: nn.Linear, tensors: Tensors) -> nn.Module:
         """The module that runs a layer's tensors, with a bias if "bias" is among them.
 
         Sizes, mode, dtype and device are those of the linear layer that it replaces. Raises ValueError for tensors that
-        do not fit.
+        do not fit, and for scales that are not finite.
         """
+        check_finite(tensors)
         if self.build is not None:
             return self.build(linear, tensors)
         parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}

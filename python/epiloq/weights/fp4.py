@@ -19,7 +19,7 @@ _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, LARGEST)
 # For each pair of neighbouring E2M1 numbers, the largest float32 that rounds down; ties go to the even code.
 _LAST_DOWN = (0.25, 0.75 - 2.0**-24, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
 # Exponent bias of E8M0, and its NaN.
-BIAS, _NAN = 127, 255
+BIAS, NAN = 127, 255
 # Exponent of E2M1's largest number, 6 = 1.5 * 2^2.
 _LARGEST_EXPONENT = 2
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
@@ -88,7 +88,7 @@ def scale_values(scale: Tensor) -> Tensor:
     byte = scale.view(torch.uint8).int()
     # 2^-127 is a subnormal number of float32.
     bits = torch.where(byte == 0, 1 << 22, byte << 23)
-    return torch.where(byte == _NAN, 0x7FC00000, bits).view(torch.float32)
+    return torch.where(byte == NAN, 0x7FC00000, bits).view(torch.float32)
 
 
 def code_values(codes: Tensor, k: int) -> Tensor:
@@ -272,9 +272,9 @@ def _quantized(weight: Tensor, chosen: Fp4Format, global_scale: Tensor | None) -
 def e8m0_scales(highest: Tensor) -> Tensor:
     """E8M0 bytes of block scales for the blocks' largest magnitudes: ``2^(floor(log2(highest)) - 2)``."""
     exponent = torch.frexp(highest).exponent - 1 - _LARGEST_EXPONENT
-    byte = (exponent + BIAS).clamp(0, _NAN - 1)
+    byte = (exponent + BIAS).clamp(0, NAN - 1)
     byte = torch.where(highest == 0, BIAS, byte)
-    return torch.where(highest.isfinite(), byte, _NAN).to(torch.uint8)
+    return torch.where(highest.isfinite(), byte, NAN).to(torch.uint8)
 
 
 def e4m3_scales(highest: Tensor, global_scale: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from epiloq.formats.layouts.base import FormatError
@@ -28,13 +29,32 @@ TUNING = frozenset(
 PACKED_IN = ("int32", "torch.int32", None)
 """Values of ``pack_dtype``: the words that hold the integers."""
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, "none", "None")
+# Similarity and difference in length of a misspelled key; "moe_sparsity_config" is another one than "sparsity_config".
+_SIMILAR, _LETTERS = 0.8, 2
 
 
 def check_keys(found: Mapping[str, Any], known: Collection[str], where: str, harmless: Collection[str] = ()) -> None:
-    """Raise FormatError, naming key and value, for an unknown entry with a non-empty value."""
+    """Raise FormatError, naming key and value, for an unknown entry with a non-empty value, or whose key is a known one
+    misspelled: then the known one would have its default, which an empty value may not mean."""
     for key, value in found.items():
-        if key not in known and key not in harmless and not any(value == nothing for nothing in _NEUTRAL):
+        if key in known or key in harmless:
+            continue
+        meant = misspelled(key, known)
+        if meant is not None:
+            raise FormatError(f"{where}: {key}: expected {meant}, got {key} with the value {value!r}")
+        if not any(value == nothing for nothing in _NEUTRAL):
             raise FormatError(f"{where}: {key}: epiloq does not know what it does to the computation, got {value!r}")
+
+
+def misspelled(key: object, known: Collection[str]) -> str | None:
+    """The known key that an unknown one resembles in all but a few letters, or in the use of capitals; None without
+    one."""
+    text = str(key)
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower().replace("-", "_")
+    if snake in known:
+        return snake
+    near = get_close_matches(text, known, 1, _SIMILAR)
+    return near[0] if near and abs(len(near[0]) - len(text)) <= _LETTERS else None
 
 
 def one_of(found: Mapping[str, Any], key: str, default: Any, choices: Sequence[Any], where: str) -> Any:

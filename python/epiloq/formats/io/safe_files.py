@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from epiloq.files import why_not_made
+from epiloq.files import why_not_made, why_not_named
 from epiloq.formats.layouts.base import FormatError
 
 LARGEST_JSON = 64 << 20
@@ -86,6 +86,9 @@ def check_encodable(path: Path) -> None:
 
 def check_new(folder: Path) -> None:
     """Raise FormatError unless a new folder, with its parents, can be created."""
+    reason = why_not_named(folder)
+    if reason is not None:
+        raise FormatError(f"{folder}: {reason}: choose another output")
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
     check_encodable(folder)

@@ -209,6 +209,19 @@ def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
             raise FormatError(f"{name}: expected a tensor on {device}, got one on {found.device}")
 
 
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise FormatError, naming the tensor, for NaN or infinity among a layer's scales, offsets and bias.
+
+    Quantised values ("weight") are not read.
+    """
+    for name, tensor in tensors.items():
+        if name == "weight" or not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
+            continue
+        low, high = torch.aminmax(tensor.detach().float())
+        if not (low.isfinite() & high.isfinite()):
+            raise FormatError(f"{name}: expected finite numbers, got NaN or infinity")
+
+
 def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool:
     """A Boolean entry of a configuration. Raises FormatError for anything else."""
     value = found.get(key)

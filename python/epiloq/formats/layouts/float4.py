@@ -19,7 +19,7 @@ from epiloq.formats.description import FP4_OF_BLOCKS, Description
 from epiloq.formats.layouts.base import Expected, FormatError, check_multiple, require
 from epiloq.formats.weights import ModuleWeight, Weight
 from epiloq.nn.base.w4a8_layer import STATIC
-from epiloq.weights.fp4 import FORMATS, Fp4Format
+from epiloq.weights.fp4 import FORMATS, NAN, Fp4Format
 
 _GLOBAL = "weight_global_scale"
 _STATIC = "input_scale"
@@ -97,6 +97,8 @@ def from_tensors(
     codes, scale, whole = found[names.codes], found[names.scale], found.get(names.whole)
     if whole is not None and not bool(0 < whole < torch.inf):
         raise FormatError(f"{names.whole}: expected a positive number, got {whole.item()}")
+    if scale.dtype == torch.uint8 and not scale.is_meta and bool((scale == NAN).any()):
+        raise FormatError(f"{names.scale}: expected powers of two, got NaN ({NAN})")
     state = {"weight": codes, "weight_scale": scale} | ({} if whole is None else {_GLOBAL: whole})
     if _STATIC in found:
         state[_STATIC] = found[_STATIC].float()

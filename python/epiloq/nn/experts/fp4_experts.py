@@ -10,7 +10,7 @@ from torch import Tensor
 import epiloq
 from epiloq.nn.base.quantized_layer import StoredTensors, convert_input
 from epiloq.nn.experts.expert_linears import Routing, check_routing
-from epiloq.weights.fp4 import FORMATS
+from epiloq.weights.fp4 import FORMATS, NAN
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
 
 _FORMAT = "mxfp4"
@@ -107,6 +107,8 @@ class Fp4Experts(StoredTensors):
         made = Fp4Experts(*sizes, alpha=self.alpha, limit=self.limit, device="meta", dtype=self._dtype)
         for name in _PROJECTIONS:
             codes, scales = tensors[f"{name}_blocks"].flatten(2), tensors[f"{name}_scales"]
+            if not scales.is_meta and bool((scales == NAN).any()):
+                raise ValueError(f"Fp4Experts: {name}_scales: expected powers of two, got NaN ({NAN})")
             columns = self._sizes(name)[1]
             weight = epiloq.pack_fp4_weight(
                 codes.flatten(0, 1).contiguous(), scales.flatten(0, 1).contiguous(), in_features=columns
