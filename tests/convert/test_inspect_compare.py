@@ -120,7 +120,8 @@ def test_check_names_what_is_not_finite(quantised: Path, tmp_path: Path) -> None
     found, result = facts(bad, tmp_path, "--check")
     assert result.exit_code == 2
     assert sorted(found["wrong"]) == ["model.layers.1.mlp.up_proj", "model.norm.weight"]
-    assert "model.safetensors: model.layers.1.mlp.up_proj: holds NaN or infinity" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "model.safetensors: model.layers.1.mlp.up_proj: scales: expected finite numbers, got NaN or infinity" in said
 
 
 def test_layer_error(seed: int) -> None:

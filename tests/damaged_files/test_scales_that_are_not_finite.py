@@ -76,7 +76,7 @@ def test_other_tools(seed: int, tmp_path: Path, tool: str, layer: str, part: str
 
 @pytest.mark.parametrize(
     ("scheme", "other"),
-    [("w8a8-int8", "compressed-tensors"), ("w4a16-g32", "gptq"), ("fp8-block", "deepseek-fp8")],
+    [("w8a8-int8", "compressed-tensors"), ("w4a16-g32", "compressed-tensors"), ("fp8-block", "deepseek-fp8")],
 )
 def test_own_format(tmp_path: Path, scheme: str, other: str) -> None:
     model = epiloq.quantize_(tiny_model(**ROUND), scheme)

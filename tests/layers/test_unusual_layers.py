@@ -194,6 +194,18 @@ def test_subclasses_are_judged_alike_under_any_defaults(seed: int) -> None:
         torch.set_default_dtype(before)
 
 
+def test_scripted_layers_are_named() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), torch.jit.script(nn.Sequential(nn.Linear(32, 32))))  # type: ignore[no-untyped-call]
+    assert said_of(model, "w8a16") == (
+        "quantize_: left in floating point: 1.0 (TorchScript has compiled it: quantise the model before "
+        "torch.jit.script)"
+    )
+    with pytest.raises(ValueError, match=r"got none; 0: TorchScript has compiled it"):
+        epiloq.quantize_(model[1], "w8a16")
+    with pytest.raises(ValueError, match=r"Conv2d to be chosen, got none; 0: TorchScript has compiled it"):
+        epiloq.quantize_(torch.jit.script(nn.Sequential(nn.Conv2d(8, 8, 1))), "conv-w8a16")  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("name", ["w8a16", "w8a8-int8", "w4a16-mxfp4"])
 def test_hooks_are_called_as_before(name: str, seed: int) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.utils.weight_norm(nn.Linear(32, 32)))

@@ -57,6 +57,8 @@ def choose(
                 raise ValueError(f"quantize_: layer {name!r}: {error}") from error
             left[name] = str(error)
             del names[layer]
+    if filter_fn is None:
+        left |= _scripted(modules, kind)
     if not names:
         skipped = "; ".join(f"{name}: {reason}" for name, reason in left.items())
         raise ValueError(
@@ -65,6 +67,12 @@ def choose(
         )
     # Names only, so that the float layers are not kept alive.
     return list(names.values()), left
+
+
+def _scripted(modules: Sequence[tuple[str, nn.Module]], kind: type[nn.Module]) -> dict[str, str]:
+    """Layers that TorchScript has compiled, by name, with the reason why they are not replaced."""
+    scripted = (name for name, module in modules if getattr(module, "original_name", "") == kind.__name__)
+    return dict.fromkeys(scripted, "TorchScript has compiled it: quantise the model before torch.jit.script")
 
 
 def _reasons(model: nn.Module, filter_fn: Filter | None, kind: type[nn.Module]) -> Reason:
