@@ -234,6 +234,7 @@ def tokenizer(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 WHEN_RUN: dict[str, tuple[Damage, str]] = {
+    "NaN": (config(rms_norm_eps=float("nan")), "config.json: expected JSON: expected numbers, got NaN"),
     "no tokenizer": (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "no tokenizer"),
     "broken": (lambda f: (f / "tokenizer.json").write_text("{"), "no tokenizer"),
     "empty": (lambda f: (f / "tokenizer.json").write_text("{}"), "no tokenizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import epiloq
 from command_line import ROUND, run
+from epiloq.formats.io import model as models
+from epiloq.formats.layouts.base import FormatError
 from rounded_models import INT4, unchanged, written
 from tiny_teacher import save, tiny_model
 
@@ -71,6 +74,22 @@ def test_descriptions(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split()) and "config.json" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("quantisation_config", r" \(quantisation_config: expected quantization_config\)"), (None, "")]
+)
+def test_quantised_layers_without_a_description(
+    directories: Path, tmp_path: Path, layout: str, name: str | None, hint: str
+) -> None:
+    shutil.copytree(directories / layout, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    found = config.pop("quantization_config")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | ({} if name is None else {name: found})))
+    message = rf"model\.layers\.0\..*but config\.json does not say how layers are quantised{hint}$"
+    with pytest.raises(FormatError, match=message):
+        models.from_directory(tmp_path / "model")
 
 
 @pytest.mark.parametrize("change", [lambda index: index[0], lambda index: torch.cat([index, index])])

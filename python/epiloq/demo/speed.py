@@ -59,12 +59,14 @@ def prefill(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
 
 def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
     """Return a call that generates one token greedily with a key-value cache, after the prompt's first tokens."""
-    state = model(prompt[:, :DECODE_PROMPT], use_cache=True, logits_to_keep=1)
+    from epiloq.models.cache_argument import cache_argument
+
+    state, name = model(prompt[:, :DECODE_PROMPT], use_cache=True, logits_to_keep=1), cache_argument(model)
 
     def step() -> None:
         nonlocal state
         token = state.logits[:, -1:].argmax(-1)
-        state = model(token, past_key_values=state.past_key_values, use_cache=True, logits_to_keep=1)
+        state = model(token, use_cache=True, logits_to_keep=1, **{name: state.past_key_values})
 
     return step
 

@@ -7,7 +7,6 @@ measured alone, in eager torch, in a CUDA graph of eager torch, or compiled.
 from __future__ import annotations
 
 import gc
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 
 import epiloq
 from epiloq.bench.contract import Unavailable
@@ -25,6 +23,7 @@ from epiloq.bench.models.contenders import build, prepare
 from epiloq.bench.models.plan import FORMS, Beside, Measured, Plan
 from epiloq.bench.models.shares import Share, profiled
 from epiloq.bench.peers.whole_models import PEERS
+from epiloq.models.cache_argument import cache_argument
 
 _REPEATS = {"cuda": 15, "cpu": 3}
 # Calls that are queued on a GPU at a time: while tokens are generated, the host is ahead, and launching a graph takes
@@ -52,18 +51,13 @@ def _timed(run: Callable[[], object], device: str, repeats: int, queued: int = _
     return median(times)
 
 
-def _cache_argument(model: nn.Module) -> str:
-    """Name of the forward argument for the key-value cache, which differs between versions of transformers."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-
-
 def _step(
     model: Any, mode: str, batch: int, context: int, kind: str | None = None
 ) -> tuple[Callable[[], object], Callable[[], None]]:
     """Return a decode step after `context` tokens, and a function that restores the cache."""
     from transformers import StaticCache
 
-    device, name = model.device, _cache_argument(model)
+    device, name = model.device, cache_argument(model)
     length = context + 256
     cache: Any = StaticCache(config=model.config, max_cache_len=length)
     if kind is not None:
@@ -92,7 +86,7 @@ def _generation(model: Any, mode: str, batch: int, context: int, new: int, kind:
 
     def run() -> object:
         if kind is not None:
-            quantized = {_cache_argument(model): epiloq.QuantizedCache(model.config, kind, length)}
+            quantized = {cache_argument(model): epiloq.QuantizedCache(model.config, kind, length)}
             return model.generate(ids, **options, **quantized)
         return model.generate(ids, **options, cache_implementation=None if length is None else "static")
 

@@ -121,12 +121,19 @@ def read_json(file: Path) -> dict[str, Any]:
     if size > LARGEST_JSON:
         raise FormatError(f"{file}: expected at most {LARGEST_JSON:,} bytes of JSON, got {size:,}")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: expected JSON: {error}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{file}: expected a JSON object")
     return found
+
+
+def _constant(name: str) -> float:
+    """An infinity, which some configurations contain as a limit. Raises ValueError for NaN."""
+    if name == "NaN":
+        raise ValueError("expected numbers, got NaN")
+    return float(name)
 
 
 def reason(error: Exception) -> str:

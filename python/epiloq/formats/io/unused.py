@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from epiloq.formats.configs.keys import misspelled
 from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.io.described import KEY
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 
@@ -73,15 +75,19 @@ def ignores_layer(model: nn.Module, layer: str) -> bool:
 
 
 def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise FormatError for integer or FP8 tensors of floating-point parameters, because their scales are missing."""
+    """Raise FormatError for integer or FP8 tensors of floating-point parameters, or in their place: only a
+    ``quantization_config`` could say what they mean."""
     state = model.state_dict(keep_vars=True)
     for name, entry in checkpoint.entries.items():
         dtype, target = DTYPES[entry.dtype], state.get(name)
         wide = dtype.is_floating_point and dtype.itemsize > 1
-        if not wide and (dtype.is_floating_point if target is None else target.is_floating_point()):
+        weight = f"{split_name(name)[0]}.weight"
+        instead = target is None and weight in state and weight not in checkpoint.entries
+        if not wide and (instead or (dtype.is_floating_point if target is None else target.is_floating_point())):
+            near = [f" ({key}: expected {meant})" for key in checkpoint.config if (meant := misspelled(key, (KEY,)))]
             raise FormatError(
                 f"{checkpoint.where(name)}: expected numbers in floating point of 16 bits or more, got {entry.dtype}, "
-                "but config.json does not say how layers are quantised"
+                f"but config.json does not say how layers are quantised{''.join(near)}"
             )
 
 
