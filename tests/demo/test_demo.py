@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def tokens(count: int) -> Tensor:
 
 
 # Measurements
+
+
+def test_a_decode_step_uses_no_deprecated_argument(model: Any) -> None:
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        speed.decode(model, tokens(20))()
 
 
 def test_perplexity_is_that_of_a_float64_softmax(model: Any) -> None:
