@@ -122,8 +122,7 @@ class Fp4Linear(PreparedLinear):
     @classmethod
     def _rounded(cls: type[_Layer], linear: nn.Linear, format: str, divisor: Tensor | None, **options: Any) -> _Layer:
         cls.check_convertible(linear)
-        weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
-        layer = cls(*sizes, format=format, **options, device=weight.device, dtype=weight.dtype)
+        weight, layer = linear.weight, cls._like(linear, format=format, **options)
         if not weight.is_meta:
             if not FORMATS[format].has_global_scale:
                 divisor = None
@@ -133,7 +132,7 @@ class Fp4Linear(PreparedLinear):
             codes, scale, _ = epiloq.fp4_quantize(weight.detach(), format, global_scale=global_scale)
             packed = epiloq.pack_fp4_weight(codes, scale, in_features=layer.in_features)
             layer._fill(weight_q=packed.q, weight_scale=packed.scale, weight_global_scale=divisor, bias=linear.bias)
-        return layer.train(linear.training)
+        return layer
 
     @property
     def scaled_input(self) -> bool:
@@ -195,8 +194,6 @@ class Fp4Linear(PreparedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.format}{'' if self.reciprocal else ', reciprocal=False'}"
-            f"{', scaled_input=True' if self.scaled_input else ''}"
-        )
+        reciprocal = "" if self.reciprocal else ", reciprocal=False"
+        scaled = ", scaled_input=True" if self.scaled_input else ""
+        return f"{super().extra_repr()}, format={self.format}{reciprocal}{scaled}"

@@ -76,14 +76,7 @@ class Fp8BlockLinear(PreparedLinear):
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear``.
         """
         cls.check_convertible(linear)
-        values = linear.weight
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            device=values.device,
-            dtype=values.dtype,
-        ).train(linear.training)
+        values, layer = linear.weight, cls._like(linear)
         if not values.is_meta:
             q, scale = epiloq.quantize_fp8(values.contiguous(), granularity="block", pad_to=K_MULTIPLE)
             layer._fill(weight_q=q, weight_scale_inv=scale, bias=linear.bias)
@@ -124,7 +117,7 @@ class Fp8BlockLinear(PreparedLinear):
 
     def extra_repr(self) -> str:
         rows = "" if self.rows == FP8_BLOCK else f", rows={self.rows}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{rows}"
+        return f"{super().extra_repr()}{rows}"
 
 
 def rows_of_blocks(first: int, last: int, columns: int, weight: Tensor, scale: Tensor, rows: int = FP8_BLOCK) -> Tensor:

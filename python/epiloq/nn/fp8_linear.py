@@ -20,6 +20,7 @@ from epiloq.nn.base.prepared_linear import (
     PreparedLinear,
     check_choice,
     check_linear,
+    kernel_dtype,
     number,
 )
 from epiloq.nn.base.quantized_layer import convert_input
@@ -105,17 +106,8 @@ class Fp8Linear(PreparedLinear):
         that is missing, out of range or not applicable.
         """
         cls.check_convertible(linear, activation=activation, weight=weight)
-        values = linear.weight
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            activation=activation,
-            weight=weight,
-            device=values.device,
-            dtype=values.dtype,
-        ).train(linear.training)
-        static = activation == "static"
+        values, static = linear.weight, activation == "static"
+        layer = cls._like(linear, activation=activation, weight=weight)
         scale = number("Fp8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
         if values.is_meta:
             return layer
@@ -150,7 +142,7 @@ class Fp8Linear(PreparedLinear):
             self._check_width(x)
             block = (1, -1) if self.weight_scales == "channel" else (-1, -1)
             return fp8_weight_product(x, weight_q, weight_scale, bias, block, self.out_features)
-        out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
+        out_dtype = kernel_dtype(x, x.dtype)
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = epiloq.quantize_fp8(self._tokens(x), granularity=granularity, scale=input_scale, pad_to=K_MULTIPLE)
         bias = None if bias is None else bias.to(out_dtype)
@@ -158,8 +150,5 @@ class Fp8Linear(PreparedLinear):
         return self._result(y, x)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, weight={self.weight_scales}"
-            + ("" if self.limit is None else f", limit={self.limit:g}")
-        )
+        limit = "" if self.limit is None else f", limit={self.limit:g}"
+        return f"{super().extra_repr()}, activation={self.activation}, weight={self.weight_scales}{limit}"

@@ -75,9 +75,7 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         (1, -1), (-1, -1) and (128, 128).
         """
         cls.check_convertible(linear, block=block)
-        values, has_bias = linear.weight, linear.bias is not None
-        place: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
-        layer = cls(linear.in_features, linear.out_features, has_bias, block=block, **place).train(linear.training)
+        values, layer = linear.weight, cls._like(linear, block=block)
         if not values.is_meta:
             q, scale = epiloq.quantize_fp8(values.contiguous(), granularity=_GRANULARITIES[tuple(block)])
             layer._fill(weight_q=q, weight_scale=scale.view(layer.weight_scale.shape), bias=linear.bias)
@@ -112,7 +110,4 @@ class Fp8WeightOnlyLinear(PreparedLinear):
         return fp8_weight_product(x, weight_q, scale, bias, self.block, self.out_features)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"block={self.block}"
-        )
+        return f"{super().extra_repr()}, block={self.block}"

@@ -17,6 +17,7 @@ from epiloq.nn.base.prepared_linear import (
     PreparedLinear,
     check_choice,
     check_linear,
+    kernel_dtype,
     number,
     padded,
 )
@@ -118,15 +119,7 @@ class Int8Linear(PreparedLinear):
         """
         cls.check_convertible(linear, activation=activation, symmetric=symmetric)
         weight, static = linear.weight, activation == "static"
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            activation=activation,
-            symmetric=symmetric,
-            device=weight.device,
-            dtype=weight.dtype,
-        ).train(linear.training)
+        layer = cls._like(linear, activation=activation, symmetric=symmetric)
         scale = number("Int8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
         asymmetric = static and not symmetric
         zero_point = number("Int8Linear: input_zero_point", input_zero_point, asymmetric, (int,), -128, 127)
@@ -153,7 +146,7 @@ class Int8Linear(PreparedLinear):
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = tensors
-        out_dtype = torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
+        out_dtype = kernel_dtype(x, x.dtype)
         q, scale, azp = epiloq.quantize_int8(
             self._tokens(x), scale=input_scale, azp=input_zero_point, symmetric=self.symmetric, pad_to=K_MULTIPLE
         )
@@ -167,10 +160,7 @@ class Int8Linear(PreparedLinear):
         return self._result(y, x)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, symmetric={self.symmetric}"
-        )
+        return f"{super().extra_repr()}, activation={self.activation}, symmetric={self.symmetric}"
 
     def _padded(self, name: str) -> Tensor | None:
         if name != "azp_adj":

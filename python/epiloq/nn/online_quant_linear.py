@@ -138,16 +138,7 @@ class OnlineQuantLinear(FrozenLinear):
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear``.
         """
         cls.check_convertible(linear)
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            bits=bits,
-            group_size=group_size,
-            symmetric=symmetric,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
-        ).train(linear.training)
+        layer = cls._like(linear, bits=bits, group_size=group_size, symmetric=symmetric)
         if not linear.weight.is_meta:
             q, scale, offset = quantise_weight(linear.weight.detach(), group_size, bits, symmetric)
             bias = None if linear.bias is None else linear.bias.detach().clone()
@@ -170,8 +161,7 @@ class OnlineQuantLinear(FrozenLinear):
         if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, x)) is not None:
             return y
         x = convert_input(self, x)
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{_NAME}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+        self._check_width(x)
         return self._call(x, self._parts())
 
     def _parts(self) -> Sequence[Any]:
@@ -196,15 +186,8 @@ class OnlineQuantLinear(FrozenLinear):
         return self.weight_q.nbytes + self.weight_parameters.nbytes
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric}"
-        )
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """``[out_features, in_features]``."""
-        return self.out_features, self.in_features
+        own = f"bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric}"
+        return f"{super().extra_repr()}, {own}"
 
     def file_state(self) -> dict[str, Tensor]:
         q, scale, offset = self.prepared.unpack()

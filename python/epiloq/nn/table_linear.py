@@ -86,7 +86,4 @@ class TableLinear(PreparedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"block_size={self.block_size}"
-        )
+        return f"{super().extra_repr()}, block_size={self.block_size}"

@@ -105,8 +105,5 @@ class W4A8Linear(PackedLinear, W4A8Layer):
         return epiloq.weight_only_mm(rows, self._value(*tensors), bias)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, group_size={self.group_size}, zeros={self.zeros}, "
-            f"act_order={self.weight_perm is not None}"
-        )
+        own = f"activation={self.activation}, group_size={self.group_size}, zeros={self.zeros}"
+        return f"{super().extra_repr()}, {own}, act_order={self.weight_perm is not None}"

@@ -88,11 +88,8 @@ class WeightOnlyLinear(PackedLinear):
         check_grid("WeightOnlyLinear", bits, group_size, zeros)
         weight, symmetric = linear.weight, zeros == "none"
         if weight.is_meta:
-            sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-            layer = cls(*sizes, bits=bits, group_size=group_size, zeros=zeros, device="meta", dtype=weight.dtype)
-        else:
-            layer = cls.from_packed(packed_nearest(weight, bits, group_size, symmetric), linear.bias)
-        return layer.train(linear.training)
+            return cls._like(linear, bits=bits, group_size=group_size, zeros=zeros)
+        return cls.from_packed(packed_nearest(weight, bits, group_size, symmetric), linear.bias).train(linear.training)
 
     @property
     def scaled_input(self) -> bool:
@@ -114,8 +111,6 @@ class WeightOnlyLinear(PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}, "
-            f"act_order={self.weight_perm is not None}{', scaled_input=True' if self.scaled_input else ''}"
-        )
+        own = f"bits={self.bits}, group_size={self.group_size}, zeros={self.zeros}"
+        scaled = ", scaled_input=True" if self.scaled_input else ""
+        return f"{super().extra_repr()}, {own}, act_order={self.weight_perm is not None}{scaled}"

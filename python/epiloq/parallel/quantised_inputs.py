@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import epiloq
 from epiloq.nn import Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.base.prepared_linear import K_MULTIPLE, kernel_dtype
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.w4a8_layer import STATIC, W4A8Layer
 
@@ -47,10 +47,6 @@ class _Tokens(NamedTuple):
         q, scale, zero = found
         assert q is not None
         return _Tokens(q, scale, zero)
-
-
-def _out(x: Tensor) -> torch.dtype:
-    return torch.bfloat16 if x.is_cuda and x.dtype not in HALF_DTYPES else x.dtype
 
 
 def _int8(layer: Int8Linear, x: Tensor) -> _Tokens:
@@ -125,7 +121,7 @@ def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
         first = x.movedim(dim, 0)
         layer._check_width(first)
         tokens = quantise(layer, dense_rows(first.reshape(-1, layer.in_features))).gathered(mesh)
-        y = multiply(layer, tokens, _out(x))[:, : layer.out_features].to(x.dtype)
+        y = multiply(layer, tokens, kernel_dtype(x, x.dtype))[:, : layer.out_features].to(x.dtype)
         return y.reshape(-1, *first.shape[1:-1], layer.out_features).movedim(0, dim).contiguous()
 
     layer.forward = forward

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from epiloq._torch.library import is_traced, is_transformed
 from epiloq.nn.base.quantized_layer import QuantizedLayer
+
+_Linear = TypeVar("_Linear", bound="FrozenLinear")
 
 # Elements of a weight that are dequantised at a time.
 _CHUNK = 1 << 24
@@ -174,6 +176,27 @@ class FrozenLinear(Frozen):
 
     in_features: int
     out_features: int
+
+    @classmethod
+    def _like(cls: type[_Linear], linear: nn.Linear, **options: Any) -> _Linear:
+        """An unfilled layer with the sizes, device, dtype and mode of `linear`."""
+        create: Any = cls
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+        layer: _Linear = create(*sizes, **options, device=linear.weight.device, dtype=linear.weight.dtype)
+        return layer.train(linear.training)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[out_features, in_features]``."""
+        return self.out_features, self.in_features
+
+    def _check_width(self, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            name = type(self).__name__
+            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     @abstractmethod
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:

@@ -95,11 +95,6 @@ class PackedLinear(FrozenLinear):
         """The weight as a value that shares the parameters' memory."""
         return self._value(*self._parts())
 
-    def _check_width(self, x: Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            name = type(self).__name__
-            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
-
     def _parts(self) -> Sequence[Any]:
         return self._all_stored(STORED)
 
@@ -115,11 +110,6 @@ class PackedLinear(FrozenLinear):
     def weight_bytes(self) -> int:
         """Size of the quantised weight in bytes: integers with padding, scales, zero points and permutation."""
         return self.packed.nbytes
-
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        """``[out_features, in_features]``."""
-        return self.out_features, self.in_features
 
     def _fitting(self, name: str, given: Tensor, held: Tensor) -> Tensor | str:
         known = given.is_floating_point() if name == "bias" else given.dtype in FLOAT_DTYPES

@@ -61,6 +61,11 @@ def check_choice(name: str, argument: str, value: object, choices: tuple[str, ..
         raise ValueError(f"{name}: {argument}: expected one of {', '.join(choices)}, got {value!r}")
 
 
+def kernel_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which kernels write a product of `x` whose result is of `dtype`: on CUDA none writes float32."""
+    return torch.bfloat16 if x.is_cuda and dtype not in HALF_DTYPES else dtype
+
+
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`tensor` padded with zeros to `shape`; unchanged if kernels can read it directly."""
     aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
@@ -100,11 +105,6 @@ class PreparedLinear(FrozenLinear):
 
     def _class(self) -> str:
         return type(self).__name__
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """``[out_features, in_features]``."""
-        return self.out_features, self.in_features
 
     @property
     def padded_in_features(self) -> int:
@@ -159,10 +159,6 @@ class PreparedLinear(FrozenLinear):
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")
         return self._call(x, self._made)
-
-    def _check_width(self, x: Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._class()}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`x` as a matrix with contiguous rows."""

@@ -12,7 +12,7 @@ import epiloq
 from epiloq._torch.library import refuse_batch_invariant
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, K_MULTIPLE
+from epiloq.nn.base.prepared_linear import K_MULTIPLE, kernel_dtype
 
 ACTIVATIONS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Dtypes of quantised tokens by the name of the kind of activations, with a scale per token."""
@@ -74,7 +74,7 @@ class W4A8Layer(FrozenLinear):
         return self._product(q, scale, dtype, *self._parts())
 
     def _product(self, q: Tensor, scale: Tensor, dtype: torch.dtype, *tensors: Any) -> Tensor:
-        out_dtype = torch.bfloat16 if q.is_cuda and dtype not in HALF_DTYPES else dtype
+        out_dtype = kernel_dtype(q, dtype)
         bias = None if tensors[1] is None else tensors[1].to(out_dtype)
         weight = self._value(*tensors)
         return epiloq.w4a8_mm(q[:, : self.in_features], weight, scale, bias, out_dtype=out_dtype).to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class Fp8BlockExperts(Experts):
     WEIGHT_DTYPE = torch.float8_e4m3fn
     SCALE, ROWS_PER_SCALE = "weight_scale_inv", FP8_BLOCK
     PARTS = ("weight_q", "weight_scale_inv")
-    GATED: ClassVar[Mapping[str, Any]] = {"dtype": WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     weight_scale_inv: Tensor
 
@@ -43,6 +42,10 @@ class Fp8BlockExperts(Experts):
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         return rows_of_blocks(first, last, self.in_features, *tensors)
+
+    @property
+    def gated(self) -> Mapping[str, Any]:
+        return {"dtype": self.WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.packed_linear import packed_nearest
-from epiloq.nn.base.prepared_linear import HALF_DTYPES, check_choice
-from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
-from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.base.prepared_linear import check_choice, kernel_dtype
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS
+from epiloq.nn.experts.row_experts import Experts, TokenQuantizedExperts
 from epiloq.weights.packed.checks import check_sizes
 from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
@@ -30,7 +30,6 @@ class PackedExperts(Experts):
     WEIGHT_DTYPE = torch.uint8
     SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
     PARTS = ("weight_q", "weight_scale", "weight_zero", "weight_offset")
-    GATED: ClassVar[Mapping[str, Any]] = {}
 
     weight_scale: Tensor
     weight_zero: Tensor | None
@@ -113,22 +112,39 @@ class PackedExperts(Experts):
         offs: Tensor | None = None,
         masked_m: Tensor | None = None,
     ) -> Tensor:
-        return self._product(q, None, None, offs, masked_m)
+        weight = self._value(self._made, self.experts * self._panels * PANEL_ROWS)
+        return self._product(q[..., : self.in_features], scale, weight, out_dtype, offs, masked_m)
 
     def _product(
         self,
         x: Tensor,
         scale: Tensor | None,
-        out_dtype: torch.dtype | None,
+        weight: PackedWeight,
+        out_dtype: torch.dtype,
         offs: Tensor | None,
         masked_m: Tensor | None,
     ) -> Tensor:
-        weight = self._value(self._made, self.experts * self._panels * PANEL_ROWS)
-        x = x[..., : self.in_features]
-        return epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=out_dtype)
+        return epiloq.grouped_packed_mm(x, weight, offs=offs, masked_m=masked_m)
 
 
-class W4A8Experts(PackedExperts):
+class QuantizedTokenProduct(TokenQuantizedExperts):
+    """`TokenQuantizedExperts` with packed weights. Base class."""
+
+    def _product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: Any,
+        out_dtype: torch.dtype,
+        offs: Tensor | None,
+        masked_m: Tensor | None,
+    ) -> Tensor:
+        written = kernel_dtype(x, out_dtype)
+        y = epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=written)
+        return y.to(out_dtype)
+
+
+class W4A8Experts(QuantizedTokenProduct, PackedExperts):
     __doc__ = f"""{Experts.__doc__}
     Weights have 4 bits, and activations are FP8 or int8 with a dynamic scale per token, as in `W4A8Linear`. The
     product is `epiloq.grouped_packed_mm`, which documents when one kernel multiplies all experts.
@@ -153,22 +169,3 @@ class W4A8Experts(PackedExperts):
         self.activation = activation
         options: dict[str, Any] = {"group_size": group_size, "zeros": zeros, "dtype": dtype, "device": device}
         super().__init__(experts, in_features, out_features, **options)
-
-    @property
-    def gated(self) -> Mapping[str, Any]:
-        return {"dtype": ACTIVATIONS[self.activation]}
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantised_tokens(x, self.activation)
-
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
-        written = torch.bfloat16 if q.is_cuda and out_dtype not in HALF_DTYPES else out_dtype
-        return self._product(q, scale, written, offs, masked_m).to(out_dtype)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, check_choice
-from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, quantised_tokens
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, check_choice
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS
 from epiloq.nn.experts.expert_linears import gathered
+from epiloq.nn.experts.packed_experts import QuantizedTokenProduct
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp4_linear import packed_part
 from epiloq.weights.fp4 import FORMATS, divisor_of
@@ -48,7 +49,6 @@ class PackedFp4Experts(Experts):
     WEIGHT_DTYPE = torch.uint8
     SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
     PARTS = ("weight_q", "weight_scale", _GLOBAL)
-    GATED: ClassVar[Mapping[str, Any]] = {}
 
     weight_scale: Tensor
     weight_global_scale: Tensor | None
@@ -210,7 +210,7 @@ class PackedFp4Experts(Experts):
         return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
 
 
-class W4A8Fp4Experts(PackedFp4Experts):
+class W4A8Fp4Experts(QuantizedTokenProduct, PackedFp4Experts):
     __doc__ = f"""{Experts.__doc__}
     Weights are E2M1 numbers in blocks that share a scale, and activations are FP8 or int8 with a dynamic scale per
     token, or FP8 with one per token and group, as in `W4A8Fp4Linear`. The product is `epiloq.grouped_packed_mm`, which
@@ -245,24 +245,7 @@ class W4A8Fp4Experts(PackedFp4Experts):
     def gated(self) -> Mapping[str, Any]:
         if self.activation == GROUPS:
             return {"granularity": "group", "group_size": FP8_BLOCK, "dtype": torch.float8_e4m3fn}
-        return {"dtype": ACTIVATIONS[self.activation]}
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantised_tokens(x, self.activation)
-
-    def _product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: PackedFp4Weight,
-        out_dtype: torch.dtype,
-        offs: Tensor | None,
-        masked_m: Tensor | None,
-    ) -> Tensor:
-        written = torch.bfloat16 if x.is_cuda and out_dtype not in HALF_DTYPES else out_dtype
-        y = epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=written)
-        return y.to(out_dtype)
-
+        return super().gated
 
 def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:
     """Positions ``[rows, matrices]`` of rows sorted by expert if each expert's rows are repeated for each of its

@@ -13,6 +13,7 @@ import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
 from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
 
 _Layer = TypeVar("_Layer", bound="Experts")
 
@@ -30,8 +31,6 @@ class Experts(PreparedLinear):
     """Name of the parameter with the weights' scales."""
     ROWS_PER_SCALE: ClassVar[int]
     """Number of consecutive output features that share a scale."""
-    GATED: ClassVar[Mapping[str, Any]]
-    """Options with which ``epiloq.silu_and_mul_quant`` produces its inputs; empty if it cannot."""
     IN_PANELS: ClassVar[bool] = False
     """Whether neighbouring output features share bytes, so that loaded tensors may include padding."""
 
@@ -83,7 +82,7 @@ class Experts(PreparedLinear):
     @property
     def gated(self) -> Mapping[str, Any]:
         """Options with which ``epiloq.silu_and_mul_quant`` produces its inputs; empty if it cannot."""
-        return self.GATED
+        return {}
 
     @property
     def held_parts(self) -> tuple[str, ...]:
@@ -199,8 +198,22 @@ class Experts(PreparedLinear):
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
 
 
-class RowExperts(Experts):
-    """`Experts` with a scale per token and one per output feature of each expert. Base class."""
+class TokenQuantizedExperts(Experts):
+    """`Experts` whose activations are quantised with a dynamic scale per token. Base class."""
+
+    activation: str
+    """Kind of quantised activations, a name in `ACTIVATIONS`."""
+
+    @property
+    def gated(self) -> Mapping[str, Any]:
+        return {"dtype": ACTIVATIONS[self.activation]}
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantised_tokens(x, self.activation)
+
+
+class RowExperts(TokenQuantizedExperts):
+    """`TokenQuantizedExperts` with a scale per output feature of each expert. Base class."""
 
     SCALE, ROWS_PER_SCALE = "weight_scale", 1
     PARTS = ("weight_q", "weight_scale")
@@ -218,7 +231,6 @@ class RowExperts(Experts):
 
     def _fill_expert(self, expert: int, values: Tensor) -> None:
         q, scale = self.quantise(values)
-        assert scale is not None
         self.weight_q[expert] = as_stored(q[:, : self.in_features], self.weight_q.dtype)
         self.weight_scale[expert] = scale.flatten()
 
@@ -256,12 +268,7 @@ class Int8Experts(RowExperts):
     Kernels need N padded to a multiple of 8 and K to one of 16; for other sizes they read padded copies.
     """
 
-    WEIGHT_DTYPE = torch.int8
-    GATED: ClassVar[Mapping[str, Any]] = {"dtype": torch.int8}
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
-        return q, scale
+    WEIGHT_DTYPE, activation = torch.int8, "int8"
 
 
 class Fp8Experts(RowExperts):
@@ -275,8 +282,4 @@ class Fp8Experts(RowExperts):
     Kernels need N padded to a multiple of 8 and K to one of 16; for other sizes they read padded copies.
     """
 
-    WEIGHT_DTYPE = torch.float8_e4m3fn
-    GATED: ClassVar[Mapping[str, Any]] = {"dtype": torch.float8_e4m3fn}
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return epiloq.quantize_fp8(x, granularity="token", pad_to=K_MULTIPLE)
+    WEIGHT_DTYPE, activation = torch.float8_e4m3fn, "fp8"
