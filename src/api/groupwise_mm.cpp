@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::int64_t kMaxSize = (std::int64_t{1} << 31) - 1 - 512;  // rounded up to a tile, still an int
 constexpr int kBlock = gemm::kGroupDepth;
-constexpr int kWholeRow = -1;
+constexpr int kAllOfK = -1;
 constexpr std::int64_t kMaxInt8K = (std::int64_t{1} << 31) / (128 * 128) - 1;  // int32 sums stay exact
 
 std::int64_t blocks_of(std::int64_t size, int per_scale) { return (size + per_scale - 1) / per_scale; }
@@ -34,7 +34,7 @@ struct Sizes {
 
 bool has_experts(GroupwiseMm const& call) { return call.offs || call.masked_m; }
 
-bool has_per_row_scales(GroupwiseMm const& call) { return call.depth_per_scale == kWholeRow; }
+bool has_per_row_scales(GroupwiseMm const& call) { return call.depth_per_scale == kAllOfK; }
 
 char const* name_of(GroupwiseMm const& call) { return has_experts(call) ? "grouped_mm" : "groupwise_mm"; }
 
@@ -63,7 +63,7 @@ gemm::GroupScales check_scale(Checker const& check, char const* argument, char c
                               int row_dim, int k_dim, std::int64_t rows, std::int64_t blocks, int per_scale,
                               int depth) {
   if (scale.size(row_dim) != rows || scale.size(k_dim) != blocks) {
-    std::string const of_k = depth == kWholeRow ? "all" : std::to_string(depth);
+    std::string const of_k = depth == kAllOfK ? "all" : std::to_string(depth);
     check.fail(argument, "expected ", rows, " x ", blocks, " scales (one for ", per_scale, " of the ", things, " and ",
                of_k, " of K), got ", describe(scale));
   }

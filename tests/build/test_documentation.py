@@ -145,3 +145,15 @@ IN_THE_TREE = r"`((?:src|include|cmake|python|tests|tools|docs|benchmarks|exampl
 def test_files_that_are_named_exist(page: Path) -> None:
     named = re.findall(IN_THE_TREE, page.read_text(encoding="utf-8"))
     assert not [name for name in named if not (documents.ROOT / name).exists()]
+
+
+IN_A_FILE = rf"`(\w+)(?:[.:(<][^`]*)?`\s+in\s+{IN_THE_TREE}"
+
+
+@every_page
+def test_names_are_defined_in_the_files_named_with_them(page: Path) -> None:
+    """A Python name is defined there, rather than imported or used; of C++, whose definitions vary, it occurs."""
+    for name, path in re.findall(IN_A_FILE, page.read_text(encoding="utf-8")):
+        if (file := documents.ROOT / path).is_file():
+            defined = rf"\b(?:class|def) {name}\b|^{name}\b[^=\n]*=" if file.suffix == ".py" else rf"\b{name}\b"
+            assert re.search(defined, file.read_text(encoding="utf-8"), re.MULTILINE), f"{name} in {path}"

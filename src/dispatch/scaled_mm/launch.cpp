@@ -111,7 +111,7 @@ Variants variants_of(Choice const& choice) {
   }
 }
 
-gemm::GroupScales whole_row_scales(float const* scales, bool is_vector) {
+gemm::GroupScales per_row_scales(float const* scales, bool is_vector) {
   return {.ptr = scales, .stride_row = is_vector ? 1 : 0};
 }
 
@@ -130,8 +130,8 @@ void launch_per_row_scales(groupwise_mm::Choice const& choice, gemm::Types types
       .a = p.a,
       .b = p.b,
       .d = p.d,
-      .scale_a = whole_row_scales(with.scale_a, with.scale_a_is_vector),
-      .scale_b = whole_row_scales(with.scale_b, with.scale_b_is_vector),
+      .scale_a = per_row_scales(with.scale_a, with.scale_a_is_vector),
+      .scale_b = per_row_scales(with.scale_b, with.scale_b_is_vector),
       .bias = with.bias,
       .azp_adj = with.azp_adj,
       .azp = with.azp,

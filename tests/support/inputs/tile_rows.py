@@ -1,6 +1,6 @@
 """How many tiles groupwise_mm has for SM90 (src/dispatch/groupwise_mm/tables.h), which tests have to reach."""
 
-GROUPS = 11
-COLUMNS = 3  # with a scale a column
-INT8 = 12  # with scales of whole rows, as the next
-FLOAT8 = 10
+GROUPS = 11  # with a scale per 128 columns of B
+COLUMNS = 3  # with scales per column of B
+INT8 = 12  # with scales per row
+FLOAT8 = 10  # with scales per row
