@@ -101,7 +101,7 @@ def of_rows(name: str, mesh: Any) -> None:
         dist.all_gather(others, y)
         assert all(torch.equal(y, other) for other in others), name
         static = "static" in name
-        exact = name in ("table-4", "fp8-weight-only") or name.startswith(("w4a16", "w8a16")) or static
+        exact = name in ("table-4", "fp8-weight-only") or name.startswith(("w3a16", "w4a16", "w8a16")) or static
         # Rounding of activations to 4 bits of mantissa is the largest; static scales are the same ones.
         bound = 1e-5 if exact else 0.07
         reach = x.abs() @ layer.dequantized_weight().abs().t() + layer.bias.abs()

@@ -36,8 +36,18 @@ def table(k: int, n: int) -> nn.Module:
     return cast(nn.Module, layer)
 
 
+def with_offsets(k: int, n: int) -> nn.Module:
+    """A layer whose groups have offsets in place of zero points, as those of GGUF files."""
+    groups = -(-k // 32)
+    q, offset = torch.randint(8, (n, k)), torch.rand(n, groups)
+    packed = pack_weight(q, torch.rand(n, groups), offset=offset, bits=3, group_size=32)
+    layer: nn.Module = WeightOnlyLinear.from_packed(packed, torch.randn(n))
+    return layer
+
+
 MADE = {name: make for name, make in LAYERS.items() if type(make(16, 16)) in CUTS} | {
     "table-4": table,
+    "w3a16-offset": with_offsets,
     "w4a16-ordered": lambda k, n: in_order(WeightOnlyLinear, k, n),
     "w4a16-ordered-rows": lambda k, n: in_order(WeightOnlyLinear, k, n, -1),
     "w4a8-ordered": lambda k, n: in_order(W4A8Linear, k, n, activation="int8"),
@@ -116,7 +126,7 @@ def test_columns(name: str, case: Any) -> None:
     again = join(shards)
     assert same(again, layer) and torch.equal(again(x), layer(x))
     # What is summed is what one layer gives, but for the rounding of activations.
-    if name in ("table-4", "fp8-weight-only", "w4a16", "w8a16", "w4a16-ordered", "w4a16-ordered-rows"):
+    if name in ("table-4", "fp8-weight-only", "w3a16-offset", "w4a16", "w8a16", "w4a16-ordered", "w4a16-ordered-rows"):
         wanted = x.double() @ layer.dequantized_weight().double().t() + layer.bias.double()
         scale = x.double().abs() @ layer.dequantized_weight().double().abs().t()
         assert ((exact + layer.bias.double() - wanted).abs() <= 1e-5 * scale + 1e-5).all()
