@@ -296,7 +296,9 @@ def chain_(model: nn.Module) -> None:
         chain: list[Step] = []
         for block in module:
             forward = vars(block).get("forward")
-            step = next((a for a in forward.args if isinstance(a, Step)), None) if isinstance(forward, partial) else None
+            step = (
+                next((a for a in forward.args if isinstance(a, Step)), None) if isinstance(forward, partial) else None
+            )
             if step is None:
                 chain = []
                 continue

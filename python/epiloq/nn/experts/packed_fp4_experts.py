@@ -247,6 +247,7 @@ class W4A8Fp4Experts(QuantizedTokenProduct, PackedFp4Experts):
             return {"granularity": "group", "group_size": FP8_BLOCK, "dtype": torch.float8_e4m3fn}
         return super().gated
 
+
 def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:
     """Positions ``[rows, matrices]`` of rows sorted by expert if each expert's rows are repeated for each of its
     matrices, and their ends, int32 ``[E matrices]``. Nothing is read back to the host."""
