@@ -133,7 +133,8 @@ def pre_norm_decoder(
     following = None if step is None else step.following
     if following is None or not decodes_in_graph(projected) or not _is_beside(following, projected):
         return residual + projected  # type: ignore[no-any-return]
-    normed_sum, total = _first_normed(*following.first, projected, residual)
+    next_block, next_first = following.first
+    normed_sum, total = _first_normed(next_block, next_first, projected, residual)
     following.in_graph = total, normed_sum
     return total
 

@@ -75,8 +75,8 @@ def rotated_heads(
     """Rotated query heads ``[B, T, H, D]``, and the keys and values to attend to ``[B, H_kv, L, D]``, including the
     cached ones. `checked`: heads and angles are plain tensors of one type, in eager mode.
 
-    In eager mode, and in the graph of a decode step, both limited by launches, one launch rotates and writes to a static
-    cache. In other graphs inductor fuses the general implementation into two kernels.
+    In eager mode, and in the graph of a decode step, one launch rotates and writes to a static cache, as launches limit
+    both. In other graphs inductor fuses the general implementation into two kernels.
     """
     query_heads, key_heads, _ = counts
     alike = checked or cos.dtype == sin.dtype == heads.dtype

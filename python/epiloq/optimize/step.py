@@ -296,9 +296,8 @@ def chain_(model: nn.Module) -> None:
         chain: list[Step] = []
         for block in module:
             forward = vars(block).get("forward")
-            step = (
-                next((a for a in forward.args if isinstance(a, Step)), None) if isinstance(forward, partial) else None
-            )
+            arguments = forward.args if isinstance(forward, partial) else ()
+            step = next((each for each in arguments if isinstance(each, Step)), None)
             if step is None:
                 chain = []
                 continue
