@@ -151,7 +151,7 @@ def test_experts_with_vectors_of_their_own(algorithm: str, seed: int, tmp_path: 
 WRONG = {
     "shape": (torch.ones(5), "pre_quant_scale: expected floating point [96], got torch.float32 [5]"),
     "type": (torch.ones(96, dtype=torch.int32), "pre_quant_scale: expected floating point [96], got torch.int32"),
-    "value": (torch.full((96,), float("nan")), "pre_quant_scale: expected finite numbers, got nan"),
+    "value": (torch.full((96,), float("nan")), "pre_quant_scale: expected finite numbers, got NaN or infinity"),
 }
 
 

@@ -175,7 +175,8 @@ class Step:
 
     def prepared(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """``x + residual`` for this layer, which will find its norm prepared; None if that is not possible."""
-        parts = None if x.is_inference() else self._checked()
+        # Not checked again: if anything has changed since, the layer does not use what was prepared.
+        parts = None if x.is_inference() else self._parts or self._checked()
         factor = None if parts is None else factor_of(parts.halves[0].norm, x)
         if parts is None or factor is None:
             return None
