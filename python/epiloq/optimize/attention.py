@@ -4,7 +4,7 @@ transformers repeats keys and values for each query head if there is a mask, as 
 kernels for many tokens use only a fraction of a GPU for a single one. `decode_attention` is used instead if each
 sequence has one new token. On a GPU this applies to a quantised cache, and to a few sequences of a 16-bit cache; for
 more of them torch's kernels are faster, with the query heads of a key head as rows. Several tokens at a time use
-transformers' own ``sdpa``.
+transformers' own ``sdpa``, in graphs of ``torch.compile`` without a mask where it would only be causal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.ops.attention.decode_attention import run as run_decode_attention
-from epiloq.optimize.guards import are_plain, wants_gradient
+from epiloq.optimize.guards import are_plain, is_exporting, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
@@ -116,6 +117,36 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
     return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
 
 
+def causal_mask(q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
+    """transformers' ``sdpa_mask``, which takes these arguments, but None in compiled graphs too if the mask is causal.
+
+    With None, ``sdpa`` attends causally: it neither reads a mask nor computes the half that this hides, and does not
+    repeat keys and values for query heads. transformers does so in eager mode, and while compiling from torch 2.14 on.
+    """
+    if is_compiling() and not is_exporting() and _is_causal(q_length, kv_length, **arguments):
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, **arguments)
+    return mask
+
+
+def _is_causal(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> bool:
+    """Whether token i attends to tokens 0 to i: a prompt without padding, at the beginning of a cache, or without one.
+    A static cache that is in use has a tensor as `q_offset`, whose value is not known while compiling."""
+    first = isinstance(q_offset, int) and q_offset == 0
+    whole = local_size is None or kv_length < local_size
+    return allow_is_causal_skip and attention_mask is None and q_length > 1 and first and whole
+
+
 def use_grouped_sdpa_(model: nn.Module, left: dict[str, str]) -> bool:
     """Switch each transformers model in `model` from ``sdpa`` to `grouped_sdpa`; returns whether any was, and `left`
     gets why others were not. Models that attend in another way (``eager``, ``flash_attention_2``) keep it.
@@ -127,11 +158,10 @@ def use_grouped_sdpa_(model: nn.Module, left: dict[str, str]) -> bool:
     if not found:
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     for name in NAMES:
         AttentionInterface.register(name, grouped_sdpa)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, causal_mask)
     switched = False
     for name, each in found.values():
         kinds = {type(module) for module in each.modules()}

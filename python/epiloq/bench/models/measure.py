@@ -129,7 +129,8 @@ def _nothing() -> None:
 def measure(
     model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
 ) -> Measured:
-    """Measure one phase: prefill of ``[batch, tokens]``, or a decode step after `tokens` in a static cache."""
+    """Measure one phase: prefill of ``[batch, tokens]`` into a new cache, or a decode step after `tokens` in a static
+    one."""
     device = model.device.type
     repeats, layers = _REPEATS[device], model.config.num_hidden_layers
     with _settled():
@@ -138,7 +139,7 @@ def measure(
             called = torch.compile(model, fullgraph=True) if mode == "compile" else model
 
             def run() -> object:
-                return called(ids, use_cache=False, logits_to_keep=1)
+                return called(ids, use_cache=True, logits_to_keep=1)
 
             reset = _nothing
         else:
