@@ -15,12 +15,14 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from epiloq import nn as modules
 from epiloq.compat import vllm as compat
 from epiloq.formats.layouts import awq, gptq, words
 from epiloq.integrations.vllm import kernels
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
+from epiloq.integrations.vllm.quantizer import EpiloqQuantFP8
 from epiloq.weights.packed_weight import pack_weight
 from vllm_kernel_lists import only_epiloq
 
@@ -129,7 +131,39 @@ def test_fp8_of_compressed_tensors(seed: int, strategy: str, static: bool, monke
             shard["input_scale"] = scale
     layer = loaded(config, shards)
     assert type(layer.scheme.fp8_linear) is kernels.EpiloqFp8LinearKernel
+    assert type(layer.scheme.fp8_linear.quant_fp8) is EpiloqQuantFP8
     check_product(layer, layer.scheme.fp8_linear, references, None if scale is None else scale.view(()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_static"),
+    [(GroupShape.PER_TOKEN, False), (GroupShape.PER_TENSOR, False), (GroupShape.PER_TENSOR, True), ((1, 128), False)],
+)
+def test_fp8_activations_as_the_engine_rounds_them(seed: int, shape: Any, is_static: bool) -> None:
+    """Against the engine's own definition in torch, which multiplies by a reciprocal where epiloq divides."""
+    columns: dict[str, Any] = {"column_major_scales": True, "use_ue8m0": False} if shape == (1, 128) else {}
+    with vllm_on_cpu.engine():
+        ours = EpiloqQuantFP8(static=is_static, group_shape=GroupShape(*shape), **columns)
+    x = torch.randn(37, K, dtype=vllm_on_cpu.DTYPE) * torch.logspace(-2, 2, 37, dtype=vllm_on_cpu.DTYPE)[:, None]
+    scale = torch.tensor([2.0**-5]) if is_static else None
+    q, found = ours.forward_cuda(x, scale)
+    expected_q, expected = ours.forward_native(x, scale)
+    assert found.shape == expected.shape and torch.allclose(found, expected, rtol=2**-20, atol=0)
+    steps = (codes(q) - codes(expected_q)).abs()
+    assert q.dtype == expected_q.dtype and steps.max() <= 1 and steps.count_nonzero() <= steps.numel() // 100
+
+
+def codes(q: Tensor) -> Tensor:
+    """FP8 values as integers in their order."""
+    bits = q.contiguous().view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def test_a_bound_of_fp8_scales(seed: int) -> None:
+    with vllm_on_cpu.engine():
+        ours = EpiloqQuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+    x, bound = torch.randn(5, K, dtype=vllm_on_cpu.DTYPE) * 10, torch.tensor([2.0])
+    assert torch.equal(ours.forward_cuda(x, None, bound)[1], torch.full((5, 1), 2 / 448))
 
 
 def test_fp8_blocks_as_deepseek_has_them(seed: int) -> None:

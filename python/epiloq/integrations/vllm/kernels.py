@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.kernels import linear as engine
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
-from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum
 
@@ -21,6 +21,7 @@ from epiloq.integrations.vllm.float_weights import (
     EpiloqNvFp4LinearKernel,
 )
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
+from epiloq.integrations.vllm.quantizer import EpiloqQuantFP8
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, padded
 
 _FP8 = torch.float8_e4m3fn
@@ -69,7 +70,12 @@ class EpiloqInt8LinearKernel(CutlassInt8ScaledMMLinearKernel):
 
 
 class EpiloqFp8LinearKernel(engine.FP8ScaledMMLinearKernel):
-    """FP8 weights per channel or tensor; FP8 activations per token or tensor, which the engine quantises."""
+    """FP8 weights per channel or tensor; FP8 activations per token or tensor."""
+
+    def __init__(self, c: Any, layer_param_names: Sequence[str]) -> None:
+        super().__init__(c, layer_param_names)
+        inputs = c.activation_quant_key.scale
+        self.quant_fp8 = EpiloqQuantFP8(static=inputs.static, group_shape=inputs.group_shape)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -102,12 +108,12 @@ class EpiloqFp8LinearKernel(engine.FP8ScaledMMLinearKernel):
 
 
 class EpiloqFp8BlockLinearKernel(engine.Fp8BlockScaledMMLinearKernel):
-    """FP8 weights in blocks of 128 x 128; FP8 activations in groups of 128, which the engine quantises."""
+    """FP8 weights in blocks of 128 x 128; FP8 activations in groups of 128."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         inputs = config.activation_quant_key.scale
-        self.quant_fp8 = QuantFP8(
+        self.quant_fp8 = EpiloqQuantFP8(
             static=inputs.static, group_shape=inputs.group_shape, use_ue8m0=False, column_major_scales=True
         )
 
