@@ -53,7 +53,7 @@ endfunction()
 
 # compute:code lists. PTX goes with all code but SM90's, so that newer GPUs than this build knows can run it.
 # From SM90 on, hand-written kernels are launched while the kernel before them may still run (device_code.cuh): what was
-# compiled for less, and does not wait for it, must not serve there.
+# compiled for less, and does not wait for it, must not run there.
 set(EPILOQ_GENCODE_WAITING 90:compute_90)
 set(EPILOQ_GENCODE_75 75:sm_75 75:compute_75)
 set(EPILOQ_GENCODE_80 80:sm_80 80:compute_80)

@@ -74,10 +74,11 @@ EPILOQ_API void online_quant_mm(OnlineQuantMm const& call);
 // Whether there is no fused kernel for a group size, so that only the staged pipeline supports it.
 EPILOQ_API bool needs_staging(std::int64_t group_size);
 
-// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build.
+// Name of the kernel chosen for a problem, for `explain`; the tables are the same in every build. `terms`: with the
+// terms of the cost model, for it and for the runner-up.
 EPILOQ_API std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count,
-                                               int memory_gb_s = 0);
-EPILOQ_API std::string explain(OnlineQuantMm const& call);
+                                               int memory_gb_s = 0, bool terms = false);
+EPILOQ_API std::string explain(OnlineQuantMm const& call, bool terms = false);
 EPILOQ_API KernelCandidates candidates(OnlineQuantProblem const& problem, int device);  // as of scaled_mm.h
 
 }  // namespace epiloq

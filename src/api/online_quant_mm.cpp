@@ -6,7 +6,6 @@
 #include "dispatch/online_quant_mm/launch.h"
 #include "dispatch/online_quant_mm/select.h"
 #include "epiloq/device.h"
-#include "epiloq/explain_online_quant_mm.h"
 
 namespace epiloq {
 namespace {
@@ -183,9 +182,8 @@ void online_quant_mm(OnlineQuantMm const& call) {
   online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }
 
-namespace {
-
-std::string explained(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s, bool terms) {
+std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s,
+                                    bool terms) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
   Target target = nominal(KernelSet::kOnlineQuant, arch);
   if (sm_count > 0) target.sm_count = sm_count;
@@ -196,7 +194,7 @@ std::string explained(OnlineQuantProblem const& problem, Arch arch, int sm_count
                : online::describe(choice, problem);
 }
 
-std::string explained(OnlineQuantMm const& call, bool terms) {
+std::string explain(OnlineQuantMm const& call, bool terms) {
   Sizes const sizes = checked(call);
   if (sizes.x.rows == 0 || sizes.n == 0) return kNothing;
   if (call.x.device.type == Device::Type::kCpu && forced_arch() == Arch::kAuto) {
@@ -206,18 +204,6 @@ std::string explained(OnlineQuantMm const& call, bool terms) {
   return tuning::explain<online::Selection>(problem_of(call, sizes), target_of(call), tuning::index_of(call.x.device),
                                             terms);
 }
-
-}  // namespace
-
-std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
-  return explained(problem, arch, sm_count, memory_gb_s, false);
-}
-std::string explain_online_quant_mm_terms(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s) {
-  return explained(problem, arch, sm_count, memory_gb_s, true);
-}
-
-std::string explain(OnlineQuantMm const& call) { return explained(call, false); }
-std::string explain_terms(OnlineQuantMm const& call) { return explained(call, true); }
 
 KernelCandidates candidates(OnlineQuantProblem const& problem, int device) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);

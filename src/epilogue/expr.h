@@ -17,7 +17,7 @@ namespace epiloq::epilogue {
 
 struct Acc {};
 
-// A 16-bit float whose format is known at run time: a kernel whose epilogue computes in float32 serves both.
+// A 16-bit float whose format is known at run time: a kernel whose epilogue computes in float32 writes either.
 struct Half {
   std::uint16_t bits;
 };

@@ -1,7 +1,7 @@
 #include "bindings/ops/online_quant_scratch.h"
 #include "bindings/register.h"
 #include "epiloq/error.h"
-#include "epiloq/explain_online_quant_mm.h"
+#include "epiloq/online_quant_mm.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -60,7 +60,7 @@ void register_online_quant_mm(py::module_& module) {
         OnlineQuantMm const call{
             out.view, x.view, values.view, parameters.view,  view_of(bias), in_features, group_size, bits, lo,
             hi,       staged, 1,           kernel_of(kernel)};
-        return terms ? explain_terms(call) : explain(call);
+        return explain(call, terms);
       },
       py::arg("kernel") = py::none(), py::arg("terms") = false);
   module.def("online_quant_mm_needs_staging", &needs_staging, py::arg("group_size"));
@@ -68,8 +68,7 @@ void register_online_quant_mm(py::module_& module) {
       "explain_online_quant_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t group_size, int bits, std::string const& arch,
          int sm_count, int memory_gb_s, bool terms) {
-        auto const explained = terms ? explain_online_quant_mm_terms : explain_online_quant_mm;
-        return explained({m, n, k, group_size, bits}, parse_arch(arch), sm_count, memory_gb_s);
+        return explain_online_quant_mm({m, n, k, group_size, bits}, parse_arch(arch), sm_count, memory_gb_s, terms);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("group_size") = 128, py::arg("bits") = 8,
       py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("memory_gb_s") = 0, py::arg("terms") = false);

@@ -21,9 +21,10 @@ int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBF
 
 template <bool kColumnScales, std::size_t... kRows>
 gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
-  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90<kRows, kColumnScales, DType::kFloat16>::launch,
-                                                         &Sm90<kRows, kColumnScales, DType::kBFloat16>::launch,
-                                                         &Sm90<kRows, kColumnScales, DType::kFloat32>::launch}...};
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {
+      {&Sm90PerGroup<kRows, kColumnScales, DType::kFloat16>::launch,
+       &Sm90PerGroup<kRows, kColumnScales, DType::kBFloat16>::launch,
+       &Sm90PerGroup<kRows, kColumnScales, DType::kFloat32>::launch}...};
   return kTable[row][column_of(out)];
 }
 

@@ -13,7 +13,7 @@ using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
 // A tile, and the time in ns that all SMs together take for a K step of 128 of one tile each, and for the rest of a
-// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/performance.md says
+// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/kernel_choice.md says
 // how well).
 //
 // Two CTAs may split K of a partial wave (groupwise_split_k.h): a step then takes `split_ns` (0: never), and the

@@ -1,6 +1,6 @@
 #pragma once
 
-// Compile-time configurations of GEMM kernels: structural types that serve as template arguments, table rows and
+// Compile-time configurations of GEMM kernels: structural types used as template arguments, table rows and
 // printed answers.
 
 #include <cstdint>

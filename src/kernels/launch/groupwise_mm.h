@@ -11,7 +11,7 @@
 namespace epiloq::ops::groupwise_mm {
 
 template <int kRow, bool kColumnScales, DType kOut>
-struct Sm90 {
+struct Sm90PerGroup {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };
 

@@ -1,6 +1,16 @@
 #pragma once
 
-// Consumer warpgroups of the groupwise GEMM: WGMMA main loop with FP32 promotion (int8: int32 accumulation).
+// Main loop of a consumer warpgroup of the groupwise GEMM (groupwise_gemm.cuh).
+//
+// A stage, filled by the producer, holds kM tokens and kN rows of weights, 128 bytes of K each, both K-major in the
+// 128-byte swizzle, and their scales. WGMMA reads both from shared memory: 64 tokens a round (the M of its tile), all
+// kN columns. FP8 products of one stage are promoted, scaled, to FP32 sums in registers; int8 accumulates in int32
+// over all of K. Of three loops a configuration takes one: `sum_in_place` (int8), `sum_serial` (one product at a time,
+// promoted while other warpgroups multiply) and `sum_overlapped` (promotion beside the warpgroup's own next product).
+//
+// Invariants: a stage is read only after its full barrier has the phase's parity, and released, by one arrival per
+// consumer warp and CTA that writes it, only after the last wgmma that reads it has finished and all lanes have read
+// their scales.
 
 #include <numeric>
 #include <utility>
