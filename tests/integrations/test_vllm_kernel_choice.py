@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm_on_cpu")
+vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
 from vllm import envs
+from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.config.utils import hash_factors
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel
 from vllm.platforms import PlatformEnum
@@ -63,6 +64,19 @@ def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "EpiloqMixedPrecisionLinearKernel")
     with pytest.raises(ValueError, match="disabled by environment variable"):
         choose_mp_linear_kernel(mixed(weight_type=scalar_types.uint8b128))
+
+
+def test_fp8_layers_of_compiled_models_stay_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode, ours in ((CompilationMode.NONE, True), (CompilationMode.VLLM_COMPILE, False)):
+        with vllm_on_cpu.engine():
+            get_current_vllm_config().compilation_config.mode = mode
+            found, reason = kernels.EpiloqFp8LinearKernel.is_supported()
+            assert found is ours and (ours or "EPILOQ_ENGINE_LAYERS=fp8 selects epiloq's" in str(reason))
+            assert kernels.EpiloqInt8LinearKernel.is_supported()[0]
+            assert kernels.EpiloqFp8BlockLinearKernel.is_supported()[0]
+            monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "fp8")
+            assert kernels.EpiloqFp8LinearKernel.is_supported()[0]
+            monkeypatch.delenv("EPILOQ_ENGINE_LAYERS")
 
 
 def test_graphs_compiled_with_other_kernels_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:

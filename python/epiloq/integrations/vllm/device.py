@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
 import vllm.envs as envs
+from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.platforms import PlatformEnum, current_platform
 
-from epiloq.integrations.engines.choice import runs_on
+from epiloq.integrations.engines.choice import VARIABLE, runs_on
 
 Answer: TypeAlias = tuple[bool, str | None]
 """Whether it is supported, and the reason if not."""
@@ -15,11 +17,17 @@ Answer: TypeAlias = tuple[bool, str | None]
 _DEPENDS_ON_BATCH = ("w8a16-fp8",)
 """Kinds without a product that gives a token the same bits in every batch (``epiloq.set_batch_invariant``)."""
 
+_FASTER_COMPILED = ("fp8",)
+"""Kinds that are faster on vLLM's kernels where it compiles models: inductor makes one kernel of the quantiser and the
+norm before it. Llama-3-8B on an H200: 1.02 to 1.06 times as fast; without compilation epiloq's are, by 1.03 to 1.05."""
+
 
 def supported(kind: str, capability: int | None = None) -> Answer:
     """Whether epiloq may run a kind of layer here; `capability` is the device's unless given."""
     if envs.VLLM_BATCH_INVARIANT and kind in _DEPENDS_ON_BATCH:
         return False, f"the sums of epiloq's {kind} depend on the number of tokens"
+    if kind in _FASTER_COMPILED and VARIABLE not in os.environ and _compiles():
+        return False, f"vLLM's own {kind} kernels are faster in compiled models; {VARIABLE}={kind} selects epiloq's"
     if current_platform.is_cuda():
         if capability is None:
             found = current_platform.get_device_capability()
@@ -28,3 +36,9 @@ def supported(kind: str, capability: int | None = None) -> Answer:
     if current_platform._enum not in (PlatformEnum.CPU, PlatformEnum.UNSPECIFIED):
         return False, "epiloq runs on CUDA devices and CPUs"
     return runs_on(kind, None)
+
+
+def _compiles() -> bool:
+    """Whether vLLM compiles the model whose layers are being made, as it does by default on GPUs."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.compilation_config.mode == CompilationMode.VLLM_COMPILE

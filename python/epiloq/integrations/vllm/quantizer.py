@@ -12,8 +12,9 @@ import epiloq
 class EpiloqQuantFP8(QuantFP8):
     """Activations per token or tensor, in groups of 128, or by a static scale.
 
-    It replaces what vLLM runs as a kernel of its own. Where vLLM compiles the quantiser instead, inductor joins it with
-    what precedes it, and with UE8M0 scales and groups of other sizes vLLM's kernel stays.
+    It replaces what vLLM runs as a kernel of its own: a product that follows epiloq's loads its weight while that runs
+    (programmatic dependent launch). Where vLLM compiles the quantiser, inductor joins it with what precedes it, and
+    with UE8M0 scales and groups of other sizes vLLM's kernel stays.
     """
 
     def forward_cuda(
