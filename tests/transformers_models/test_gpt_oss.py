@@ -19,6 +19,7 @@ from torch import Tensor
 import epiloq
 import epiloq.integrations.transformers as integration
 import fp4_reference
+from epiloq.formats.io import model as models
 from epiloq.nn import Fp4Experts
 from gloo_ranks import Ranks
 
@@ -250,6 +251,31 @@ def test_refused(folder: Path, tmp_path: Path, what: str, change: Any, text: str
         save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=text):
         opened(tmp_path)
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize(
+    ("part", "value", "layer", "text"),
+    [
+        ("gate_up_proj_scales", 255, "up_proj: weight_scale", r"expected powers of two, got NaN \(255\)"),
+        ("down_proj_scales", 255, "down_proj: weight_scale", r"expected powers of two, got NaN \(255\)"),
+        ("gate_up_proj_bias", float("nan"), "up_proj: bias", "expected finite numbers, got NaN or infinity"),
+        ("down_proj_bias", float("inf"), "down_proj: bias", "expected finite numbers, got NaN or infinity"),
+    ],
+)
+def test_numbers_that_are_not_finite(
+    folder: Path, tmp_path: Path, part: str, value: float, layer: str, text: str
+) -> None:
+    """E8M0 has no infinity, and one code for NaN. The message names file and tensor, however the model is opened."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{LAYER}.{part}"].view(-1)[-1] = value
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {LAYER}.*: {part}: {text}"):
+        opened(tmp_path)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {LAYER}\.4\.{layer}: {text}"):
+        models.from_directory(tmp_path)
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from epiloq.formats.configs.mxfp4 import KNOWN
 from epiloq.formats.configs.mxfp4 import METHOD as METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safetensors_file import DTYPES
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, check_finite
 from epiloq.nn import Fp4Experts
 
 _MARKER = "gate_up_proj_blocks"
@@ -45,13 +46,18 @@ class StoredExperts(nn.Module):
         self._parameters.clear()
 
     def opened_part(self, part: range) -> Fp4Experts:
-        """Return only the experts of `part`, and copy only their tensors from the files."""
+        """Return only the experts of `part`, and copy only their tensors from the files. Raises FormatError as `opened`
+        does."""
         outline: Fp4Experts = self.__dict__["outline"]
         read: Callable[[str], Tensor] = self.__dict__["read"]
-        return outline.some(part, {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()})
+        tensors = {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()}
+        with self._named():
+            check_finite(tensors)
+            return outline.some(part, tensors)
 
     def opened(self) -> Fp4Experts:
-        """The experts. Raises FormatError, which names file and tensor, for a tensor without values."""
+        """The experts. Raises FormatError, which names file and tensor, for a tensor without values, scales that are no
+        powers of two, and biases that are not finite."""
         tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
         offloaded = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
         if offloaded is not None:
@@ -59,7 +65,17 @@ class StoredExperts(nn.Module):
                 f"{self.origin}: {offloaded}: its values are offloaded; use a device_map that keeps them on a device"
             )
         outline: Fp4Experts = self.__dict__["outline"]
-        return outline.from_blocks(tensors).train(self.training)
+        with self._named():
+            check_finite(tensors)
+            return outline.from_blocks(tensors).train(self.training)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add file and tensor to the messages of errors."""
+        try:
+            yield
+        except ValueError as error:
+            raise FormatError(f"{self.origin}: {error}") from error
 
 
 def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
