@@ -48,6 +48,17 @@ def test_models_open(seed: int, tmp_path: Path, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_without_a_method(seed: int, tmp_path: Path, kind: str) -> None:
+    """transformers' first files with these weights say "load_in_4bit" but no ``quant_method``."""
+    pack, config = KINDS[kind]
+    former = {key: value for key, value in config.items() if key != "quant_method"}
+    model = write(tmp_path / "model", MODELS["llama"](), (pack, former), shards=1)
+    expected = logits(model)
+    found = logits(models.from_directory(tmp_path / "model"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_commands(seed: int, tmp_path: Path, kind: str) -> None:
     write(tmp_path / "model", MODELS["llama"](), KINDS[kind], shards=1)
     result = run("inspect", tmp_path / "model", "--check")

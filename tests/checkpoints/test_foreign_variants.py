@@ -48,6 +48,7 @@ RUNS: dict[str, type[nn.Module]] = {
     "fp8 blocks of 128 x 64": Fp8WeightOnlyLinear,
     "fp8 per tensor, static": Fp8Linear,
     "fp8 per tensor, dynamic": Fp8Linear,
+    "fp8 per tensor, nothing ignored": Fp8Linear,
     "fbgemm_fp8": Fp8Linear,
 }
 

@@ -16,6 +16,7 @@ W8A8 = variants.ct("int-quantized", variants.ct_group(["Linear"], variants.args(
 GPTQ = variants.VARIANTS["gptq dynamic"][1]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 ROUND = variants.VARIANTS["auto-round"][1]
+FORMER_ROUND = {key: value for key, value in ROUND.items() if key != "packing_format"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FBGEMM = variants.VARIANTS["fbgemm_fp8"][1]
 
@@ -74,6 +75,9 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (ROUND, {"data_type": "mx_fp"}, "auto-round: data_type: expected int.*'mx_fp'"),
         (ROUND, {"act_bits": 8}, "auto-round: act_bits: expected None or 16 or 32, got 8"),
         (ROUND, {"packing_format": "auto_round:llm_compressor"}, "packing_format: .*'auto_round:llm_compressor'"),
+        (FORMER_ROUND, {"backend": "auto_round:marlin"}, "auto-round: backend: expected auto .*'auto_round:marlin'"),
+        (FORMER_ROUND, {"backend": "ipex"}, "auto-round: backend: expected auto .*'ipex'"),
+        (ROUND, {"group_size": None}, "auto-round: quantization_config: expected bits and group_size"),
         (ROUND, {"extra_config": {"a": {"data_type": "fp8"}}}, "extra_config: a: data_type: .*'fp8'"),
         (FP8, {"activation_scheme": "static"}, "activation_scheme: expected dynamic with blocks"),
         (FP8, {"weight_block_size": "128x128"}, "weight_block_size: .*'128x128'"),

@@ -271,6 +271,7 @@ def _described(
     checkpoint: Checkpoint, rules: Rules, site: Site, ignores: Callable[[str], bool]
 ) -> dict[str, Description]:
     layers: dict[str, Description] = {}
+    found = checkpoint.quantization or {}
     marked = dict.fromkeys(
         layer
         for layer, part in map(split_name, checkpoint.files)
@@ -287,6 +288,8 @@ def _described(
                 f"{checkpoint.where(f'{layer}.{part}')}: belongs to a quantised layer, "
                 f"but {checkpoint.described_by} leaves {layer} in floating point"
             )
+        if described.layout == fp8.BLOCKS and "weight_block_size" not in found and _has_one_scale(checkpoint, layer):
+            described = fp8.of_tensors(dynamic=True)
         if described.layout == fp8.TENSORS and f"{layer}.weight_scale_inv" in checkpoint.files:
             described = replace(described, layout=fp8.SCALARS)  # transformers' names
         if described.layout in fp8.BY_SCALE and f"{layer}.{fp8.SCALE}" in checkpoint.files:
@@ -303,6 +306,12 @@ def _is_scaled(checkpoint: Checkpoint, layer: str) -> bool:
     """Whether a layer's weight is FP8 or packed FP4."""
     weight = checkpoint.entries.get(f"{layer}.weight")
     return weight is not None and weight.dtype in ("F8_E4M3", "I8", "U8")
+
+
+def _has_one_scale(checkpoint: Checkpoint, layer: str) -> bool:
+    """Whether an FP8 layer has AutoFP8's scale of its whole weight."""
+    scale = checkpoint.entries.get(f"{layer}.weight_scale")
+    return scale is not None and tuple(scale.shape) in ((), (1,))
 
 
 def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Description:

@@ -171,6 +171,7 @@ _ROUND = {
     "block_name_to_quantize": "model.layers",
     "packing_format": "auto_round:auto_gptq",
 }
+_FORMER_ROUND = {key: value for key, value in _ROUND.items() if key != "packing_format"} | {"sym": False}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
@@ -261,6 +262,13 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
             }
         },
     ),
+    "auto-round before packing_format": (gptq(less=0), _FORMER_ROUND | {"backend": "auto_round:exllamav2"}),
+    "auto-round before packing_format, as gptq": (gptq(), _FORMER_ROUND | {"backend": "auto_round:gptq:exllamav2"}),
+    "auto-round before packing_format, as awq": (awq, _FORMER_ROUND | {"backend": "auto_round:auto_awq:gemm"}),
+    "auto-round, kernel in packing_format": (
+        gptq(less=0, symmetric=True),
+        _ROUND | {"packing_format": "auto_round:exllamav2"},
+    ),
     "auto-round, awq": (awq, _ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
     "awq of gptqmodel": (by_name(("o_proj", None), ("", awq)), _GPTQMODEL_AWQ | {"dynamic": {r"-:.*\.o_": {}}}),
     "fp8 blocks of 64 x 128": (fp8("weight_scale_inv", 64, 128), _FP8 | {"weight_block_size": [64, 128]}),
@@ -274,6 +282,7 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
         fp8("weight_scale_inv", -1, -1, shape=("", ())),
         _FP8 | {"weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
     ),
+    "fp8 per tensor, nothing ignored": (fp8("weight_scale", -1, -1, shape=("", ())), _FP8),
     "fbgemm_fp8": (
         fp8("weight_scale", 1, -1),
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},

@@ -16,13 +16,20 @@ from epiloq.formats.layouts.awq import BITS
 from epiloq.formats.layouts.base import FormatError
 
 METHODS = ("auto-round", "intel/auto-round")
-# "auto_round" and GPTQModel store zero points unchanged, AutoGPTQ stores them minus one.
+# "auto_round" and GPTQModel store zero points unchanged, AutoGPTQ stores them minus one. A kernel may follow, without
+# effect on the layout, as in "auto_round:gptq:exllamav2".
 _LAYOUTS = {
+    "auto": "gptq",
     "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "gptq": "gptq",
+    "auto_gptq": "gptq",
     "auto_round:gptqmodel": "gptq_v2",
     "auto_round": "gptq_v2",
     "auto_round:auto_awq": "gemm",
+    "auto_round:awq": "gemm",
 }
+_KERNELS = ("exllamav2", "tritonv2", "triton", "cuda", "gemm")
 _NUMBERS = {"bits", "group_size", "sym", "data_type"}
 _ACTIVATIONS = {"act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
 _KNOWN = {"quant_method", "packing_format", "extra_config", "layer_config", "to_quant_block_names", "quant_block_list"}
@@ -36,8 +43,9 @@ def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
     entries."""
     check_keys(found, _KNOWN, _WHERE, TUNING)
-    layout = _LAYOUTS[one_of(found, "packing_format", "auto_round:auto_gptq", tuple(_LAYOUTS), _WHERE)]
-    base = _changed(Description(layout), found, _WHERE)
+    if found.get("bits") is None or found.get("group_size") is None:
+        raise FormatError(f"{_WHERE}: quantization_config: expected bits and group_size")
+    base = _changed(Description(_layout(found)), found, _WHERE)
     if base is None:
         raise FormatError(f"{_WHERE}: bits: expected 2 to 8, got {found.get('bits')!r}")
     extra = {**mapping(found, "layer_config", _WHERE), **mapping(found, "extra_config", _WHERE)}
@@ -58,6 +66,17 @@ def parse(found: Mapping[str, Any]) -> Rules:
         return base if within else None
 
     return rules
+
+
+def _layout(found: Mapping[str, Any]) -> str:
+    """The layout of the tensors. Before AutoRound had ``packing_format``, ``backend`` named it; in newer files that is
+    the kernel to use, often "auto"."""
+    key = "packing_format" if "packing_format" in found else "backend"
+    value = found.get(key, "auto")
+    parent, _, kernel = str(value).rpartition(":")
+    if kernel in _KERNELS and parent in _LAYOUTS:
+        return _LAYOUTS[parent]
+    return _LAYOUTS[one_of(found, key, "auto", tuple(_LAYOUTS), _WHERE)]
 
 
 def _changed(base: Description, entry: Any, where: str) -> Description | None:

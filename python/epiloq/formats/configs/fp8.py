@@ -40,11 +40,11 @@ def parse(found: Mapping[str, Any]) -> Rules:
     one_of(found, "scale_fmt", "float", ("float", "ue8m0"), _WHERE)
     in_fp4 = one_of(found, "expert_dtype", "fp8", ("fp8", "fp4", None), _WHERE) == "fp4"
     scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)
-    # AutoFP8 omits it in checkpoints without blocks; DeepSeek always writes it.
+    # AutoFP8 omits it in checkpoints without blocks, and "ignored_layers" in some of them (see `readers`). DeepSeek
+    # always writes it.
     block = found.get("weight_block_size", None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2)
     if block is None:
-        inputs = Inputs("fp8", "tensor", dynamic=scheme == "dynamic")
-        return _all_but(found, Description(TENSORS, "fp8", strategy="tensor", inputs=inputs), in_fp4)
+        return _all_but(found, of_tensors(scheme == "dynamic"), in_fp4)
     sizes = block if isinstance(block, list) and len(block) == 2 else [0]
     if not all(type(size) is int and size > 0 for size in sizes):
         raise FormatError(f"{_WHERE}: weight_block_size: expected rows and columns, or null, got {block!r}")
@@ -53,6 +53,12 @@ def parse(found: Mapping[str, Any]) -> Rules:
     inputs = Inputs("fp8", "group", group_size=sizes[1])
     described = Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs)
     return _all_but(found, described, in_fp4)
+
+
+def of_tensors(dynamic: bool) -> Description:
+    """The description of FP8 weights with one scale each."""
+    inputs = Inputs("fp8", "tensor", dynamic=dynamic)
+    return Description(TENSORS, "fp8", strategy="tensor", inputs=inputs)
 
 
 def _fbgemm(found: Mapping[str, Any]) -> Rules:

@@ -12,6 +12,7 @@ from epiloq.formats.layouts.base import FormatError
 KEY = "quantization_config"
 BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Separate files that older AutoGPTQ, AutoAWQ and ModelOpt wrote, and their methods."""
+_OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
 
 
@@ -81,6 +82,9 @@ def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, 
     # epiloq's own format has no `quant_method`, except in older files.
     if found is not None and "quant_method" not in found and found.get("format") == "epiloq":
         return "config.json", {**found, "quant_method": "epiloq"}
+    # transformers wrote none for bitsandbytes in its first versions, and still reads such files.
+    if found is not None and "quant_method" not in found and any(found.get(key) is True for key in _OF_BITSANDBYTES):
+        return "config.json", {**found, "quant_method": "bitsandbytes"}
     if found is None and any(name.endswith((".qweight", ".weight_scale")) for name in names):
         for file, method in BESIDE.items():
             if status(folder / file) is not None:
