@@ -16,6 +16,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import epiloq.integrations.transformers as integration
@@ -211,3 +212,27 @@ def test_zero_points_of_a_symmetric_group_that_are_some(seed: int, tmp_path: Pat
     foreign.write_as(tmp_path / "in", foreign.llama(), wrong, config)
     with pytest.raises(ValueError, match="weight_zero_point: expected zeros of a symmetric layer"):
         models.from_directory(tmp_path / "in")
+
+
+def test_files_lack_what_a_model_computes(seed: int, tmp_path: Path) -> None:
+    """Sines of positions, which transformers leaves out of files; a missing trained tensor is still refused."""
+    sizes = {f"{part}_{size}": value for part in ("encoder", "decoder") for size, value in _OF_PARTS.items()}
+    ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    exact = transformers.MarianMTModel(transformers.MarianConfig(d_model=64, vocab_size=128, **sizes, **ids)).eval()
+    folder = tmp_path / "in"
+    foreign.write_as(folder, exact, *variants.VARIANTS["int8 weights alone"], shards=1)
+    tensors = load_file(folder / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if "embed_positions" not in name}
+    assert len(left) == len(tensors) - 2
+    save_file(left, folder / "model.safetensors", {"format": "pt"})
+    tokens = {"input_ids": torch.arange(2, 13)[None], "decoder_input_ids": torch.arange(3, 9)[None]}
+    with torch.no_grad():
+        found, wanted = (model(**tokens).logits for model in (models.load(Checkpoint(folder))[0], exact))
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    del left["model.encoder.layers.0.fc1.bias"]
+    save_file(left, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.0\.fc1\.bias: expected a tensor, found none"):
+        models.load(Checkpoint(folder))
+
+
+_OF_PARTS = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}

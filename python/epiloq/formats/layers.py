@@ -14,7 +14,7 @@ from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import ignores_tensor, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import named_in
-from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_expected
+from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_computed, is_expected
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
@@ -208,7 +208,7 @@ class Layers:
                 raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
         # The files contain a tied weight under one name only.
         for name in sorted(wanted):
-            if id(targets[name]) not in seen:
+            if id(targets[name]) not in seen and not is_computed(self.model, name, targets[name]):
                 raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
 
     def _empty_bias(self, layer: str, part: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection
 from functools import partial
@@ -67,6 +68,14 @@ def why_another_model(model: nn.Module, name: str, read: Callable[[], Tensor]) -
             "expected a config.json that says what it is for (how layers are quantised, or that they have biases)"
         )
     return ""
+
+
+def is_computed(model: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Whether files may lack a constant of a transformers model, which the model itself computes, such as the sines of
+    Marian's positions. Files never lack a trained parameter, even where transformers would fill it with random values.
+    """
+    patterns: Collection[str] = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return not tensor.requires_grad and any(re.search(pattern, name) for pattern in patterns)
 
 
 def ignores_layer(model: nn.Module, layer: str) -> bool:
