@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
+
+class Deriving(Protocol):
+    """Something that keeps tensors derived from parameters."""
+
+    def _mark_stale(self) -> None: ...
+
 
 class FrozenParameter(nn.Parameter):
     """A parameter that no optimiser changes: it has no gradient, and ``requires_grad_(True)`` leaves it without one.
 
-    Fine-tuning can so call it on a whole model, although torch has no gradients of integers.
+    Fine-tuning can so call it on a whole model, although torch has no gradients of integers. Only setting
+    ``requires_grad`` gives one to a bias; copies keep it.
+
+    Writes through ``data`` do not change a tensor's version. Layers that keep tensors derived from it, such as padded
+    copies, are therefore told when ``data`` is read or set (`report_to`).
     """
 
+    _derived_by: WeakSet[Deriving] | None = None
+
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenParameter:
-        return super().__new__(cls, data, False)
+        return super().__new__(cls, data, requires_grad)
+
+    def report_to(self, owner: Deriving) -> None:
+        """Call ``owner._mark_stale()`` from now on when ``data`` is read or set."""
+        if self._derived_by is None:
+            self._derived_by = WeakSet()
+        self._derived_by.add(owner)
+
+    @property
+    def data(self) -> Tensor:
+        """The values without autograd, as of any tensor."""
+        self._report()
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self._report()
+        _DATA.__set__(self, values)
+
+    def _report(self) -> None:
+        for owner in self._derived_by or ():
+            owner._mark_stale()
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
         """Return the parameter unchanged: it never has a gradient."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return FrozenParameter, (self.detach(),)
+        return FrozenParameter, (self.detach(), self.requires_grad)
 
 
 def _accept_in_fake_mode() -> None:

@@ -21,6 +21,9 @@ _Layer = TypeVar("_Layer", bound="StoredTensors")
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
+_STALE = -1  # no tensor's version
+
+
 class _Made(NamedTuple):
     """Tensors derived from the stored ones, with the name, tensor and version of each source."""
 
@@ -78,9 +81,13 @@ class StoredTensors(nn.Module):
         """The kernels' tensors, recomputed if a stored tensor has changed."""
         held = self._held
         if is_compiling():
-            # A graph uses the derived tensors if they were derived from these sources, and otherwise derives them.
-            same = held is not None and all(self._stored(name) is tensor for name, tensor, _ in held.sources)
-            return cast(_Made, held).value if same else self._make()
+            # A graph uses the derived tensors if they were derived from these sources, and otherwise derives them. It
+            # does not compare versions, so copies of a tensor that is trained are made in the graph.
+            usable = held is not None and all(
+                self._stored(name) is tensor and not (held.own and tensor is not None and tensor.requires_grad)
+                for name, tensor, _ in held.sources
+            )
+            return cast(_Made, held).value if usable else self._make()
         if held is not None and _core.are_unchanged(self._parameters, held.sources):
             return held.value
         return self._made_anew()
@@ -103,12 +110,27 @@ class StoredTensors(nn.Module):
                 own = _apart_from(stored, value)
         # Tensors that share memory with stored ones follow writes, so that versions need not be compared.
         follows = isinstance(value, tuple) and not own and all(part is None or _is_tensor(part) for part in value)
-        versions = tuple(
-            (name, tensor, None if tensor is None or follows or tensor.is_inference() else tensor._version)
-            for name, tensor in sources
-        )
+        versions = tuple((name, tensor, self._watch(tensor, follows)) for name, tensor in sources)
         self._held = _Made(versions, value, own)
         return value
+
+    def _watch(self, tensor: Tensor | None, follows: bool) -> int | None:
+        """Watch a stored tensor for writes. Returns its version; `_STALE` if it may be written to unseen; None if its
+        writes need not be counted, or are not."""
+        if tensor is None:
+            return None
+        if isinstance(tensor, FrozenParameter):
+            tensor.report_to(self)
+        elif tensor.requires_grad and not follows:
+            return _STALE
+        return None if follows or tensor.is_inference() else tensor._version
+
+    def _mark_stale(self) -> None:
+        """Derive the kernels' tensors anew in the next call, in the same memory."""
+        held = self._held
+        if held is not None:
+            stale = tuple((name, tensor, None if tensor is None else _STALE) for name, tensor, _ in held.sources)
+            self._held = held._replace(sources=stale)
 
     def _settle(self) -> str | None:
         """Called after tensors were replaced: keep them as frozen parameters, and update the derived tensors.
