@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from epiloq import _core
@@ -154,6 +154,11 @@ def is_traced() -> bool:
 def is_transformed() -> bool:
     """Whether torch.func's transforms are active: they do not expose a tensor's strides."""
     return not is_dynamo_compiling() and _transform() is not None
+
+
+def reads_values() -> bool:
+    """Whether code may depend on the values of tensors: not in a graph, nor under torch.func's transforms."""
+    return not is_compiling() and not is_transformed()
 
 
 def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
@@ -73,4 +74,12 @@ def _accept_in_fake_mode() -> None:
         fake_tensor._check_for_subclass_arg = lambda x: type(x) is not FrozenParameter and overrides_operations(x)
 
 
+def _accept_in_make_fx() -> None:
+    """Make `torch.fx.experimental.proxy_tensor.make_fx`, and so ``torch.func.linearize``, accept `FrozenParameter`."""
+    handled = getattr(proxy_tensor, "HANDLED_TYPES", None)
+    if isinstance(handled, tuple) and FrozenParameter not in handled:
+        proxy_tensor.HANDLED_TYPES = (*handled, FrozenParameter)
+
+
 _accept_in_fake_mode()
+_accept_in_make_fx()

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 import epiloq
 from epiloq import _core
 from epiloq._torch.float8 import multiplies_float8
+from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
     FP8_BLOCK,
@@ -97,7 +98,7 @@ class Fp8BlockLinear(PreparedLinear):
         if not multiplies_float8(x.device):
             self._check_width(x)
             return fp8_weight_product(x, weight_q, weight_scale_inv, bias, (self.rows, FP8_BLOCK), self.out_features)
-        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
+        q, scale = fp8_tokens(self._tokens(x), "group", scale_layout="column")
         bias = None if bias is None else bias.to(x.dtype)
         y = epiloq.groupwise_mm(
             q,

@@ -12,6 +12,7 @@ import epiloq
 from epiloq import _core
 from epiloq._torch.float8 import multiplies_float8
 from epiloq._torch.library import refuse_batch_invariant
+from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
@@ -144,7 +145,7 @@ class Fp8Linear(PreparedLinear):
             return fp8_weight_product(x, weight_q, weight_scale, bias, block, self.out_features)
         out_dtype = kernel_dtype(x, x.dtype)
         granularity = "token" if self.activation == "token" else "tensor"
-        q, scale = epiloq.quantize_fp8(self._tokens(x), granularity=granularity, scale=input_scale, pad_to=K_MULTIPLE)
+        q, scale = fp8_tokens(self._tokens(x), granularity, scale=input_scale)
         bias = None if bias is None else bias.to(out_dtype)
         y = epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, out_dtype=out_dtype, constant_b=True)
         return self._result(y, x)

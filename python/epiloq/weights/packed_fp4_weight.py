@@ -7,10 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, register
+from epiloq._torch.library import direct, expect_tensors, reads_values, register
 from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed, row_chunks
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
@@ -204,8 +203,7 @@ def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tenso
     """Set codes in blocks of scale 0 to 0, because kernels read that scale as a small number."""
     if chosen.name == "mxfp4" or q.is_meta:
         return q
-    # A graph cannot depend on values.
-    if not is_compiling() and not bool((scale == 0).any()):
+    if reads_values() and not bool((scale == 0).any()):
         return q
     there = (parameters_of(scale) != 0).to(torch.uint8).repeat_interleave(chosen.block_size, 1)
     return packed_codes(codes_of(q, 4) * there[:, : q.shape[1] * 64], 4)

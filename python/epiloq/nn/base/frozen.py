@@ -114,9 +114,11 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_forward(*saved)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         layer, (*tensors, output) = ctx.layer, ctx.saved_tensors
         _, of_x, of_bias, *_ = ctx.needs_input_grad
+        if dy is None:  # a function that follows has no gradient
+            return None, None, None, *(None for _ in tensors)
         if output is not None:
             dy = _within(layer, output, dy)
         with torch.autocast(dy.device.type, enabled=False):

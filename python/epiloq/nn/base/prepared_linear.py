@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from epiloq._torch.library import PLAIN
+from epiloq._torch.library import PLAIN, is_transformed
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
@@ -68,7 +68,8 @@ def kernel_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`tensor` padded with zeros to `shape`; unchanged if kernels can read it directly."""
-    aligned = is_compiling() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+    # Of tensors under a transform, such as a batch that vmap maps over, the operation sees copies.
+    aligned = is_compiling() or is_transformed() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
     if tensor.shape == shape and aligned:
         return tensor
     # float8 is copied as bytes, because some backends cannot copy it.

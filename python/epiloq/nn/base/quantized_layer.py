@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq import _core
-from epiloq._torch.library import PLAIN
+from epiloq._torch.library import PLAIN, is_transformed
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.weight_view import WeightView
 
@@ -101,7 +101,7 @@ class StoredTensors(nn.Module):
         # Inference tensors are avoided, because they could not be used in training later.
         with torch.no_grad(), torch.inference_mode(False):
             value = self._make()
-            if not all(type(tensor) in PLAIN for tensor in present.values()):
+            if is_transformed() or not all(type(tensor) in PLAIN for tensor in present.values()):
                 return value
             stored = {tensor.untyped_storage()._cdata for tensor in present.values()}
             own = _apart_from(stored, value)

@@ -11,6 +11,7 @@ from torch import Tensor
 import epiloq
 from epiloq._torch.library import refuse_batch_invariant
 from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import K_MULTIPLE, kernel_dtype
 
@@ -27,7 +28,7 @@ def quantised_tokens(x: Tensor, activation: str, static: Tensor | None = None) -
         q, scale, _ = epiloq.quantize_int8(x, pad_to=K_MULTIPLE)
         return q, scale
     granularity = {GROUPS: "group", STATIC: "tensor"}.get(activation, "token")
-    return epiloq.quantize_fp8(x, granularity=granularity, scale=static, pad_to=K_MULTIPLE)
+    return fp8_tokens(x, granularity, scale=static)
 
 
 class W4A8Layer(FrozenLinear):

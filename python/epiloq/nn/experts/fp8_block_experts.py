@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, as_stored
 from epiloq.nn.experts.row_experts import Experts
 from epiloq.nn.fp8_block_linear import rows_of_blocks
@@ -48,7 +49,7 @@ class Fp8BlockExperts(Experts):
         return {"dtype": self.WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return epiloq.quantize_fp8(x, granularity="group", scale_layout="column", pad_to=K_MULTIPLE)
+        return fp8_tokens(x, "group", scale_layout="column")
 
     def multiply(
         self,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 import epiloq
+from epiloq._torch.library import reads_values
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, check_choice
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS
 from epiloq.nn.experts.expert_linears import gathered
@@ -152,8 +152,7 @@ class PackedFp4Experts(Experts):
             return q, scale, None
         global_scale = divisor.reciprocal() if self.reciprocal else divisor
         each = global_scale.view(self.experts, self.matrices)
-        # A graph cannot depend on values.
-        if not is_compiling() and not global_scale.is_meta and bool((each == each[:, :1]).all()):
+        if reads_values() and not global_scale.is_meta and bool((each == each[:, :1]).all()):
             global_scale = each[:, 0].contiguous()
         return q, scale, global_scale
 
@@ -245,7 +244,7 @@ class W4A8Fp4Experts(QuantizedTokenProduct, PackedFp4Experts):
     def gated(self) -> Mapping[str, Any]:
         if self.activation == GROUPS:
             return {"granularity": "group", "group_size": FP8_BLOCK, "dtype": torch.float8_e4m3fn}
-        return super().gated
+        return {"dtype": ACTIVATIONS[self.activation]}  # torch.compile cannot read super()'s property
 
 
 def _for_each_matrix(offs: Tensor, rows: int, matrices: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,81 @@
+"""Writes that torch does not count: layers whose sizes need padded copies see them all the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from every_layer import LAYERS, LINEAR, SIZES, arguments, run
+
+
+def _copy(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter.data.copy_(values)
+
+
+def _replace(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter.data = values.clone()
+
+
+@pytest.mark.parametrize("write", [_copy, _replace])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_writes_through_data(name: str, size: tuple[int, int], write: Callable[..., None], seed: int) -> None:
+    layer, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
+    run(name, layer, given)
+    state = other.state_dict()
+    for key, parameter in layer.named_parameters():
+        write(parameter, state[key])
+    assert torch.equal(run(name, layer, given), run(name, other, given))
+
+
+def test_nothing_is_derived_anew_without_a_write(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = LAYERS["int8"](*SIZES[1])
+    x = torch.randn(3, SIZES[1][0])
+    layer(x)
+    made: list[object] = []
+    make = layer._make
+    monkeypatch.setattr(layer, "_make", lambda: (made.append(None), make())[1])
+    layer(x), layer(x)
+    assert not made
+    assert layer.weight_q.data.shape == (SIZES[1][1], SIZES[1][0])
+    layer(x), layer(x)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_trained_parameter_of_ones_own_as_bias(name: str, seed: int) -> None:
+    layer: Any = LAYERS[name](*SIZES[1])
+    layer.bias = nn.Parameter(torch.zeros(SIZES[1][1]))
+    x = torch.randn(3, SIZES[1][0])
+    before = layer(x).detach()
+    layer.bias.data.add_(1)
+    torch.testing.assert_close(layer(x).detach(), before + 1)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
+def test_copies_of_a_trained_bias_are_trained(duplicate: Callable[[nn.Module], Any], seed: int) -> None:
+    layer: Any = LAYERS["int8"](*SIZES[0])
+    layer.bias.requires_grad = True
+    other = duplicate(layer)
+    other(torch.randn(3, SIZES[0][0])).sum().backward()
+    assert torch.equal(other.bias.grad, torch.full((SIZES[0][1],), 3.0))
+    assert not other.weight_scale.requires_grad
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8-block", "w4a16"])
+def test_a_compiled_graph_sees_a_bias_that_is_trained(name: str, seed: int) -> None:
+    layer: Any = LAYERS[name](*SIZES[1])
+    layer.bias.requires_grad = True
+    x = torch.randn(3, SIZES[1][0])
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    before = compiled(x).detach()
+    with torch.no_grad():
+        layer.bias.add_(1)
+    torch.testing.assert_close(compiled(x).detach(), before + 1)
