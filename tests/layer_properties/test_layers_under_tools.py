@@ -91,3 +91,22 @@ def test_experts_in_a_dynamic_graph(name: str, seed: int) -> None:
     x.requires_grad_()
     (found,), (expected,) = (torch.autograd.grad(f(x, *rest).square().sum(), x) for f in (compiled, layer))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "conv-int8", "conv-w4a16"])
+def test_the_input_has_the_name_that_torch_gives_it(name: str, seed: int) -> None:
+    layer, (x,) = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
+    assert torch.equal(layer(input=x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["conv-int8", "conv-w4a16"])
+def test_images_without_a_batch(name: str, seed: int) -> None:
+    layer, (x,) = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
+    image = x[0].requires_grad_()
+    y = layer(image)
+    assert torch.equal(y, layer(x[:1])[0])
+    if y.is_floating_point():
+        (found,) = torch.autograd.grad(y.square().sum(), image)
+        assert found.shape == image.shape and found.any()
+    with pytest.raises(ValueError, match=r"x: expected \[B, 37, H, W\] or \[37, H, W\], got"):
+        layer(x[0, 0])

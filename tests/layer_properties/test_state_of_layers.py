@@ -190,7 +190,7 @@ def test_autocast_and_other_inputs(name: str, seed: int) -> None:
     for wrong in (x.tolist(), x.numpy(), None):
         with pytest.raises(TypeError):
             plain(wrong)
-        with pytest.raises(TypeError, match=r"\(\): argument 'x' must be Tensor, not"):
+        with pytest.raises(TypeError, match=r"\(\): argument 'input' must be Tensor, not"):
             layer(wrong)
 
 

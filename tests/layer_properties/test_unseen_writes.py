@@ -79,3 +79,21 @@ def test_a_compiled_graph_sees_a_bias_that_is_trained(name: str, seed: int) -> N
     with torch.no_grad():
         layer.bias.add_(1)
     torch.testing.assert_close(compiled(x).detach(), before + 1)
+
+
+@pytest.mark.parametrize("name", ["int8", "w4a16", "nvfp4", "w8a8-block", "conv-w4a16"])
+def test_the_float_weight_is_read_only_and_readable(name: str, seed: int) -> None:
+    layer: Any = LAYERS[name](*SIZES[0])
+    weight, values = layer.weight, layer.dequantized_weight()
+    for write in (
+        lambda: weight.__setitem__(0, 0.0),
+        lambda: setattr(weight, "data", values),
+        lambda: weight.data.zero_(),
+        lambda: setattr(layer, "weight", values),
+        lambda: setattr(layer, "weight", nn.Parameter(values)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"weight: (expected to be read|cannot be replaced)"):
+            write()  # type: ignore[no-untyped-call]
+    copied = copy.deepcopy(weight)
+    assert type(copied) is torch.Tensor and torch.equal(copied, values)
+    assert weight.tolist() == weight.numpy().tolist() == values.tolist()

@@ -139,12 +139,12 @@ class Fp4Linear(PreparedLinear):
         """Whether inputs are multiplied by `pre_quant_scale`."""
         return self._parameters.get(SCALE) is not None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self._parameters.get(SCALE) is not None:
-            x = scaled_input(self, x)
-        if not is_dynamo_compiling() and (y := _core.fp4_linear(self, x)) is not None:
+            input = scaled_input(self, input)
+        if not is_dynamo_compiling() and (y := _core.fp4_linear(self, input)) is not None:
             return y
-        return super().forward(x)
+        return super().forward(input)
 
     @property
     def padded_in_features(self) -> int:

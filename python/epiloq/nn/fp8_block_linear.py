@@ -88,10 +88,10 @@ class Fp8BlockLinear(PreparedLinear):
         """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Fp8BlockLinear", linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.fp8_block_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.fp8_block_linear(self, input)) is not None:
             return y
-        return self._call(convert_input(self, x), self._made)
+        return self._call(convert_input(self, input), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, weight_scale_inv = tensors

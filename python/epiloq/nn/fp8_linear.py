@@ -124,17 +124,18 @@ class Fp8Linear(PreparedLinear):
         """Raise ValueError unless ``from_linear`` supports `linear`."""
         check_linear("Fp8Linear", linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        limited = x if self.limit is None else self._limited(convert_input(self, x))
+    def forward(self, input: Tensor) -> Tensor:
+        limited = input if self.limit is None else self._limited(convert_input(self, input))
         if not is_dynamo_compiling() and (y := _core.fp8_linear(self, limited)) is not None:
             return y
-        x = convert_input(self, x)
+        x = convert_input(self, input)
         if self.activation == "tensor" and multiplies_float8(x.device):
             refuse_batch_invariant("epiloq.nn.Fp8Linear", "a scale per tensor depends on all tokens")
         return self._call(x, self._made)
 
     def _limited(self, x: Tensor) -> Tensor:
-        return x if self.limit is None else x.clamp(-self.limit, self.limit)
+        # Of integers, which the quantiser refuses, clamp would make floating-point numbers.
+        return x if self.limit is None or not x.is_floating_point() else x.clamp(-self.limit, self.limit)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         x = self._limited(x)

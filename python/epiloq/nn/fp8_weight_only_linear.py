@@ -89,10 +89,10 @@ class Fp8WeightOnlyLinear(PreparedLinear):
             expected = ", ".join(map(str, _GRANULARITIES))
             raise ValueError(f"Fp8WeightOnlyLinear: block: expected one of {expected}, got {block!r}")
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.fp8_weight_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.fp8_weight_linear(self, input)) is not None:
             return y
-        return super().forward(x)
+        return super().forward(input)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, scale = tensors

@@ -139,10 +139,10 @@ class Int8Linear(PreparedLinear):
         check_linear("Int8Linear", linear)
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.int8_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.int8_linear(self, input)) is not None:
             return y
-        return self._call(convert_input(self, x), self._made)
+        return self._call(convert_input(self, input), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = tensors

@@ -157,10 +157,10 @@ class OnlineQuantLinear(FrozenLinear):
             self.weight_q, self.weight_parameters, self.out_features, self.in_features, self.group_size, self.bits
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, input)) is not None:
             return y
-        x = convert_input(self, x)
+        x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())
 

@@ -165,7 +165,8 @@ class QuantizedEmbedding(QuantizedLayer):
         numbers = (self.bits, self.num_embeddings, self.embedding_dim, self.group_size)
         return PackedWeight(q, scale, zero, offset, None, *numbers)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        ids = input
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"QuantizedEmbedding: ids: expected a tensor of int32 or int64, got {got}")

@@ -67,10 +67,10 @@ class TableLinear(PreparedLinear):
         """The weight ``[N, K]``: products in float32, rounded once to `dtype`."""
         return self.dequantized_weight().to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.table_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.table_linear(self, input)) is not None:
             return y
-        return super().forward(x)
+        return super().forward(input)
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, table, scale = tensors

@@ -91,10 +91,10 @@ class W4A8Fp4Linear(Fp4Linear, W4A8Layer):
             layer._fill(input_scale=layer.input_scale.new_tensor([scale]))
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.w4a8_fp4_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.w4a8_fp4_linear(self, input)) is not None:
             return y
-        return PreparedLinear.forward(self, x)
+        return PreparedLinear.forward(self, input)
 
     _run = W4A8Layer._run
 

@@ -94,10 +94,10 @@ class W4A8Linear(PackedLinear, W4A8Layer):
             layer = cls.from_packed(packed, linear.bias, activation=activation)
         return layer.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.w4a8_linear(self, x)) is not None:
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_dynamo_compiling() and (y := _core.w4a8_linear(self, input)) is not None:
             return y
-        x = convert_input(self, x)
+        x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())
 

@@ -96,12 +96,12 @@ class WeightOnlyLinear(PackedLinear):
         """Whether inputs are multiplied by `pre_quant_scale`."""
         return self._parameters.get(SCALE) is not None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self._parameters.get(SCALE) is not None:
-            x = scaled_input(self, x)
-        if not is_dynamo_compiling() and (y := _core.weight_only_linear(self, x)) is not None:
+            input = scaled_input(self, input)
+        if not is_dynamo_compiling() and (y := _core.weight_only_linear(self, input)) is not None:
             return y
-        x = convert_input(self, x)
+        x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())
 

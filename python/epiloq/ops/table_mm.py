@@ -86,7 +86,7 @@ def run(
 ) -> Tensor:
     """`table_mm` for plain tensors."""
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
-    result = _empty(x, n) if out is None else out
+    result = _empty(x, n) if out is None or x.ndim == 0 else out  # which refuses a scalar
     k = x.shape[-1]
     weight = (codes, table, scale)
     if not x.is_cuda:

@@ -77,6 +77,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
             `weight_only_below` is negative, or given for a model without `W4A8Linear` and `W4A8Fp4Linear`. The model is
             then unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"epiloq.optimize_: model: expected a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise ValueError(
             "epiloq.optimize_: model: expected eval mode, got a model in training; call model.eval() first"

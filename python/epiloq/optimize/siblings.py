@@ -224,8 +224,15 @@ class Siblings:
                     raise _Offloaded
                 made = concatenated(self.layers)
                 self._sources = _Sources(self._held())
+                for tensor in self._held():
+                    if isinstance(tensor, FrozenParameter):
+                        tensor.report_to(self)
                 self._merged = made
             return self._merged
+
+    def _mark_stale(self) -> None:
+        """Merge the layers anew in the next call."""
+        self._sources = _Sources()
 
     def _held(self) -> list[Tensor | None]:
         return [*chain.from_iterable(map(_values_of, map(_parameters_of, self.layers)))]
@@ -293,12 +300,12 @@ class Alone(Siblings):
         return type(layer).forward(layer, x)  # type: ignore[no-any-return]
 
 
-def member(siblings: Siblings, index: int, x: Tensor) -> Tensor:
+def member(siblings: Siblings, index: int, input: Tensor) -> Tensor:
     """``forward`` of a layer that shares a product; an exported graph has a separate product for each layer."""
     if is_exporting():
         layer: Any = siblings.layers[index]
-        return type(layer).forward(layer, x)  # type: ignore[no-any-return]
-    return siblings.take(index, x)
+        return type(layer).forward(layer, input)  # type: ignore[no-any-return]
+    return siblings.take(index, input)
 
 
 def siblings_of(*layers: nn.Module) -> Siblings | None:

@@ -114,8 +114,8 @@ def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
     check_takes(layer)
     quantise, multiply = _KINDS[type(layer)]
 
-    def forward(x: Tensor) -> Tensor:
-        x = convert_input(layer, x)
+    def forward(input: Tensor) -> Tensor:
+        x = convert_input(layer, input)
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError(f"{_NAME}: gradients: expected none, because integers are sent")
         first = x.movedim(dim, 0)

@@ -229,6 +229,12 @@ def join(shards: Sequence[Any]) -> nn.Module:
     Its tensors equal those of the original layer bit for bit. Raises ValueError unless the layers are shards of the
     same layer that cover all rows and columns.
     """
+    for layer in shards:
+        if not isinstance(getattr(layer, "shard", None), Shard):
+            wanted, got = "results of shard_rows or shard_columns", type(layer).__name__
+            raise ValueError(f"epiloq.parallel.join: shards: expected {wanted}, got {got}")
+    if not shards:
+        raise ValueError("epiloq.parallel.join: shards: expected at least one, got none")
     first: Shard = shards[0].shard
     n, k, options = first.out_features, first.in_features, first.options
     missing = _missing([each.shard for each in shards])

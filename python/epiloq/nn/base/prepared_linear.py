@@ -154,8 +154,8 @@ class PreparedLinear(FrozenLinear):
         stored = self._values if name == "weight_q" else self._stored(name)
         return None if stored is None else padded(stored, self._padded_shapes[name])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        x = convert_input(self, input)
         self._check_width(x)
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{self._class()}: x: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {x.dtype}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -262,20 +262,27 @@ class QuantizedLayer(StoredTensors):
             return self.dequantized_weight().to(self.dtype)
         return WeightView(self)
 
+    @weight.setter
+    def weight(self, value: object) -> None:
+        self._refuse_weight()
+
+    def _refuse_weight(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__}.weight: cannot be replaced, as the layer stores integers and scales: load "
+            f"those, or replace the layer by one from {type(self).__name__}.from_linear or a similar function"
+        )
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; raises NotImplementedError for a float "weight", which the layer does not have."""
         if name == "weight":
-            raise NotImplementedError(
-                f"{type(self).__name__}.weight: cannot be replaced, as the layer stores integers and scales: load "
-                f"those, or replace the layer by one from {type(self).__name__}.from_linear or a similar function"
-            )
+            self._refuse_weight()
         super().register_parameter(name, param)
 
 
 def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input of a layer, cast under autocast. Raises TypeError unless it is a tensor, as torch's layers do."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{type(layer).__name__}(): argument 'x' must be Tensor, not {type(x).__name__}")
+        raise TypeError(f"{type(layer).__name__}(): argument 'input' must be Tensor, not {type(x).__name__}")
     expect_dense(layer, x)
     if not is_compiling() and not _any_autocast():
         return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,37 @@ class WeightView(Tensor):
         """The values in float32."""
         return self._layer.dequantized_weight()
 
+    # torch would write to a copy, or set an attribute that no operation reads.
+    def __setitem__(self, indices: Any, value: Any) -> None:  # type: ignore[override]
+        self._refuse_write("an assignment to elements")
+
+    @property
+    def data(self) -> Tensor:
+        """The lazy weight without autograd, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self._refuse_write("an assignment to data")
+
+    def _refuse_write(self, got: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self._layer).__name__}.weight: expected to be read, got {got}; the layer stores integers and "
+            "scales: load them, or write to weight_q and its scales"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """The values, as an ordinary tensor."""
+        return self.dequantize().to(self.dtype)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as an array."""
+        return self.dequantize().to(self.dtype).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values, as lists."""
+        return self.dequantize().to(self.dtype).tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = type(self._layer).__name__
         return f"WeightView({list(self.shape)}, {self.dtype}, {self.device}, of {name})"
@@ -53,11 +84,7 @@ class WeightView(Tensor):
         kwargs = kwargs or {}
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)):
             if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
-                name = type(value._layer).__name__
-                raise NotImplementedError(
-                    f"{name}.weight: expected to be read, got {func}; the layer stores integers and scales: load them, "
-                    "or write to weight_q and its scales"
-                )
+                value._refuse_write(func)
 
         def computed(value: Any) -> Any:
             return value._layer.dequantized_weight().to(value.dtype) if isinstance(value, cls) else value

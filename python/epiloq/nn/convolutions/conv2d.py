@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d, pad
 
 from epiloq.nn.base.frozen import Frozen
+from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.weights.computed import check_finite, check_readable, refresh
 
@@ -105,9 +106,18 @@ class QuantizedConv2d(Frozen):
         whole = conv_transpose2d(dy.to(dtype), taps, None, place.stride, 0, rest, place.groups, place.dilation)
         return whole[:, :, top : top + height, left : left + width].to(dy.dtype)
 
-    def _check_image(self, x: torch.Tensor) -> None:
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(f"{type(self).__name__}: x: expected [B, {self.in_channels}, H, W], got {list(x.shape)}")
+    def forward(self, input: Tensor) -> Tensor:
+        x = convert_input(self, input)
+        if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
+            channels = self.in_channels
+            raise ValueError(
+                f"{type(self).__name__}: x: expected [B, {channels}, H, W] or [{channels}, H, W], got {list(x.shape)}"
+            )
+        return self._of_images(x) if x.ndim == 4 else self._of_images(x.unsqueeze(0)).squeeze(0)
+
+    @abstractmethod
+    def _of_images(self, x: Tensor) -> Tensor:
+        """The output of a batch of images."""
 
     def extra_repr(self) -> str:
         place = self.geometry

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 import epiloq
 from epiloq._torch.library import is_transformed
-from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
+from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT
 from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.ops.convolutions.conv2d import Padding, Pair
 from epiloq.ops.convolutions.conv2d_int8 import convolve
@@ -163,9 +163,7 @@ class Int8Conv2d(QuantizedConv2d):
             self._store("output_zero_point", torch.full_like(self.input_zero_point, onto[1]))
         self._settle()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
-        self._check_image(x)
+    def _of_images(self, x: Tensor) -> Tensor:
         tensors = (self.weight_q, self.weight_scale, self.input_scale, self.input_zero_point, *self._made[:3])
         if self.output_scale is None:
             return self._call(x, tensors)

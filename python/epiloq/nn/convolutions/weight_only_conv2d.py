@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
@@ -106,9 +105,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
         """The weight as a value that shares the parameters' memory."""
         return self._value(*self._all_stored(_STORED))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = convert_input(self, x)
-        self._check_image(x)
+    def _of_images(self, x: Tensor) -> Tensor:
         return self._call(x, self._all_stored(_STORED))
 
     def _value(self, *tensors: Any) -> PackedConv2dWeight:

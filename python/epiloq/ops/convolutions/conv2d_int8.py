@@ -165,6 +165,7 @@ def _call(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
+    expect_tensors(operation, {"x_q": x}, {"out": out}, writes=False)
     dtype = out_dtype if out is None else out.dtype
     if dtype not in _OUT_DTYPES:
         raise ValueError(
