@@ -211,3 +211,18 @@ def test_threads_share_an_unmerged_copy(seed: int, monkeypatch: pytest.MonkeyPat
         with ThreadPoolExecutor(len(inputs)) as pool:
             found = list(pool.map(run, inputs))
         assert max(map(relative, found, expected)) <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w4a16-g32", "fp8-block"])
+def test_writes_through_data_count(seed: int, scheme: str) -> None:
+    """Torch does not count them, and merged products are copies."""
+    (model, _), x = pair(scheme=scheme), tokens()
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if "proj" in name and parameter.is_floating_point():
+            parameter.data.mul_(1.5)
+    assert relative(logits(model, x), logits(other, x)) > ROUNDED
+    state = other.state_dict()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[name])
+    assert torch.equal(logits(model, x), logits(other, x))

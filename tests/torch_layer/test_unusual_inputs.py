@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import epiloq
+from epiloq import parallel
 from epiloq.compat import deep_gemm, sglang, vllm
 from epiloq.formats.layouts import awq, compressed_tensors, gptq
 from epiloq.formats.layouts.base import FormatError
@@ -292,3 +293,36 @@ def test_zero_static_scale_is_not_loaded(kind: Any, scale: float) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
     layer.load_state_dict(before | {"input_scale": torch.tensor([2.0**-126])})
     assert layer.get_parameter("input_scale").item() == 2.0**-126
+
+
+def test_objects_of_other_kinds_are_named() -> None:
+    limited = epiloq.nn.Fp8Linear(K, N, limit=3.0)
+    codes, one = torch.zeros(K * N // 2, dtype=torch.uint8), torch.ones(16)
+    image, out = torch.zeros(1, 8, 4, 4, dtype=torch.int8), [0]
+    weight: dict[str, Any] = {"weight": torch.zeros(8, 1, 1, 8, dtype=torch.int8), "weight_scale": torch.ones(8)}
+    for refused, message, call in (
+        (
+            ValueError,
+            r"x: expected float32 or float16 or bfloat16, got int64",
+            lambda: limited(torch.ones(2, K).long()),
+        ),
+        (
+            ValueError,
+            r"epiloq.table_mm: x: expected at least one dimension, got a scalar",
+            lambda: epiloq.table_mm(one[0], codes, one, one, out_features=N, block_size=K * N // 16, out=one[0]),
+        ),
+        (
+            TypeError,
+            r"epiloq.conv2d_int8: out: expected a tensor, got list",
+            lambda: epiloq.conv2d_int8(image, **weight, input_scale=0.1, out=out),  # type: ignore[arg-type]
+        ),
+        (
+            TypeError,
+            r"epiloq.optimize_: model: expected a torch.nn.Module, got NoneType",
+            lambda: epiloq.optimize_(None),
+        ),  # type: ignore[arg-type]
+        (ValueError, r"parallel.join: shards: expected at least one, got none", lambda: parallel.join([])),
+        (ValueError, r"parallel.join: shards: expected results of shard_rows", lambda: parallel.join([limited])),
+    ):
+        with pytest.raises(refused, match=message):
+            call()
