@@ -1,4 +1,4 @@
-"""Adapters of other projects' kernels: the operands that they hand over mean what epiloq's mean."""
+"""Adapters of other projects' kernels: the operands that they pass have the same values as epiloq's."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def name_in_sweep(explained: str) -> str | None:
 
 
 def behind(row: dict[str, Any]) -> float | None:
-    """What serves over the fastest; None where that is another operation's or was not timed."""
+    """Time of the chosen kernel over the fastest; None if it belongs to another operation or was not timed."""
     layer = LAYERS[row["layer"]]
     weight = conv_reference.packed(layer.outputs, (layer.kernel, layer.kernel), layer.channels, 4, 128, "none").packed
     x = torch.empty(row["batch"], layer.channels, *layer.image, dtype=torch.float16)

@@ -83,7 +83,7 @@ def test_outputs_among_others(seed: int, kind: str, before: int, after: int) -> 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("experts", [0, 2])
 def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: int) -> None:
-    """TMA, which stores the boxes of these tiles, would write a last piece of 16 bytes whole."""
+    """TMA, which stores the boxes of these tiles, would write the last 16 bytes of a row in full."""
     for m, n in [(300, 2054), (512, 6149)]:
         p = make(m, n, 640, device="cuda", experts=experts)
         ends = [m // 2, m] if experts else [m]

@@ -58,9 +58,9 @@ def test_wave_quantisation_is_modelled(scheme: str) -> None:
     for m, n, k, us in times(scheme):
         kernel = epiloq.explain("groupwise_mm", **options, m=m, n=n, k=k, arch="sm90", sm_count=SMS)
         chosen = TILE.fullmatch(kernel)
-        served = chosen and us.get((int(chosen[1]), int(chosen[2]), chosen[3] is not None))
-        if served:  # else a tile of few tokens, or one that was not timed so
-            behind.append(served / min(us.values()))
+        time = chosen and us.get((int(chosen[1]), int(chosen[2]), chosen[3] is not None))
+        if time:  # otherwise a small-M tile, or one that was not timed in this form
+            behind.append(time / min(us.values()))
     assert len(behind) >= 25
     assert max(behind) < most
     assert geometric_mean(behind) < mean
@@ -68,7 +68,7 @@ def test_wave_quantisation_is_modelled(scheme: str) -> None:
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 78, 114, 131, 132])
 def test_split_k_is_limited_to_half_a_wave(sm_count: int) -> None:
-    """Whatever tile serves; a lone SM has nobody to share with."""
+    """With every tile; a single SM has no other to split K with."""
     shared = 0
     sizes = itertools.product(
         (66, 129, 256, 513, 1024, 4096), (128, 2112, 4096, 6144, 17000, 28672), (256, 2048, 16384)
@@ -76,7 +76,7 @@ def test_split_k_is_limited_to_half_a_wave(sm_count: int) -> None:
     for (m, n, k), (options, *_) in itertools.product(sizes, SCHEMES.values()):
         kernel = epiloq.explain("groupwise_mm", **options, m=m, n=n, k=k, arch="sm90", sm_count=sm_count)
         chosen = TILE.fullmatch(kernel)
-        if chosen is None or chosen[3] is None:  # a tile of few tokens, or nothing is shared
+        if chosen is None or chosen[3] is None:  # a small-M tile, or no split-K
             continue
         assert 0 < rest_of(m, n, int(chosen[1]), int(chosen[2]), sm_count) <= sm_count // 2, (m, n, k, kernel)
         shared += 1

@@ -35,7 +35,7 @@ IN_A_ROW = {"int8": (257, 17000, 8208), "groups": (129, 6144, 4112)}
 
 
 def shared(scheme: str, sms: int) -> dict[tuple[int, int, int], str]:
-    """The sizes whose last wave is shared, and what serves them."""
+    """The sizes whose last wave uses split-K, and their kernels."""
     operation, options, _ = SCHEMES[scheme]
     kernels = {
         (m, n, k): epiloq.explain(operation, m=m, n=n, k=k, arch="sm90", sm_count=sms, **options) for m, n, k in SIZES

@@ -1,4 +1,4 @@
-"""Tiles of few tokens on an SM90 GPU against float64: of each width, several to a block, K shared by two blocks."""
+"""Small-M tiles on an SM90 GPU against float64: of each width, several to a CTA, split-K over two CTAs."""
 
 from __future__ import annotations
 

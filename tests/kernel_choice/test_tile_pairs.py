@@ -54,7 +54,7 @@ def test_pairs(seed: int, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_experts_use_no_cluster_pairs(seed: int, is_masked: bool) -> None:
-    """Their rows are known on the device alone; the same kernel serves. Where they are masked TMA copies scales."""
+    """Their numbers of rows are known only on the device; the kernel is the same. TMA copies scales of masked rows."""
     experts, m, n, k = OF_EXPERTS.values()
     p = make(experts * m if is_masked else m, n, k, device="cuda", experts=experts).in_columns(4)
     left, right = p.operands()

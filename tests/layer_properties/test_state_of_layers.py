@@ -33,7 +33,7 @@ def shuffled(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_tensors_that_come_one_by_one(name: str, size: tuple[int, int], seed: int) -> None:
-    """In any order, into a layer that ran before, into one without values, and said truly."""
+    """In any order, into a layer that ran before and into one without values; missing keys are reported correctly."""
     one, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
     expected = run(name, one, given)
     run(name, other, given)

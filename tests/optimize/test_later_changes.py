@@ -1,4 +1,4 @@
-"""What is done to a model after `optimize_`: hooks, other modules in the place of its own, adapters, export, copies."""
+"""Changes of a model after `optimize_`: hooks, replaced modules, adapters, export, copies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _scaled(result: Any) -> Any:
 
 
 class Scaled(nn.Module):
-    """A module in the place of another, with a result of its own."""
+    """A module that replaces another and computes something else."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -146,7 +146,7 @@ def test_single_layers(seed: int) -> None:
 
 
 class Adapter(nn.Module):
-    """As PEFT puts one in the place of a layer."""
+    """Replaces a layer as PEFT does."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

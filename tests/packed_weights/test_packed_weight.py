@@ -78,7 +78,7 @@ def test_devices_agree(seed: int, device: str, bits: int, kind: str, scale_dtype
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_value_in_every_position(bits: int) -> None:
-    """A panel of one group: each integer of the grid, at each of its places in turn."""
+    """A panel of one group: each integer of the grid, at every position."""
     values = 1 << bits
     for shift in range(values if bits < 8 else 16):
         q = (torch.arange(16 * 128).view(16, 128) * 7 + shift) % values

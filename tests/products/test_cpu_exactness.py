@@ -54,7 +54,7 @@ def test_this_cpu(seed: int) -> None:
 
 
 def test_epiloqs_own_product(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which serves where oneDNN's saturates, also at the longest K and with the largest sums."""
+    """It is used where oneDNN's saturates, and is exact at the largest K and with the largest sums."""
     monkeypatch.setattr(sys.modules["epiloq.ops.convolutions.conv2d_host"], "_int_mm_is_exact", lambda: False)
     assert wrong_products() == []
     for value_a, value_b in ((-128, -128), (-128, 127), (127, 127)):
@@ -85,7 +85,7 @@ def test_older_instructions(isa: str) -> None:
     run = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
     onednn, ours, wrong = run.stdout.splitlines()
     assert wrong == "[]"
-    # Another architecture's oneDNN ignores the variable; then it may serve.
+    # Another architecture's oneDNN ignores the variable; its product may be exact.
     assert (onednn, ours) in {("saturates", "epiloq"), ("exact", "torch")}
 
 

@@ -252,7 +252,7 @@ def test_every_tile_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_end_within_16_bytes_on_a_gpu(seed: int, kind: torch.dtype, dtype: torch.dtype) -> None:
-    """TMA, which stores the boxes of these tiles, would write a last piece of 16 bytes whole."""
+    """TMA, which stores the boxes of these tiles, would write the last 16 bytes of a row in full."""
     counts = [300, 513]
     for n in (5126, 6149):
         p = make(sum(counts), n, 640, len(counts), kind, "cuda")

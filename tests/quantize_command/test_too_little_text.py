@@ -1,4 +1,4 @@
-"""Too little text, or text that is used twice: said before the work, refused unless it is forced."""
+"""Too little text, or text that is used twice: reported before the work begins, and refused without --force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""There are no derivatives, which is said aloud; vmap is right or refused."""
+"""Derivatives are refused with an error; vmap is exact or refused."""
 
 from __future__ import annotations
 

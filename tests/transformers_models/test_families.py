@@ -59,7 +59,7 @@ def quantised(model: Any, scheme: str) -> Any:
 
 
 def dequantised_(model: Any) -> Any:
-    """Put linear layers with the values that they stand for in the place of quantised ones."""
+    """Replace quantised layers by linear ones with the values that they represent."""
     for name in epiloq_modules.layers_of(model):
         module = model.get_submodule(name)
         kind = epiloq_modules.KINDS[type(module).__name__]

@@ -48,7 +48,7 @@ DIGIT_ROWS = 5
 @pytest.mark.parametrize(("bits", "group_size"), GRIDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel(seed: int, kind: str, group_size: int, bits: int, dtype: torch.dtype) -> None:
-    """Whatever the tables say, with K shared by one block, by some, and by the most.
+    """Independently of the tables, with one slice of K, with some, and with the most.
 
     A kernel that this device cannot run is refused; two of them run on every device.
     """
@@ -121,7 +121,7 @@ def test_tokens_as_digits_of_any_magnitude(seed: int, kind: str, bits: int, dtyp
 
 
 def all_kernels() -> list[tuple[str, int, int]]:
-    """Every row, alone and with K shared by three; those that cannot serve are refused when called."""
+    """Every row of the table, without split-K and with three slices; unsuitable ones are refused when called."""
     return [(family, row, split) for family, rows in ROWS.items() for row in range(rows) for split in (1, 3)]
 
 

@@ -23,8 +23,8 @@ each_kernel = pytest.mark.parametrize("kernel", TILES, ids=lambda kernel: f"{ker
 Kernel = tuple[str, int]
 
 
-def served(kernel: Kernel, sizes: tuple[int, ...]) -> list[int]:
-    """Numbers of tokens; the decode kernel has one tile of them."""
+def fitting(kernel: Kernel, sizes: tuple[int, ...]) -> list[int]:
+    """The values of M that a kernel supports; the decode kernel has one tile of tokens."""
     return [m for m in sizes if kernel[0] != "decode" or m <= TILES[kernel]]
 
 
@@ -83,7 +83,7 @@ def test_tokens_are_at_their_positions(seed: int, kernel: Kernel) -> None:
     n, k, tile = 300, 384, TILES[kernel]
     columns = torch.randint(k, (n,), device="cuda")
     packed = unit_weight(n, k, columns, torch.bfloat16)
-    for m in served(kernel, (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9)):
+    for m in fitting(kernel, (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9)):
         x = torch.randn(m, k, device="cuda").bfloat16()
         assert_equal(run_kernel((*kernel, 1), x, packed), x[:, columns])
 
@@ -117,7 +117,7 @@ def test_stages_wrap_around(seed: int, kernel: Kernel, bits: int) -> None:
     for k in (128, 256, 1152, 2056, 8192):
         weight = make_weight(300, k, bits, -1, "zero", device="cuda")
         packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=bits, group_size=-1)
-        x = torch.randint(-2, 3, (served(kernel, (TILES[kernel], TILES[kernel] + 1))[-1], k), device="cuda")
+        x = torch.randint(-2, 3, (fitting(kernel, (TILES[kernel], TILES[kernel] + 1))[-1], k), device="cuda")
         assert weight.zero is not None
         expected = (x.double() @ (weight.q - weight.zero).double().t()).bfloat16()
         for _ in range(3):
@@ -130,7 +130,7 @@ def test_persistent_cta_runs_several_tiles(seed: int, kernel: Kernel) -> None:
     n, k = 20_001, 640
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
-    for m in served(kernel, (TILES[kernel], TILES[kernel] + 1, 2 * TILES[kernel] + 5)):
+    for m in fitting(kernel, (TILES[kernel], TILES[kernel] + 1, 2 * TILES[kernel] + 5)):
         x = torch.randint(-2, 3, (m, k), device="cuda")
         expected = (x.double() @ q.double().t()).bfloat16()
         for _ in range(3):
@@ -143,7 +143,7 @@ def test_split_k_over_a_cluster(seed: int, kernel: Kernel) -> None:
     n, k = 700, 1280
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
-    for m in served(kernel, (5, TILES[kernel], TILES[kernel] + 9)):
+    for m in fitting(kernel, (5, TILES[kernel], TILES[kernel] + 9)):
         x = torch.randint(-2, 3, (m, k), device="cuda")
         expected = (x.double() @ q.double().t()).bfloat16()
         for split in range(1, 9):
@@ -154,7 +154,7 @@ def test_split_k_over_a_cluster(seed: int, kernel: Kernel) -> None:
 @each_kernel
 def test_ragged_edges(seed: int, kernel: Kernel, split: int) -> None:
     """N, M and K off every tile; NaN around what is read; outputs whose rows are off 8 bytes; bias and clamp."""
-    sizes = served(kernel, (5, 9, 30, 131))
+    sizes = fitting(kernel, (5, 9, 30, 131))
     for (n, k), m, shift in itertools.product(((17, 385), (100, 400), (259, 1096)), sizes, (0, 1, 4)):
         dtype = HALVES[(n + m) % 2]
         weight = make_weight(n, k, 4, 32, "zero", scale_dtype=dtype, device="cuda")
@@ -178,7 +178,7 @@ def test_layers(seed: int, kernel: Kernel, bits: int, group_size: int, dtype: to
     for n, k in ((4096, 4096), (2112, 7168)):
         kind = "zero" if bits == 4 else "symmetric"
         weight = make_weight(n, k, bits, group_size, kind, scale_dtype=dtype, device="cuda")
-        for m in served(kernel, (TILES[kernel], 300)):
+        for m in fitting(kernel, (TILES[kernel], 300)):
             split = 4 if m == TILES[kernel] else 1
             x = torch.randn(m, k, device="cuda").to(dtype)
             y = run_kernel((*kernel, split), x, weight.packed)

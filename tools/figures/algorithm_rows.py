@@ -136,7 +136,7 @@ def alone(package: str, parts: Sequence[str], **attributes: Any) -> bool:
 
 
 def llm_compressor() -> Rounding | None:
-    """Its GPTQ, in the place of epiloq's."""
+    """Its GPTQ instead of epiloq's."""
     if not alone("llmcompressor", ("modifiers", "modifiers.gptq")):
         return None
     theirs: Any = importlib.import_module("llmcompressor.modifiers.gptq.gptq_quantize")
@@ -166,7 +166,7 @@ def llm_compressor() -> Rounding | None:
 
 
 def gptqmodel() -> Rounding | None:
-    """Its GPTQ, in the place of epiloq's."""
+    """Its GPTQ instead of epiloq's."""
     if not alone("gptqmodel", ("looper", "models", "nn_modules"), DEBUG_ON=False):
         return None
     theirs: Any = importlib.import_module("gptqmodel.quantization.gptq").GPTQ

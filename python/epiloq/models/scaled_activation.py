@@ -28,7 +28,7 @@ class ScaledActivation(nn.Module):
 
 
 def scale_activations_(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Put a `ScaledActivation` in the place of functions of which there are scales; give their names.
+    """Replace each activation function that has a scale by a `ScaledActivation`; return their names.
 
     `shapes` of files' tensors by the names that the model would give them.
     """

@@ -37,7 +37,7 @@ def unstack_(
 
 @contextmanager
 def unstacked(model: nn.Module) -> Iterator[None]:
-    """A model with lists in the place of such stacks; where no layer of one was quantised, its stack is put back."""
+    """A model with lists instead of such stacks; a stack of which no layer was quantised is restored."""
     before = {name: module for name, module in model.named_modules() if _kind(module, None)}
     unstack_(model, None, copied=False)
     try:

@@ -60,7 +60,7 @@ class Float8Grid:
         return (weight / parameters.scale).clamp_(_FP8.min, _FP8.max).to(self.dtype).float()
 
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * q``, in the place of a float32 q."""
+        """``scale * q``, written over q, which is float32."""
         return q.mul_(parameters.scale)
 
     def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
@@ -112,7 +112,7 @@ class OffsetGrid:
         return torch.round(shifted / parameters.scale).clamp_(*RANGES[self.bits])
 
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * q + offset``, in the place of a float32 q."""
+        """``scale * q + offset``, written over q, which is float32."""
         q.mul_(parameters.scale)
         return q if parameters.shift is None else q.add_(parameters.shift)
 
@@ -177,7 +177,7 @@ class Fp4Grid:
         return fp4.nearest(weight / parameters.scale)
 
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * q``, in the place of a float32 q."""
+        """``scale * q``, written over q, which is float32."""
         return q.mul_(parameters.scale)
 
     def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:

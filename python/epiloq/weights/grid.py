@@ -98,7 +98,7 @@ class Grid:
         return (q if parameters.shift is None else q.add_(parameters.shift)).clamp_(self.lowest, self.highest)
 
     def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * (q - zero)``, in the place of a floating-point q."""
+        """``scale * (q - zero)``, written over q, which is in floating point."""
         return (q if parameters.shift is None else q.sub_(parameters.shift)).mul_(parameters.scale)
 
     def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> QuantizedWeight:

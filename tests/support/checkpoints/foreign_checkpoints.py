@@ -135,7 +135,7 @@ def awq_gemv(linear: nn.Linear) -> Layer:
 
 
 def awq_gemv_fast(linear: nn.Linear) -> Layer:
-    """AutoAWQ's gemv_fast layout: tiles of 4 x 64, and real offsets in the place of zero points."""
+    """AutoAWQ's gemv_fast layout: tiles of 4 x 64, and real offsets instead of zero points."""
     made = Integers.random(linear.out_features, linear.in_features, 32)
     offset = -(made.scale.float() * made.zero).half()
     # Pairs of columns by eights, then evens before odds in eight fields.

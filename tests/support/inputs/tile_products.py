@@ -58,7 +58,7 @@ EPILOGUES: dict[str, Product] = {
 def only_its_own(
     product: Product, sizes: tuple[int, int, int], before: int, after: int, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """The kernel that served, which has written what it should and nothing around it."""
+    """Name of the kernel that ran, after checking that it wrote its output and nothing around it."""
     m, n, k = sizes
     wide = poisoned((m + 16, before + n + after), dtype, "cuda")
     kernel = product(m, n, k, wide[:m, before : before + n])

@@ -39,7 +39,7 @@ def decoded(model: Any, x: Tensor, kind: str = "static", **options: Any) -> Tens
 
 
 class Doubled(nn.Module):
-    """A module in the place of another."""
+    """A module that replaces another."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

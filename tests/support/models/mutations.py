@@ -43,7 +43,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def change_bytes(rng: Random, data: bytes) -> bytes:
-    """A few bytes flipped, cut off, put in, or another number in the place of one."""
+    """A few bytes flipped, removed or inserted, or a number replaced by another."""
     if not data:
         return b"\x00"
     # What decides lies at the beginning more often than not.
