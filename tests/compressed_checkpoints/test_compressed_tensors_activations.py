@@ -30,8 +30,8 @@ from command_line import run
 from epiloq.formats.configs import compressed_tensors as config
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layer_reader import reader
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import reader
 from epiloq.nn import Fp4Linear, W4A8Fp4Linear
 from rounded_models import weights
 from tiny_teacher import save, tiny_model

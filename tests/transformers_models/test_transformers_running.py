@@ -17,7 +17,8 @@ import foreign_checkpoints as foreign
 from epiloq.demo import teacher
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.readers import parse, reader
+from epiloq.formats.layer_reader import reader
+from epiloq.formats.readers import parse
 from epiloq.integrations.hf_quantizer.layers import tensors_of
 from epiloq.integrations.transformers import EpiloqConfig
 from opened_models import TOKENS, layers, logits, opened
@@ -95,7 +96,7 @@ def test_a_real_model(tmp_path: Path) -> None:
     ("tool", "without"), [*((tool, "bias") for tool in foreign.TOOLS), ("static int-quantized", "input_zero_point")]
 )
 def test_tensors_stay_on_the_layers_device(seed: int, tool: str, without: str) -> None:
-    """Opened and said again where tensors that nobody gave a device are on another one."""
+    """Opened and saved again while absent biases and zero points are created on another device by default."""
     pack, config = foreign.TOOLS[tool]
     linear = torch.nn.Linear(64, 96, bias=False)
     given = {name: tensor for name, tensor in pack(linear)[0].items() if name != without}

@@ -15,8 +15,9 @@ from epiloq.formats.io.architecture import ignores_tensor, renamed, skeleton, un
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import named_in
 from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_computed, is_expected
+from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
+from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 from epiloq.models.conv1d import TransposedConv1D, as_linear

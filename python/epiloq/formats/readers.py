@@ -1,15 +1,13 @@
-"""Readers of a checkpoint's quantised layers, one for each layer's description."""
+"""Finds the quantised layers of a checkpoint, and gives each its reader."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from epiloq.formats import epiloq_modules
@@ -21,17 +19,15 @@ from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
-from epiloq.formats.description import OFFSETS, TABLE_OF_BITSANDBYTES, Description, Rules
-from epiloq.formats.embeddings import SHARED, TableOutline, shared_in
+from epiloq.formats.description import TABLE_OF_BITSANDBYTES, Description, Rules
+from epiloq.formats.embeddings import SHARED, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
-from epiloq.formats.layouts import bitsandbytes, gguf, scaled
-from epiloq.formats.layouts.base import FormatError, Quantization, check_finite
-from epiloq.formats.layouts.gguf_blocks import KINDS
-from epiloq.formats.weights import Weight
+from epiloq.formats.layer_reader import Reader, block_reader, module_reader, reader
+from epiloq.formats.layout_table import LAYOUTS
+from epiloq.formats.layouts import bitsandbytes, gguf
+from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.scaled_input import SCALE
 
-BIAS = "bias"
 # Scales of quantised key-value caches, queries and attention weights, of an attention or of the layer before. vLLM's
 # reader (maybe_remap_kv_scale_name) knows the same ones.
 _OF_CACHES = re.compile(r"(.*\.)?([kqv]|kv|prob|prob_output|[kqv]_proj\.output|qkv_proj\.output)_scale")
@@ -57,114 +53,6 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
 
 # Excludes names that other layers, such as norms, use for their scales.
 _MARKERS = frozenset(layout.marker for layout in LAYOUTS.values()) - {fp8.SCALE}
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Reader of one layer.
-
-    described
-        Its quantisation; None in epiloq's own format.
-    quantization
-        The same for integers on a grid; None for other weights.
-    from_tensors
-        The weight that a layer's tensors represent, given its shape ``[N, K]``. Raises FormatError for inconsistent
-        tensors.
-    parts
-        Every tensor that a layer may have other than its bias, by the last part of its name; None if `from_tensors`
-        checks them.
-    check
-        Raises FormatError for tensors with wrong dtypes or shapes; values are not read.
-    build
-        Creates the module that replaces a linear layer, for tensors that are the module's state dict.
-    module
-        Class and options of the module that runs a layer without `quantization`, as in epiloq's own format.
-    unused
-        Further tensors that a layer may have and that nothing uses, by the last part of their names.
-    """
-
-    described: Description | None
-    quantization: Quantization | None
-    from_tensors: Callable[[Tensors, Shape], Weight]
-    parts: frozenset[str] | None
-    check: Callable[[Tensors, Shape], object] = lambda tensors, shape: None
-    build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
-    module: tuple[str, Mapping[str, Any]] = ("", {})
-    unused: frozenset[str] = frozenset()
-
-    def weight(self, tensors: Tensors, shape: Shape) -> Weight:
-        """The same as `from_tensors`. Raises FormatError also for scales that are not finite."""
-        check_finite(tensors)
-        return self.from_tensors(tensors, shape)
-
-    def opened(self, linear: nn.Linear, tensors: Tensors) -> nn.Module:
-        """The module that runs a layer's tensors, with a bias if "bias" is among them.
-
-        Sizes, mode, dtype and device are those of the linear layer that it replaces. Raises ValueError for tensors that
-        do not fit, and for scales that are not finite.
-        """
-        check_finite(tensors)
-        if self.build is not None:
-            return self.build(linear, tensors)
-        parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}
-        weight = self.from_tensors(parts, (linear.out_features, linear.in_features))
-        table = linear if isinstance(linear, TableOutline) else None
-        name, options = epiloq_modules.described(weight, self.quantization, table)
-        state = epiloq_modules.state_of(weight, self.quantization)
-        if BIAS in tensors:
-            state[BIAS] = tensors[BIAS]
-        module: nn.Module = epiloq_modules.KINDS[name].build(linear, options, state, linear.weight.device)
-        return module
-
-
-@cache
-def reader(described: Description) -> Reader:
-    """The reader of layers with this description. Raises FormatError if no module runs them."""
-    layout = LAYOUTS[described.layout]
-    module: tuple[str, Mapping[str, Any]]
-    quantization: Quantization | None
-    if described.layout == OFFSETS:
-        options = {"bits": described.bits, "group_size": described.group_size, "zeros": "offset"}
-        quantization, module = None, ("WeightOnlyLinear", options)
-    else:
-        quantization = described.quantization
-        module = ("", {}) if quantization is not None else described.module
-    if described.scaled:
-        return _scaled(described)
-    return Reader(
-        described,
-        quantization,
-        lambda tensors, shape: layout.from_tensors(tensors, described, shape),
-        layout.parts(described),
-        lambda tensors, shape: layout.check(tensors, described, shape),
-        module=module,
-        unused=layout.unused(described),
-    )
-
-
-def _scaled(described: Description) -> Reader:
-    """The reader of layers that multiply their input by a vector first, and are like others otherwise."""
-    inner = reader(replace(described, scaled=False))
-    assert inner.parts is not None
-    module = inner.module
-    if inner.quantization is not None:
-        grid = inner.quantization.grid
-        options = {"bits": grid.bits, "group_size": grid.group_size, "zeros": "none" if grid.symmetric else "zero"}
-        module = ("WeightOnlyLinear", options)
-
-    def from_tensors(tensors: Tensors, shape: Shape) -> Weight:
-        rest, scale = scaled.without_scale(tensors, shape)
-        return scaled.of(inner.from_tensors(rest, shape), inner.quantization, scale)
-
-    return Reader(
-        described,
-        None,
-        from_tensors,
-        inner.parts | {SCALE},
-        lambda tensors, shape: inner.check(scaled.without_scale(tensors, shape)[0], shape),
-        module=(module[0], {**module[1], scaled.OPTION: True}),
-        unused=inner.unused,
-    )
 
 
 def unused_scales(
@@ -232,11 +120,11 @@ def readers(checkpoint: Checkpoint, site: Site, ignores: Callable[[str], bool]) 
             return {
                 layer: shared
                 for group in epiloq_modules.parse(found)
-                for shared in [_module_reader(group)]
+                for shared in [module_reader(group)]
                 for layer in group.layers
             }
         if found.get("quant_method") == gguf.METHOD:
-            return {layer: _block_reader(kind) for layer, kind in found["layers"].items()}
+            return {layer: block_reader(kind) for layer, kind in found["layers"].items()}
         rules = parse(found)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
@@ -326,35 +214,3 @@ def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Descri
 
 def _warn(checkpoint: Checkpoint, what: str) -> None:
     warnings.warn(f"{checkpoint.folder}: {what}", stacklevel=4)
-
-
-@cache
-def _block_reader(kind: str) -> Reader:
-    """The reader of a GGUF file's layers of a kind of block."""
-    options = {"bits": KINDS[kind].bits, "group_size": KINDS[kind].group}
-    return Reader(
-        None,
-        gguf.quantization_of(kind),
-        lambda tensors, shape: gguf.to_weight(tensors["weight"], kind=kind, shape=shape),
-        frozenset({"weight"}),
-        module=("WeightOnlyLinear", {**options, "zeros": "offset" if KINDS[kind].offset else "none"}),
-    )
-
-
-def _from_module(group: epiloq_modules.Group, tensors: Tensors, shape: Shape) -> Weight:
-    outline = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=torch.float32)
-    module = group.kind.build(outline, group.options, tensors, torch.device("cpu"))
-    return group.kind.weight(module, group.options)
-
-
-def _module_reader(group: epiloq_modules.Group) -> Reader:
-    """The module itself refuses unexpected tensors, so all are read."""
-    kind, options = group.kind, group.options
-    return Reader(
-        None,
-        kind.described(options),
-        partial(_from_module, group),
-        None,
-        build=lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
-        module=(group.module, options),
-    )

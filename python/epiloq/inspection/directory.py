@@ -9,9 +9,9 @@ from typing import Any
 from epiloq.formats import epiloq_modules
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.convert import refusal
+from epiloq.formats.layer_reader import Reader
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import Reader
 from epiloq.formats.table import FORMATS
 from epiloq.models.mixtures import stacked
 from epiloq.models.stacked_experts import reason_against

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
+from epiloq.formats.layer_reader import Reader
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import Reader
 from epiloq.formats.weights import BlockWeight, ModuleWeight, ScaledWeight, Weight
 from epiloq.nn.base.quantized_layer import QuantizedLayer
 from epiloq.nn.base.scaled_input import SCALE

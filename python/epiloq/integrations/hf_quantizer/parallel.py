@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from epiloq.environment import arithmetic
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.layer_reader import BIAS
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.stored import SharedLayer, StoredLinear
 from epiloq.models.mixtures import replace_module_, restack_complete_experts_

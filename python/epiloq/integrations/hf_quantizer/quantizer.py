@@ -14,8 +14,9 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import saved_by_layer, unstacked_weights, without_stacking
+from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader, shared
+from epiloq.formats.readers import shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig
 from epiloq.integrations.hf_quantizer.layers import tensors_of

@@ -17,8 +17,9 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.io.unused import ignores_layer
+from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import BIAS, Reader, other_part, readers, shared, unused_scales
+from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
 from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, why_stacked
