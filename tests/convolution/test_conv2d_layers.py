@@ -134,7 +134,7 @@ def test_unsupported_conversions(make: Any) -> None:
 
 def test_layers_refuse_other_images() -> None:
     layer = Int8Conv2d(4, 6, 3)
-    for x in (torch.zeros(1, 5, 6, 6), torch.zeros(4, 6, 6)):
+    for x in (torch.zeros(1, 5, 6, 6), torch.zeros(5, 6, 6), torch.zeros(4, 6)):
         with pytest.raises(ValueError, match=r"Int8Conv2d: x: expected \[B, 4, H, W\]"):
             layer(x)
     for arguments, text in (
