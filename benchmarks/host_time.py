@@ -14,6 +14,7 @@ own.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -93,6 +94,7 @@ def _step(scheme: str, optimised: bool, count: int) -> Callable[[], Any]:
     if optimised:
         epiloq.optimize_(model)
     cache = transformers.StaticCache(config=config, max_cache_len=16)
+    held = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
     token, place = torch.tensor([[3]], device=device), torch.tensor([[8]], device=device)
 
     @torch.inference_mode()
@@ -100,7 +102,7 @@ def _step(scheme: str, optimised: bool, count: int) -> Callable[[], Any]:
         for layer in cache.layers:  # so that it never is full
             if layer.is_initialized:
                 layer.cumulative_length.fill_(8)
-        return model(token, past_key_values=cache, position_ids=place, use_cache=True)
+        return model(token, position_ids=place, use_cache=True, **held)
 
     return step
 

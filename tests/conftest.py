@@ -41,13 +41,39 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+FEW = 3
+"""Cases of a parametrised test that `make test` runs."""
+
+
+def few_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """At most FEW cases at even distances, the first and the last among them."""
+    if len(cases) <= FEW:
+        return cases
+    return [cases[i * (len(cases) - 1) // (FEW - 1)] for i in range(FEW)]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(items)
     if torch.cuda.is_available() or config.getoption("--require-gpu"):
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Mark all but a few CPU cases, and all but a few GPU cases, of each parametrised test."""
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
+    for item in items:
+        if "slow" not in item.keywords:
+            cases.setdefault((item.nodeid.partition("[")[0], "gpu" in item.keywords), []).append(item)
+    for found in cases.values():
+        kept = {item.nodeid for item in few_of(found)}
+        for item in found:
+            if item.nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def _always_the_same() -> None:

@@ -222,10 +222,10 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
 class QuantizedCache(Cache):
     """Key-value cache in 8 bits, with a scale per token and head: D + 2 bytes per head instead of 2 D in 16 bits.
 
-    Use ``model.generate(..., past_key_values=epiloq.QuantizedCache(model.config))`` (``cache=`` in newer versions of
-    transformers). The cache grows, or has a fixed size for ``torch.compile`` and CUDA graphs if `max_cache_len` is
-    given. Attention always reads the quantised values, also for new tokens, so results do not depend on how a prompt
-    is divided into calls. Layers with a sliding window keep the model's type, because they store only the window.
+    Use ``model.generate(..., cache=epiloq.QuantizedCache(model.config))`` (``past_key_values=`` before transformers
+    5.24). The cache grows, or has a fixed size for ``torch.compile`` and CUDA graphs if `max_cache_len` is given.
+    Attention always reads the quantised values, also for new tokens, so results do not depend on how a prompt is
+    divided into calls. Layers with a sliding window keep the model's type, because they store only the window.
 
     After ``epiloq.optimize_(model)`` a decode step reads the stored cache directly. Otherwise, and for several new
     tokens at a time, the keys and values of a layer are dequantised as a whole before attention reads them, which

@@ -66,6 +66,17 @@ def test_short_and_long_help_are_one(command: str) -> None:
     assert "--quiet" in short.output
 
 
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_wraps_as_the_terminal_does(command: str) -> None:
+    """A paragraph of the docstring is one line where there is room, and examples are indented."""
+    shown = [line.rstrip() for line in run(command, "-h").output.partition("╭")[0].splitlines()]
+    sentences = [line.strip() for line in shown if line.strip()]
+    assert [line for line in sentences if line[0].islower() and not line.startswith("epiloq ")] == []
+    examples = [line for line in shown if line.strip().startswith("epiloq ")]
+    assert all(line.startswith("   epiloq ") for line in examples)
+    assert bool(examples) == ("Examples:" in sentences)
+
+
 def test_help_lists_what_may_be_chosen() -> None:
     quantize, convert = run("quantize", "-h").output, run("convert", "-h").output
     assert [name for name in (*schemes(), *ALGORITHMS, *FORMATS) if name not in quantize] == []
@@ -78,6 +89,8 @@ def test_help_lists_what_may_be_chosen() -> None:
         (("quantise",), "did you mean quantize?"),
         (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "did you mean w4a16-g64?"),
         (("quantize", "absent", "--scheme", "w4a16", "--output", "out"), "did you mean w4a16-g128?"),
+        (("bench", "--suite", "lama3-8b"), "epiloq bench: --suite: expected one of"),
+        (("bench", "--suite", "lama3-8b"), "got 'lama3-8b' (did you mean llama3-8b?)"),
         (("convert", "absent", "out", "--format", "gguf"), "there are deepseek-fp8, compressed-tensors, gptq"),
     ],
 )

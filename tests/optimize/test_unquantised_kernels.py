@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import epiloq
+from epiloq.models.cache_argument import cache_argument
 from epiloq.optimize import norms, optimize_, tokens
 from small_models import logits, quantised, relative
 from small_models import tokens as made_tokens
@@ -79,9 +80,10 @@ def test_prefill(seed: int, monkeypatch: pytest.MonkeyPatch, family: str, scheme
 def test_decode_step(seed: int, monkeypatch: pytest.MonkeyPatch, family: str, scheme: str) -> None:
     model, x = quantised(family, scheme, torch.bfloat16), made_tokens()[:1]
     optimize_(model)
-    cache = model(x[:, :-1], use_cache=True).past_key_values
+    name = cache_argument(model)
+    cache = model(x[:, :-1], use_cache=True)[name]
     calls = Calls(monkeypatch)
-    model(x[:, -1:], past_key_values=cache)
+    model(x[:, -1:], **{name: cache})
     norms_alone, sums, gates = expected(STEP[family, scheme])
     # The first norm of each layer but the first is that of the sum at the end of the layer before.
     handed = LAYERS - 1 if sums else 0

@@ -237,7 +237,8 @@ def test_interrupted_run_resumes(teacher: Path, tmp_path: Path, monkeypatch: pyt
         patch.setattr(store.Store, "write", once)
         result = quantize(teacher, tmp_path / "out", *options)
     assert result.exit_code == 130 and "continues from there" in result.output and not (tmp_path / "out").exists()
-    assert quantize(teacher, tmp_path / "out", *options).exit_code == 0
+    resumed = quantize(teacher, tmp_path / "out", *options)
+    assert resumed.exit_code == 0 and "blocks (1 of them kept of an interrupted run): " in resumed.output
     assert json.loads((tmp_path / "r.json").read_text())["blocks_resumed"] == 1
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert one.keys() == other.keys() and all(torch.equal(one[name].float(), other[name].float()) for name in one)

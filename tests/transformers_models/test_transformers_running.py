@@ -21,6 +21,7 @@ from epiloq.formats.layer_reader import reader
 from epiloq.formats.readers import parse
 from epiloq.integrations.hf_quantizer.layers import tensors_of
 from epiloq.integrations.transformers import EpiloqConfig
+from epiloq.models.cache_argument import cache_argument
 from opened_models import TOKENS, layers, logits, opened
 
 # Other tests want transformers as it is.
@@ -38,14 +39,14 @@ def test_generate_and_a_compiled_step(seed: int, tmp_path: Path, tool: str) -> N
     static = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
     assert torch.equal(model.generate(prompt, pad_token_id=0, **static), expected)
 
-    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    held = {cache_argument(model): transformers.StaticCache(config=model.config, max_cache_len=16)}
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     tokens, given, position = prompt, prompt, 0
     with torch.no_grad():
         for _ in range(count):
             where = torch.arange(position, position + given.shape[1])
             call = model.forward if position == 0 else step
-            scores = call(given, past_key_values=cache, position_ids=where[None], use_cache=True).logits
+            scores = call(given, **held, position_ids=where[None], use_cache=True).logits
             position += given.shape[1]
             given = scores[:, -1:].argmax(-1)
             tokens = torch.cat((tokens, given), 1)

@@ -28,7 +28,7 @@ from epiloq.bench.plot import plot as draw
 from epiloq.bench.report import Report, render
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
-from epiloq.cli.output import STDOUT, display
+from epiloq.cli.output import STDOUT, display, suggestion
 from epiloq.cli.progress import clock, time_left
 from epiloq.files import why_not_named, why_not_written
 
@@ -107,7 +107,7 @@ def bench(
         if not cases:
             raise ValueError("bench: expected at least one case, got options that select none")
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"epiloq {error}", file=sys.stderr)
         raise SystemExit(2) from None
     archs, peers = ("auto", *(arch or ())), peer or default_peers(suites)
     report = _measure(target, settle, cases, seed, archs, peers, commit, json)
@@ -116,7 +116,7 @@ def bench(
         facts = report.environment
         draw(report.rows, plot, f"{facts.get('gpu', 'CPU')}, torch {facts['torch']}, {facts['date']}")
     if report.failed:
-        print(f"bench: {len(report.failed)} of {len(report.rows)} rows FAILED", file=sys.stderr)
+        print(f"epiloq bench: {len(report.failed)} of {len(report.rows)} rows FAILED", file=sys.stderr)
         raise SystemExit(1)
 
 
@@ -153,7 +153,7 @@ def _bench_model(
 
         results = run_plan(plan, target.type, _progress, beside, keep)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"epiloq {error}", file=sys.stderr)
         raise SystemExit(2) from None
     _print_models(results, beside, shares, sys.stderr if json == STDOUT else sys.stdout)
     if json == STDOUT:
@@ -193,7 +193,7 @@ def _print_models(results: Sequence[Measured], beside: Beside, shares: int, to: 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:
     for name in given or ():
         if name not in known:
-            raise ValueError(f"bench: --{option_name}: expected one of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"bench: --{option_name}: expected one of {', '.join(known)}, got {name!r}{suggestion(name, known)}")
 
 
 def _check_targets(json: Path | None, plot: Path | None) -> None:

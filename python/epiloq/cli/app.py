@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from epiloq.cli.output import display, installed_by, unknown
@@ -39,6 +40,12 @@ def version() -> str:
     import epiloq
 
     return f"epiloq {epiloq.__version__}"
+
+
+def joined_lines(text: str) -> str:
+    """A docstring as help: each paragraph is one line, which the terminal wraps, and examples keep their own."""
+    paragraphs = cleandoc(text).split("\n\n")
+    return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in paragraphs)
 
 
 def interruptible(name: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -93,7 +100,8 @@ def create_app() -> typer.Typer:
             module, _, function = COMMANDS[cmd_name].partition(":")
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             given = getattr(import_module(module), function)
-            single.command(cmd_name, context_settings=HELP)(interruptible(cmd_name, given))
+            text = joined_lines(given.__doc__)
+            single.command(cmd_name, help=text, context_settings=HELP)(interruptible(cmd_name, given))
             command = get_command(single)
             command.params.append(quiet_option)
             return command

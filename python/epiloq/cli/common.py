@@ -125,8 +125,10 @@ def check_device(device: str) -> None:
     import torch
 
     kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"expected cpu, or cuda where torch sees one, got {device!r}", param_hint="--device")
+    if kind not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"expected cpu or cuda, got {device!r}", param_hint="--device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(f"{device!r}: torch sees no CUDA device here; use cpu", param_hint="--device")
 
 
 def check_target(path: Path | None, option: str = "--json") -> None:

@@ -16,6 +16,8 @@ def env(json_file: Annotated[Path | None, json_option()] = None) -> None:
     Examples:\n
       epiloq env\n
       epiloq env --json -\n
+
+    Include the output in bug reports.
     """
     from rich.table import Table
 

@@ -171,6 +171,8 @@ def evaluate(
       epiloq eval model-w4 --text other.txt\n
       epiloq eval model-w4 --text other.txt --kl model --json figures.json\n
       epiloq eval model-w4 --tasks tasks/ --limit 200\n
+
+    Exit codes: 0 measured, whatever the result; 2 bad usage or input; 130 interrupted.
     """
     check_target(json_file)
     check_device(device)

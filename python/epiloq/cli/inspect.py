@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import check_installed, check_target, failures, json_option, quiet
-from epiloq.cli.output import results_console, write_json
+from epiloq.cli.output import counted, results_console, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -108,13 +108,13 @@ def show(facts: dict[str, Any], console: Console) -> None:
         )
         console.print(_table(facts["kinds"]))
     say(
-        f"{size['after'] / 1e6:.1f} MB in {facts['tensors']} tensors and {facts['files']} files, "
+        f"{size['after'] / 1e6:.1f} MB in {counted(facts['tensors'], 'tensor')} and {counted(facts['files'], 'file')}, "
         f"{size['before'] / 1e6:.1f} MB in floating point ({size['before'] / max(1, size['after']):.2f}x): "
         + ", ".join(f"{dtype} {count / 1e6:.1f}" for dtype, count in size["after_by_dtype"].items())
     )
     rest = facts["not_quantised"]
     say(
-        f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {rest['tensors']} tensors ({shortened(rest['largest'])}); "
+        f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {counted(rest['tensors'], 'tensor')} ({shortened(rest['largest'])}); "
         f"linear layers: {shortened(rest['linear']) or 'none'}"
     )
     for name, reason in list(rest["experts"].items())[:NAMED]:

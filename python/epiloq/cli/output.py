@@ -36,9 +36,19 @@ def unknown(value: str, known: Iterable[str]) -> str:
     Names that continue the given one are nearer than those that look alike: w4a16-g128 than w8a16, for w4a16.
     """
     names = list(known)
+    return f"{value!r}{suggestion(value, names)}; there are {', '.join(names)}"
+
+
+def suggestion(value: str, known: Iterable[str]) -> str:
+    """The nearest name in a table as a question in parentheses, or nothing."""
+    names = list(known)
     near = [name for name in names if value and name.startswith(value)] or get_close_matches(value, names, 1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    return f"{value!r}{meant}; there are {', '.join(names)}"
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: 1 file, 2 files."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def installed_by(extra: str) -> str:

@@ -249,6 +249,8 @@ def quantize(
       epiloq quantize model --scheme fp8-block --output model-fp8\n
       epiloq quantize model --scheme w4a16-g64 --head w8a16 --calibration text.txt --output model-w4h8\n
       epiloq quantize model --scheme w4a8-block --algorithm gptq --calibration text.txt --output model-w4a8\n
+
+    Exit codes: 0 quantised; 1 disk error; 2 bad usage or input; 130 interrupted.
     """
     check_target(json_file)
     check_target(report, "--report")

@@ -66,7 +66,7 @@ def decode(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
     def step() -> None:
         nonlocal state
         token = state.logits[:, -1:].argmax(-1)
-        state = model(token, use_cache=True, logits_to_keep=1, **{name: state.past_key_values})
+        state = model(token, use_cache=True, logits_to_keep=1, **{name: state[name]})
 
     return step
 

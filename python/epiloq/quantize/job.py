@@ -280,7 +280,10 @@ def _chosen(job: Job, tally: Tally) -> Job:
 def _quantise(job: Job, store: Store | None, tally: Tally) -> None:
     """Quantise the blocks; the first rank, which has the store, writes them."""
     settings = job.settings
-    with tally.timed("quantise", job.plan.blocks, f"{settings.scheme}, {settings.algorithm}: blocks") as advance:
+    title = f"{settings.scheme}, {settings.algorithm}: blocks"
+    if store is not None and store.kept:
+        title += f" ({store.kept} of them kept of an interrupted run)"
+    with tally.timed("quantise", job.plan.blocks, title) as advance:
         for block in _walk(job, store):
             resumed = store is not None and store.has(block.name)
             if store is not None and not resumed:

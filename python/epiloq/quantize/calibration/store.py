@@ -69,6 +69,11 @@ class Store:
         """Whether a block is stored."""
         return self._file(name).is_file()
 
+    @property
+    def kept(self) -> int:
+        """Number of stored blocks."""
+        return len(list(self.folder.glob("*.safetensors")))
+
     def read(self, name: str) -> Block | None:
         """Read a block, if it is stored."""
         from safetensors import safe_open
