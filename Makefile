@@ -44,7 +44,7 @@ demo-vision: $(INSTALLED) $(READER)  ## the same with networks that read images 
 # share what they build, so they stay in one process; tests/build, which takes longest, starts early.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(shell nproc) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## the tests not marked slow; TEST='tests/layers -k int8' chooses
+test: $(INSTALLED)  ## the tests not marked slow, a few cases of each; TEST='tests/layers -k int8' chooses
 	$(PYTEST) -m 'not slow' $(TEST)
 
 test-all: $(INSTALLED)  ## every test that this machine can run

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -41,11 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+Case = TypeVar("Case")
 FEW = 3
 """Cases of a parametrised test that `make test` runs."""
 
 
-def few_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+def few_of(cases: list[Case]) -> list[Case]:
     """At most FEW cases at even distances, the first and the last among them."""
     if len(cases) <= FEW:
         return cases

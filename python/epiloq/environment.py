@@ -122,6 +122,11 @@ def collect() -> dict[str, Any]:
     }
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and its noun: 1 file, 2 files."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The environment as (name, value) lines for a reader."""
     cpu, gpus = facts["cpu"], facts["gpus"]
@@ -139,7 +144,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("gpu", "\n".join(gpu_lines) or "none"),
         (
             "cpu",
-            f"{cpu['name']}, {cpu['torch_threads']} threads, {cpu['vector_level']}, load {cpu['load_average']:.1f}",
+            f"{cpu['name']}, {counted(cpu['torch_threads'], 'thread')}, {cpu['vector_level']}, "
+            f"load {cpu['load_average']:.1f}",
         ),
         ("cpu features", ", ".join(cpu["features"]) or "none known"),
         ("packages", ", ".join(packages)),

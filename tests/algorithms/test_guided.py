@@ -106,6 +106,7 @@ def test_slices_and_grids(seed: int, grid: Any, slices: int) -> None:
             assert weight.q.shape == layer.weight.shape and torch.equal(weight.dequantize(), layer.weight)
 
 
+@pytest.mark.slow
 def test_a_model_whose_loss_ignores_some_tokens_gains(seed: int) -> None:
     """Where gradients differ much between tokens, the end loss gains by Hessians that know it."""
 

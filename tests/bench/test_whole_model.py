@@ -22,6 +22,7 @@ from epiloq.bench.peers.whole_models import PEERS
 PLAN = Plan("tiny", ["w4a16-g32", "w8a8-int8"], ["eager"], [1, 3], 16)
 
 
+@pytest.mark.slow
 def test_every_contender(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     text: list[str] = []

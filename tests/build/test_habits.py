@@ -26,6 +26,13 @@ def test_continuous_integration_lints_and_runs_every_test() -> None:
     assert "-m 'not slow'" in targets()["test"] and "slow" not in targets()["test-all"]
 
 
+@pytest.mark.parametrize(("count", "kept"), [(0, []), (1, [0]), (3, [0, 1, 2]), (4, [0, 1, 3]), (391, [0, 195, 390])])
+def test_make_test_runs_a_few_cases_of_each_test(count: int, kept: list[int]) -> None:
+    from conftest import few_of
+
+    assert few_of(list(range(count))) == kept
+
+
 def test_hooks_run_what_make_lint_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     assert [repository["repo"] for repository in hooks] == ["local"]

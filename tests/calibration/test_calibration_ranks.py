@@ -142,6 +142,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert passed(2, tmp_path, checks_of_two)
 
 
+@pytest.mark.slow
 def test_three_ranks(tmp_path: Path) -> None:
     assert passed(3, tmp_path, same_blocks)
 

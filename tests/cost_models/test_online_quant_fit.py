@@ -84,6 +84,7 @@ def test_fit_reduces_the_loss() -> None:
     assert cost_of(model, problems, fit(model, problems, start, 20)) < 0.9 * cost_of(model, problems, start)
 
 
+@pytest.mark.slow
 def test_fit_changes_only_selected_parameters(seed: int) -> None:
     """Of some tokens, the times of WGMMA steps: no others change. A climb goes on from there, in written numbers."""
     text, model = HEADER.read_text(), header_model()

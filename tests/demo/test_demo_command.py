@@ -117,6 +117,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app.create_app(), ["demo", *arguments])
 
 
+@pytest.mark.slow
 def test_command_measures_every_scheme(folder: Path, tmp_path: Path) -> None:
     output, figures = tmp_path / "new" / "folder", tmp_path / "figures.json"
     result = invoke(

@@ -79,6 +79,13 @@ def test_slower_headline_is_coloured_as_a_loss(prefill: float, worse: bool) -> N
     assert (f'<b class="worse">{prefill:.2f}x</b>' in page) == worse
 
 
+def test_costs_are_not_coloured_as_gains() -> None:
+    """A higher perplexity and the error of a layer."""
+    page = language_page()
+    assert re.search(r'<b class="cost">\+[\d.]+ %</b>perplexity', page)
+    assert re.search(r'<b class="cost">[\d.]+ %</b>worst layer', page)
+
+
 def test_bars_show_the_ratios_of_the_table() -> None:
     found = made_up_vision()
     drawn = vision_speeds(found)

@@ -90,6 +90,7 @@ def test_a_slow_rank_and_one_that_leaves_are_left_alone(tmp_path: Path) -> None:
     Ranks(tmp_path, 2, run).check()
 
 
+@pytest.mark.slow
 def test_ranks_that_were_all_stopped_go_on(tmp_path: Path) -> None:
     """As by the pause of a container: the time does not count as silence."""
 

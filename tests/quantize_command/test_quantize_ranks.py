@@ -148,6 +148,7 @@ def test_autoround_is_refused_on_several_ranks(models: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_torchrun(models: Path, whole: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = os.pathsep.join([str(Path(epiloq.__file__).parents[1]), *sys.path])

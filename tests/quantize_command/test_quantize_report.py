@@ -18,6 +18,7 @@ for needed in ("typer", "rich", "safetensors", "transformers", "matplotlib", "ji
 
 
 from command_line import ROUND, run
+from epiloq.environment import counted
 from epiloq.quantize import Grid, QuantizedWeight, figures, report
 from epiloq.quantize.calibration.tally import HIGHEST, LOWEST, Tally
 from epiloq.quantize.calibration.work import Block
@@ -111,6 +112,37 @@ def test_eval_prints_the_same_perplexity(made: Path) -> None:
     assert result.exit_code == 0, result.output
     measured = json.loads((made / "e.json").read_text())["perplexity"]
     assert found(made)["perplexity"]["after"] == pytest.approx(measured, rel=1e-6)
+
+
+def test_names_wrap_after_dots(made: Path) -> None:
+    assert "model.<wbr>layers.<wbr>0.<wbr>" in report.render(found(made))
+
+
+@pytest.mark.parametrize(
+    ("head", "embedding", "expected"),
+    [
+        (None, None, "Norms, routers, embeddings and the output head stay"),
+        ("w8a16", None, "Norms, routers and embeddings stay"),
+        ("w8a16", "w8a16", "Norms and routers stay"),
+    ],
+)
+def test_quantised_vocabulary_is_not_called_float(
+    made: Path, head: str | None, embedding: str | None, expected: str
+) -> None:
+    message = found(made) | {"vocabulary": {"head": head, "embedding": embedding, "kl": None}}
+    assert expected in Outline(report.render(message)).words
+
+
+def test_counts_agree_with_their_nouns(made: Path) -> None:
+    assert (counted(1, "file"), counted(2, "file")) == ("1 file", "2 files")
+    assert " and 1 file, " in run("inspect", made / "out").output
+
+
+def test_settings_are_words(made: Path) -> None:
+    message = found(made) | {"calibration_tokens": 0, "symmetric": False}
+    shown = report.settings(message)
+    assert shown["symmetric weights"] == "no" and shown["calibrated on"] == "no text"
+    assert report.settings(found(made))["seed"] == "0"
 
 
 def test_names_cannot_break_the_page(made: Path) -> None:

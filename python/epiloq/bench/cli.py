@@ -193,7 +193,9 @@ def _print_models(results: Sequence[Measured], beside: Beside, shares: int, to: 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:
     for name in given or ():
         if name not in known:
-            raise ValueError(f"bench: --{option_name}: expected one of {', '.join(known)}, got {name!r}{suggestion(name, known)}")
+            raise ValueError(
+                f"bench: --{option_name}: expected one of {', '.join(known)}, got {name!r}{suggestion(name, known)}"
+            )
 
 
 def _check_targets(json: Path | None, plot: Path | None) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import check_installed, check_target, failures, json_option, quiet
-from epiloq.cli.output import counted, results_console, write_json
+from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
+from epiloq.environment import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,8 +115,8 @@ def show(facts: dict[str, Any], console: Console) -> None:
     )
     rest = facts["not_quantised"]
     say(
-        f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {counted(rest['tensors'], 'tensor')} ({shortened(rest['largest'])}); "
-        f"linear layers: {shortened(rest['linear']) or 'none'}"
+        f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {counted(rest['tensors'], 'tensor')} "
+        f"({shortened(rest['largest'])}); linear layers: {shortened(rest['linear']) or 'none'}"
     )
     for name, reason in list(rest["experts"].items())[:NAMED]:
         say(f"Experts in floating point: {name}: {reason}")

@@ -46,11 +46,6 @@ def suggestion(value: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def counted(count: int, noun: str) -> str:
-    """A number and its noun: 1 file, 2 files."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def installed_by(extra: str) -> str:
     """How to install what an extra brings: by no name, because epiloq is on no package index."""
     return f"pip install '.[{extra}]' in epiloq's sources"

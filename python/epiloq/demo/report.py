@@ -10,12 +10,12 @@ from epiloq.demo.results import Measured, Results, Run
 
 
 class Headline(NamedTuple):
-    """A figure at the top of the page; `worse` selects the colour for a loss."""
+    """A figure at the top of the page; `tone` is its colour: of a gain (empty), "worse" for a loss, or plain "cost"."""
 
     value: str
     label: str
     detail: str
-    worse: bool = False
+    tone: str = ""
 
 
 def headlines(results: Results) -> list[Headline]:
@@ -27,6 +27,7 @@ def headlines(results: Results) -> list[Headline]:
             f"{results.change_percent(run):+.2f} %",
             "perplexity",
             f"{teacher.perplexity:.2f} to {run.perplexity:.2f}",
+            "cost",
         ),
         Headline(
             f"{100 * run.weight_bytes / teacher.weight_bytes:.0f} %",
@@ -37,12 +38,12 @@ def headlines(results: Results) -> list[Headline]:
             f"{run.speed.prefill_speedup:.2f}x",
             "prefill speed",
             f"{run.speed.prefill_tokens_per_s:.0f} tokens/s; decode {run.speed.decode_speedup:.2f}x",
-            run.speed.prefill_speedup < 1,
+            "worse" if run.speed.prefill_speedup < 1 else "",
         ),
     ]
     if scheme.worst_layer is not None:
         name, error = scheme.worst_layer
-        found.append(Headline(f"{100 * error:.1f} %", "worst layer's error", name))
+        found.append(Headline(f"{100 * error:.1f} %", "worst layer's error", name, "cost"))
     return found
 
 

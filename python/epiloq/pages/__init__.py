@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from epiloq.environment import counted
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that a narrow page wraps after a dot rather than inside a word."""
+    from markupsafe import Markup, escape
+
+    return Markup(".<wbr>").join(escape(part) for part in name.split("."))
 
 
 def render(template: str, **values: Any) -> str:
@@ -20,4 +32,5 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"breakable": breakable, "counted": counted}
     return environment.get_template(template).render(**values)

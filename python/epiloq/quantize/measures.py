@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import epiloq
+from epiloq.environment import counted
 
 
 def environment(device: str) -> dict[str, str]:
@@ -19,7 +20,7 @@ def environment(device: str) -> dict[str, str]:
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor.get("cpu_name", "")
     return {
         "versions": f"epiloq {epiloq.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "machine": f"{where or platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{where or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}",
     }
 
 

@@ -56,27 +56,35 @@ def missing() -> list[str]:
     return [name for name in REQUIRED if find_spec(name) is None]
 
 
-def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Value, name and detail of the figures at the top."""
+def cards(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Value, name, detail and tone of the figures at the top: gains are coloured, costs are plain."""
     before, after = report["bytes_before"], report["bytes_after"]
-    found = [(f"{100 * after / before:.0f} %", "of the bytes", f"{before / 1e6:.1f} to {after / 1e6:.1f} MB")]
+    found = [(f"{100 * after / before:.0f} %", "of the bytes", f"{before / 1e6:.1f} to {after / 1e6:.1f} MB", "")]
     perplexity = report["perplexity"]
     if perplexity is not None:
         first, last = perplexity["before"], perplexity["after"]
         detail = f"{first:.3f} to {last:.3f}"
-        found.insert(0, (f"{100 * (last / first - 1):+.2f} %", "perplexity", detail))
+        found.insert(0, (f"{100 * (last / first - 1):+.2f} %", "perplexity", detail, "cost"))
     memory = f"{report['peak_memory_bytes'] / 1e9:.2f} GB of memory at most"
-    found.append((f"{report['seconds']:.0f} s", "in all", memory))
+    found.append((f"{report['seconds']:.0f} s", "in all", memory, "cost"))
     name, error = max(report["layer_errors"].items(), key=lambda item: item[1])
-    return [*found, (f"{100 * error:.1f} %", f"worst layer's {report['error_of']} error", name)]
+    return [*found, (f"{100 * error:.1f} %", f"worst layer's {report['error_of']} error", name, "cost")]
+
+
+def in_words(value: object) -> str:
+    """A setting as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
 
 
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
     """The settings, as text."""
-    found = {name: "none" if report[key] is None else str(report[key]) for name, key in SETTINGS.items()}
+    found = {name: in_words(report[key]) for name, key in SETTINGS.items()}
     if report["budget"]:
         found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"
-    found["calibrated on"] = f"{report['calibration_tokens']} tokens in {report['calibration_windows']} windows"
+    tokens, windows = report["calibration_tokens"], report["calibration_windows"]
+    found["calibrated on"] = f"{tokens} tokens in {windows} windows" if tokens else "no text"
     vocabulary = report.get("vocabulary")
     if vocabulary is not None:
         found |= {name: str(vocabulary[name]) for name in ("head", "embedding") if vocabulary[name] is not None}
@@ -88,6 +96,14 @@ def settings(report: Mapping[str, Any]) -> dict[str, str]:
         found["blocks kept of an interrupted run"] = str(report["blocks_resumed"])
     environment: dict[str, str] = report["environment"]
     return found | environment
+
+
+def floating(report: Mapping[str, Any]) -> str:
+    """What else than linear layers of blocks stays in floating point, as the beginning of a sentence."""
+    schemes = report.get("vocabulary") or {"head": None, "embedding": None}
+    names = [name for name, key in (("embeddings", "embedding"), ("the output head", "head")) if schemes[key] is None]
+    *first, last = ["Norms", "routers", *names]
+    return f"{', '.join(first)} and {last}"
 
 
 def worst(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -107,6 +123,7 @@ def render(report: Mapping[str, Any]) -> str:
         name=Path(report["model"]).resolve().name,
         cards=cards(report),
         settings=settings(report),
+        floating=floating(report),
         worst=worst(report),
         kept=[name for name, found in static.items() if found["kept_dynamic"]],
         errors=figures.layer_errors(report),

@@ -24,7 +24,9 @@ def headlines(results: Results) -> list[Headline]:
         Headline(f"{run.map_iou:.3f}", "detector's map IoU", lowest),
         Headline(percent(run.characters_equal), "of characters read alike", right),
         Headline(f"{100 * run.weight_bytes / whole.weight_bytes:.0f} %", "of the bytes", size),
-        Headline(f"{run.detector.speedup:.2f}x", "detector's speed", recogniser, run.detector.speedup < 1),
+        Headline(
+            f"{run.detector.speedup:.2f}x", "detector's speed", recogniser, "worse" if run.detector.speedup < 1 else ""
+        ),
     ]
 
 
