@@ -41,7 +41,7 @@ class WeightView(Tensor):
         return self._layer.dequantized_weight()
 
     # torch would write to a copy, or set an attribute that no operation reads.
-    def __setitem__(self, indices: Any, value: Any) -> None:  # type: ignore[override]
+    def __setitem__(self, indices: Any, value: Any) -> None:
         self._refuse_write("an assignment to elements")
 
     @property
