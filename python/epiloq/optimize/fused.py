@@ -21,7 +21,7 @@ from epiloq.optimize.guards import decodes_in_graph, is_exporting, untouched, wa
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of
+from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, step_of
 from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
 
 
@@ -57,12 +57,12 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_integers = attention[1] is not None, mlp[1] is not None
-        step = _PreNormStep.of(module, around, takes_integers, (rotary_attention, gated_mlp, *NORMS))
+        step = step_of(module, around, takes_integers, (rotary_attention, gated_mlp, *NORMS))
         if step is not None:
-            step.first = attention
+            step.first = module, attention
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
-    whole = Step.of(module, around, (False, False), (rotary_attention, gated_mlp, *NORMS))
-    return None if whole is None else partial(sandwich_decoder, module, whole)
+    step = step_of(module, around, (False, False), (rotary_attention, gated_mlp, *NORMS))
+    return None if step is None else partial(sandwich_decoder, module, step)
 
 
 def _is_fused(module: nn.Module, *ours: Callable[..., Any]) -> bool:
@@ -107,24 +107,12 @@ _Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
 """A module of a decoder layer with the norm before it, and the layers that take the norm's integers, or None."""
 
 
-class _PreNormStep(Step):
-    """Also links the layers of a chain where a decode step is compiled: a layer computes the next one's first norm."""
-
-    first: _Half
-    """The attention and what reads its norm."""
-    in_graph: tuple[Tensor, Tensor] | None = None
-    """While a graph is traced: a sum and its norm, which the layer before computed for this one."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"in_graph": None}
-
-
 def pre_norm_decoder(
     block: Any,
     defaults: dict[str, Any],
     first: _Half,
     second: _Half,
-    step: _PreNormStep | None,
+    step: Step | None,
     hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
@@ -143,13 +131,17 @@ def pre_norm_decoder(
     x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second))
     projected = mlp(x)
     following = None if step is None else step.following
-    if not isinstance(following, _PreNormStep) or not decodes_in_graph(projected):
+    if following is None or not decodes_in_graph(projected) or not _is_beside(following, projected):
         return residual + projected  # type: ignore[no-any-return]
-    if following.block.input_layernorm.weight.device != projected.device:
-        return residual + projected  # type: ignore[no-any-return]
-    normed_sum, total = _first_normed(following.block, following.first, projected, residual)
+    next_block, next_first = following.first
+    normed_sum, total = _first_normed(next_block, next_first, projected, residual)
     following.in_graph = total, normed_sum
     return total
+
+
+def _is_beside(step: Step, x: Tensor) -> bool:
+    """Whether the layer of a step has this form, and is on the device of `x`."""
+    return step.first is not None and step.first[0].input_layernorm.weight.device == x.device
 
 
 def _first_normed(block: Any, first: _Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,7 +150,7 @@ def _first_normed(block: Any, first: _Half, x: Tensor, residual: Tensor | None) 
     return _normed(norm, x, residual, _takes_integers(block.self_attn, norm, first))
 
 
-def _taken(step: _PreNormStep, x: Tensor) -> Tensor | None:
+def _taken(step: Step, x: Tensor) -> Tensor | None:
     """In the graph of a decode step, the first norm of `x` if the layer before computed it."""
     if not is_compiling():
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
 from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member
 from epiloq.optimize.tokens import Quantized, activated, gated, measure_of, multiply, normed, quantises
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # typing's own from Python 3.11 on
 
 GATED = ("gate_proj", "up_proj")
 GATED_IN_ONE = ("gate_up_proj",)
@@ -114,7 +111,7 @@ class Step:
         takes_integers: tuple[bool, bool],
         ours: tuple[Callable[..., Any], ...],
     ) -> None:
-        self.block, self._around, self._takes_integers, self._ours = block, around, takes_integers, ours
+        self._block, self._around, self._takes_integers, self._ours = block, around, takes_integers, ours
         self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
         gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
         self._gated, self._act = gated
@@ -123,18 +120,10 @@ class Step:
         # next would make copying recursive.
         self.chain: list[Step] = [self]
         self.index = 0
-
-    @classmethod
-    def of(
-        cls,
-        block: Any,
-        around: tuple[tuple[str, ...], tuple[str, ...]],
-        takes_integers: tuple[bool, bool],
-        ours: tuple[Callable[..., Any], ...],
-    ) -> Self | None:
-        """The step of a decoder layer with norms of these names (see `structure.NORMS_AROUND`), whose modules have
-        these functions as ``forward``: attention, MLP and any of the norms. None for another layer."""
-        return cls(block, around, takes_integers, ours) if _is_made_of(block, around, ours) else None
+        self.first: Any = None
+        """The layer and its first half, as `fused` describes it, where that makes graphs of it."""
+        self.in_graph: tuple[Tensor, Tensor] | None = None
+        """While a graph is made: a sum and its norm, which the layer before computed for this one."""
 
     @property
     def following(self) -> Step | None:
@@ -142,7 +131,7 @@ class Step:
         return self.chain[self.index + 1] if self.index + 1 < len(self.chain) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_parts": None}
+        return vars(self) | {"_parts": None, "in_graph": None}
 
     def __call__(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The layer's output ``[B, 1, hidden]``; None unless this is a step without a gradient, of plain tensors, by
@@ -208,7 +197,7 @@ class Step:
         config = object.__getattribute__(state["config"], "__dict__")
         if state["training"] or config.get("_attn_implementation_internal") not in NAMES:
             return None
-        if torch_module._has_any_global_hook() or vars(self.block)["_modules"] != parts.children:
+        if torch_module._has_any_global_hook() or vars(self._block)["_modules"] != parts.children:
             return None
         if any(state["training"] for state in parts.dropouts):
             return None
@@ -220,7 +209,7 @@ class Step:
         return parts
 
     def _found(self) -> _Parts | None:
-        block = self.block
+        block = self._block
         if not _is_made_of(block, self._around, self._ours):
             return None
         if _is(block.mlp, self._ours[1]) != (self._gated is not None):
@@ -315,6 +304,17 @@ def chain_(model: nn.Module) -> None:
                 continue
             chain.append(step)
             step.chain, step.index = chain, len(chain) - 1
+
+
+def step_of(
+    block: Any,
+    around: tuple[tuple[str, ...], tuple[str, ...]],
+    takes_integers: tuple[bool, bool],
+    ours: tuple[Callable[..., Any], ...],
+) -> Step | None:
+    """The step of a decoder layer with norms of these names (see `structure.NORMS_AROUND`), whose modules have these
+    functions as ``forward``: attention, MLP and any of the norms."""
+    return Step(block, around, takes_integers, ours) if _is_made_of(block, around, ours) else None
 
 
 def _is_made_of(
