@@ -77,7 +77,7 @@ def test_json_holds_the_figures_and_no_nan(tmp_path: Path) -> None:
 class Outline(HTMLParser):
     """Counts elements, and checks that each is closed in turn."""
 
-    VOID = ("meta", "link", "br", "img", "input")
+    VOID = ("meta", "link", "br", "img", "input", "wbr")
 
     def __init__(self, page: str) -> None:
         super().__init__()
