@@ -28,7 +28,7 @@ with_python = pytest.mark.parametrize(
 
 
 @with_python
-@pytest.mark.filterwarnings("error:.*is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("error:.*past_key_values.* is deprecated:FutureWarning")
 def test_blocks_run_in_order_as_they_stand(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epiloq_in_transformers: None
 ) -> None:
