@@ -84,6 +84,7 @@ ACCESSES = {
     "sm80/groupwise_gemm.cuh": (2, REFUSED + " The other is an atomic."),
     "sm80/w4a16_gemm.cuh": (1, TOKENS),
     "sm80/w4a16_gemv.cuh": (5, TOKENS + " The sums: " + SHARED),
+    "sm80/w4a16_gemv_fp4.cuh": (3, TOKENS),
     "sm80/w4a16_gemv_integer.cuh": (7, TOKENS + " The rest: " + SHARED),
     "sm80/w4a16_warp_tile.cuh": (
         9,

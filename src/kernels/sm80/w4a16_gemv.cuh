@@ -23,24 +23,6 @@ struct GemvPipeline {
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-// A warp loads kTokensAtOnce tokens at a time, each by eight lanes: a 128-byte line, half of the token's columns, then
-// the other half. Whole lines, as every SM reads the same ones from L2.
-constexpr int kTokensAtOnce = 4, kLineColumns = 64;
-
-// A lane's part of a token: 8 columns of either line. The row has `left` columns from `from` on; x is its matrix.
-template <class T>
-__device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left, void const* x) {
-  if (left >= kLineColumns + 8) {
-    cp_async16(to, from);
-    cp_async16(to + kLineColumns * 2, from + kLineColumns);
-    return;
-  }
-#pragma unroll
-  for (int line = 0; line < kStep; line += kLineColumns) {
-    cp_async16(to + line * 2, left > line ? from + line : x, min(max(left - line, 0), 8) * 2);
-  }
-}
-
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
 // w4a16_gemv_integer.cuh.
@@ -52,7 +34,9 @@ struct HalfProducts {
   static int token_bytes(int m) { return m * TokenLayout::kBytes; }
   static int scratch_bytes(int) { return 0; }
 
-  static constexpr int kAtOnce = kTokensAtOnce;
+  // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of the fourth token
+  // after it. Whole lines, as every SM reads the same ones from L2.
+  static constexpr int kAtOnce = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
   T const* x;
@@ -72,8 +56,22 @@ struct HalfProducts {
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
-    if (token < p.m) issue_token(to + offset, from, left, p.x);
-    if (token + kAtOnce < p.m) issue_token(to + second_offset, from + kAtOnce * p.stride_x, left, p.x);
+    if (token < p.m) issue_token(to + offset, from, left);
+    if (token + kAtOnce < p.m) issue_token(to + second_offset, from + kAtOnce * p.stride_x, left);
+  }
+
+  // The row has `left` columns from there on.
+  __device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left) const {
+    if (left >= kLineColumns + 8) {
+      cp_async16(to, from);
+      cp_async16(to + kLineColumns * 2, from + kLineColumns);
+      return;
+    }
+    void const* const any = p.x;
+#pragma unroll
+    for (int line = 0; line < kStep; line += kLineColumns) {
+      cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
+    }
   }
 
   __device__ __forceinline__ void multiply(Sums& sums, StageLayout const& layout, std::uint8_t const* stage,
