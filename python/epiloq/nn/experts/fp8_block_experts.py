@@ -11,7 +11,7 @@ from torch import Tensor
 import epiloq
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, as_stored
-from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.experts.row_experts import ExpertRows, Experts
 from epiloq.nn.fp8_block_linear import rows_of_blocks
 
 
@@ -51,17 +51,9 @@ class Fp8BlockExperts(Experts):
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return fp8_tokens(x, "group", scale_layout="column")
 
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         weight_q, weight_scale_inv = (part.mT for part in self._made)
         assert scale is not None
         return epiloq.grouped_mm(
-            q, weight_q, scale, weight_scale_inv, offs=offs, masked_m=masked_m, out_dtype=out_dtype
+            q, weight_q, scale, weight_scale_inv, offs=rows.offs, masked_m=rows.masked_m, out_dtype=out_dtype
         )

@@ -27,7 +27,7 @@ from epiloq.nn.experts.expert_linears import (
 )
 from epiloq.nn.experts.gating import gated, limit_of
 from epiloq.nn.experts.kind import Kind
-from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.experts.row_experts import ExpertRows, Experts
 
 
 class GatedExperts(nn.Module):
@@ -167,16 +167,17 @@ class GatedExperts(nn.Module):
             if routing.partial:
                 raise NotImplementedError("GatedExperts: gradients: expected all experts in one process, with layers")
             return self._one_by_one(hidden_states, routing, top_k_weights)
+        rows = ExpertRows(routing.ends)
         q, scale = self.gate_up.quantise(hidden_states.contiguous())
         q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
-        gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, offs=routing.ends)
+        gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, rows)
         gate_up = added(gate_up, self.gate_up_bias, routing.ends)
         if self._limit is not None and self.down.gated:
             q, scale = epiloq.silu_and_mul_quant(self._limited(gate_up), **self.down.gated)
         else:
             q, scale = self.down.quantise(self._gated(gate_up))
         # The padding of each half is zero, and so are its products.
-        y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, offs=routing.ends)
+        y = self.down.multiply(q[:, : self.down.padded_in_features], scale, hidden_states.dtype, rows)
         return routing.combined(added(y[:, : self.hidden], self.down_bias, routing.ends), top_k_weights)
 
     def _one_by_one(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import epiloq
 from epiloq.nn.base.packed_linear import packed_nearest
 from epiloq.nn.base.prepared_linear import check_choice, kernel_dtype
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS
-from epiloq.nn.experts.row_experts import Experts, TokenQuantizedExperts
+from epiloq.nn.experts.row_experts import ExpertRows, Experts, TokenQuantizedExperts
 from epiloq.weights.packed.checks import check_sizes
 from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
@@ -103,44 +103,24 @@ class PackedExperts(Experts):
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         return self._value(tensors, self.out_features).row_slice(first, last).dequantize()
 
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         weight = self._value(self._made, self.experts * self._panels * PANEL_ROWS)
-        return self._product(q[..., : self.in_features], scale, weight, out_dtype, offs, masked_m)
+        return self._product(q[..., : self.in_features], scale, weight, out_dtype, rows)
 
     def _product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: PackedWeight,
-        out_dtype: torch.dtype,
-        offs: Tensor | None,
-        masked_m: Tensor | None,
+        self, x: Tensor, scale: Tensor | None, weight: PackedWeight, out_dtype: torch.dtype, rows: ExpertRows
     ) -> Tensor:
-        return epiloq.grouped_packed_mm(x, weight, offs=offs, masked_m=masked_m)
+        return epiloq.grouped_packed_mm(x, weight, offs=rows.offs, masked_m=rows.masked_m)
 
 
 class QuantizedTokenProduct(TokenQuantizedExperts):
     """`TokenQuantizedExperts` with packed weights. Base class."""
 
     def _product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: Any,
-        out_dtype: torch.dtype,
-        offs: Tensor | None,
-        masked_m: Tensor | None,
+        self, x: Tensor, scale: Tensor | None, weight: Any, out_dtype: torch.dtype, rows: ExpertRows
     ) -> Tensor:
         written = kernel_dtype(x, out_dtype)
-        y = epiloq.grouped_packed_mm(x, weight, scale, offs=offs, masked_m=masked_m, out_dtype=written)
+        y = epiloq.grouped_packed_mm(x, weight, scale, offs=rows.offs, masked_m=rows.masked_m, out_dtype=written)
         return y.to(out_dtype)
 
 

@@ -14,7 +14,7 @@ from epiloq.nn.base.prepared_linear import FP8_BLOCK, check_choice
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS
 from epiloq.nn.experts.expert_linears import gathered
 from epiloq.nn.experts.packed_experts import QuantizedTokenProduct
-from epiloq.nn.experts.row_experts import Experts
+from epiloq.nn.experts.row_experts import ExpertRows, Experts
 from epiloq.nn.fp4_linear import packed_part
 from epiloq.weights.fp4 import FORMATS, divisor_of
 from epiloq.weights.packed_fp4_weight import (
@@ -170,43 +170,29 @@ class PackedFp4Experts(Experts):
             found.append(None if part is None else part[expert * each : (expert + 1) * each])
         return found
 
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         x, (codes, scales, global_scale) = q[..., : self.in_features], self._made
         weight = self._value(codes, scales, global_scale, self.experts * self._panels * PANEL_ROWS)
         if global_scale is None or global_scale.numel() == self.experts:
-            return self._product(x, scale, weight, out_dtype, offs, masked_m)
-        if masked_m is not None:
-            counts = masked_m.repeat_interleave(self.matrices)
+            return self._product(x, scale, weight, out_dtype, rows)
+        if rows.masked_m is not None:
+            counts = rows.masked_m.repeat_interleave(self.matrices)
             expert = torch.arange(self.experts, device=x.device).repeat_interleave(self.matrices)
             x, scale = gathered(x, scale, expert, False)
-            y = self._product(x, scale, weight, out_dtype, None, counts)
+            y = self._product(x, scale, weight, out_dtype, ExpertRows(masked_m=counts))
             return y.view(self.experts, self.matrices, *y.shape[1:]).transpose(1, 2).flatten(2)
-        assert offs is not None
-        places, ends = _for_each_matrix(offs, x.shape[0], self.matrices)
+        assert rows.offs is not None
+        places, ends = _for_each_matrix(rows.offs, x.shape[0], self.matrices)
         source = torch.empty_like(places).view(-1)
         source[places.flatten()] = torch.arange(x.shape[0], device=x.device).repeat_interleave(self.matrices)
         x, scale = gathered(x, scale, source, False)
-        return self._product(x, scale, weight, out_dtype, ends, None)[places].flatten(1)
+        return self._product(x, scale, weight, out_dtype, ExpertRows(ends))[places].flatten(1)
 
     def _product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: PackedFp4Weight,
-        out_dtype: torch.dtype,
-        offs: Tensor | None,
-        masked_m: Tensor | None,
+        self, x: Tensor, scale: Tensor | None, weight: PackedFp4Weight, out_dtype: torch.dtype, rows: ExpertRows
     ) -> Tensor:
         """Product of the rows of each matrix with it."""
-        return epiloq.packed_fp4_mm(x, weight, offs=offs, masked_m=masked_m)
+        return epiloq.packed_fp4_mm(x, weight, offs=rows.offs, masked_m=rows.masked_m)
 
 
 class W4A8Fp4Experts(QuantizedTokenProduct, PackedFp4Experts):

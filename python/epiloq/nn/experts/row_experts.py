@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
 
 _Layer = TypeVar("_Layer", bound="Experts")
+
+
+class ExpertRows(NamedTuple):
+    """The rows of each expert: exactly one of `offs` and `masked_m` of ``epiloq.grouped_mm``."""
+
+    offs: Tensor | None = None
+    masked_m: Tensor | None = None
 
 
 class Experts(PreparedLinear):
@@ -123,15 +130,7 @@ class Experts(PreparedLinear):
         return x, None
 
     @abstractmethod
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         """Multiply quantised rows: ``[…, R, N']``, padded like the weight."""
 
     @property
@@ -147,7 +146,7 @@ class Experts(PreparedLinear):
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         *_, offs, masked_m = tensors
         q, scale = self.quantise(dense_rows(x))
-        y = self.multiply(q, scale, x.dtype, offs=offs, masked_m=masked_m)
+        y = self.multiply(q, scale, x.dtype, ExpertRows(offs, masked_m))
         return y[..., : self.out_features].contiguous()
 
     def dequantized_weight(self) -> Tensor:
@@ -234,15 +233,7 @@ class RowExperts(TokenQuantizedExperts):
         self.weight_q[expert] = as_stored(q[:, : self.in_features], self.weight_q.dtype)
         self.weight_scale[expert] = scale.flatten()
 
-    def multiply(
-        self,
-        q: Tensor,
-        scale: Tensor | None,
-        out_dtype: torch.dtype,
-        *,
-        offs: Tensor | None = None,
-        masked_m: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         weight_q, weight_scale = self._made
         assert scale is not None
         return epiloq.grouped_mm(
@@ -250,8 +241,8 @@ class RowExperts(TokenQuantizedExperts):
             weight_q.mT,
             scale,
             weight_scale.unsqueeze(1),
-            offs=offs,
-            masked_m=masked_m,
+            offs=rows.offs,
+            masked_m=rows.masked_m,
             recipe=(1, 1, -1),
             out_dtype=out_dtype,
         )
