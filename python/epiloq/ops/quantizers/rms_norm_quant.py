@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -108,11 +109,11 @@ def rms_norm_quant(
     return tuple(refuse_backward("rms_norm_quant", result) for result in results)
 
 
-def run(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *measure: Any) -> Any:
+def run(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *measure: Any) -> tuple[Tensor, ...]:
     """`rms_norm_quant` for plain tensors; `measure` is granularity, group_size, ue8m0, scale_layout, dtype, pad_to."""
-    if residual is None:
-        return _norm(x, weight, eps, *measure)
-    return _add_norm(x, weight, eps, residual, *measure)
+    made = _empty(x, weight, eps, residual, *measure)
+    _run(x, weight, eps, residual, *made[:2], made[2] if len(made) > 2 else None, *measure[:3])
+    return made
 
 
 def _write_into(
@@ -146,79 +147,39 @@ def _run(
     q: Tensor,
     scale: Tensor,
     residual_out: Tensor | None,
-    granularity: str,
-    group_size: int,
-    ue8m0: bool,
-) -> None:
-    _core.rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0)
-
-
-def _run_into(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    residual_out: Tensor | None,
     *measure: Any,
 ) -> None:
-    _run(x, weight, eps, residual, q, scale, residual_out, *measure)
-    mark_written(q, scale, residual_out)
+    _core.rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, *measure)
+
+
+def _run_into(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *rest: Any) -> None:
+    _run(x, weight, eps, residual, *rest)
+    mark_written(*rest[:3])
 
 
 def _empty(
     x: Tensor,
     weight: Tensor,
     eps: float,
+    residual: Tensor | None,
     granularity: str,
     group_size: int,
     ue8m0: bool,
     scale_layout: str,
     dtype: torch.dtype,
     pad_to: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    """Uninitialised results: q, its scale and, with a residual, the sum."""
     columns = x.shape[-1] if x.ndim else 0
     q = empty_q("rms_norm_quant", x, dtype, columns, pad_to)
-    return q, empty_scale(x, columns, granularity, group_size, scale_layout)
+    scale = empty_scale(x, columns, granularity, group_size, scale_layout)
+    return (q, scale) if residual is None else (q, scale, x.new_empty(*x.shape))
 
 
-def _norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    granularity: str,
-    group_size: int,
-    ue8m0: bool,
-    scale_layout: str,
-    dtype: torch.dtype,
-    pad_to: int,
-) -> tuple[Tensor, Tensor]:
-    q, scale = _empty(x, weight, eps, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
-    _run(x, weight, eps, None, q, scale, None, granularity, group_size, ue8m0)
-    return q, scale
-
-
-def _empty_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor, *measure: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (*_empty(x, weight, eps, *measure), x.new_empty(*x.shape))
-
-
-def _add_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor,
-    granularity: str,
-    group_size: int,
-    ue8m0: bool,
-    scale_layout: str,
-    dtype: torch.dtype,
-    pad_to: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    measure = (granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
-    q, scale, residual_out = _empty_add(x, weight, eps, residual, *measure)
-    _run(x, weight, eps, residual, q, scale, residual_out, granularity, group_size, ue8m0)
-    return q, scale, residual_out
+def _without_residual(
+    function: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, weight, eps, *measure: function(x, weight, eps, None, *measure)
 
 
 def explain(
@@ -241,8 +202,7 @@ def explain(
     eps = as_number("rms_norm_quant", "eps", eps)
     expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
     if out is None:
-        out = _empty(x, weight, eps, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
-        out = out if residual is None else (*out, x.new_empty(x.shape))
+        out = _empty(x, weight, eps, residual, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
     q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
     return _core.explain_rms_norm_quant(
         q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0
@@ -256,11 +216,15 @@ def _fake_out(*_: Any) -> None:
 _MEASURE = "str granularity, int group_size, bool ue8m0"
 _NEW = f"{_MEASURE}, str scale_layout, ScalarType dtype, int pad_to"
 for _schema, _function, _shapes in (
-    (f"rms_norm_quant(Tensor x, Tensor weight, float eps, {_NEW}) -> (Tensor, Tensor)", _norm, _empty),
+    (
+        f"rms_norm_quant(Tensor x, Tensor weight, float eps, {_NEW}) -> (Tensor, Tensor)",
+        _without_residual(run),
+        _without_residual(_empty),
+    ),
     (
         f"rms_norm_quant_add(Tensor x, Tensor weight, float eps, Tensor residual, {_NEW}) -> (Tensor, Tensor, Tensor)",
-        _add_norm,
-        _empty_add,
+        run,
+        _empty,
     ),
     (
         "rms_norm_quant_out(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) q, Tensor(b!) scale,"
