@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -14,6 +15,16 @@ T = TypeVar("T")
 
 _MOST = 2**31 - 1  # what the C++ functions take
 _LEAST = -(2**31)
+
+
+def bound_arguments(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults. Raises TypeError, which names the operation, as a call does."""
+    try:
+        bound = inspect.signature(operation).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"epiloq.{operation.__name__}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def expect_positive(operation: str, **numbers: int) -> None:

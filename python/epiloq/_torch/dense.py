@@ -1,11 +1,19 @@
-"""Products with a weight that was dequantised into memory."""
+"""Products with a weight that is dequantised into memory, whole or some rows at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from epiloq._torch.library import without_autocast
+
+
+def row_chunks(n: int, k: int, at_once: int) -> Iterator[slice]:
+    """Yield ranges of rows with about `at_once` numbers, at least one row each."""
+    step = max(1, at_once // max(k, 1))
+    return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
 
 def multiply_dense(out: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:

@@ -107,6 +107,16 @@ def register_product(
     register(name, f"{name}_out({arguments}, *, Tensor(a!) out) -> ()", write, fake_out)
 
 
+def empty_product(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``a @ b``. Raises ValueError for a dtype that products of quantised operands do not write."""
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"epiloq.{operation}: out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}"
+        )
+    # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
+    return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
+
+
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether a call may skip the dispatcher: plain, dense tensors; no compiler, mode, transform or gradient at work.
 

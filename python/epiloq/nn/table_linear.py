@@ -74,7 +74,7 @@ class TableLinear(PreparedLinear):
 
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         weight_q, _, table, scale = tensors
-        return dequantized(weight_q, table, scale, self.in_features, self.block_size, range(first, last))
+        return dequantized(weight_q, table, scale, self.in_features, self.block_size, slice(first, last))
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         weight_q, bias, table, scale = tensors

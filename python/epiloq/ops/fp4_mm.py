@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq._torch.dense import multiply_dense
+from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     LIBRARY,
@@ -19,7 +19,7 @@ from epiloq._torch.library import (
     register_product,
     without_autocast,
 )
-from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows, row_chunks
+from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows
 from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
 
 _NAME = "fp4_mm"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import is_int32
-from epiloq._torch.dense import multiply_dense
+from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     direct,
     expect_tensors,
@@ -113,13 +111,6 @@ def _empty(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _row_chunks(n: int, k: int) -> Iterator[range]:
-    """The rows of the weight that the CPU dequantises at a time."""
-    at_once = max(1, _AT_ONCE // max(k, 1))
-    for first in range(0, n, at_once):
-        yield range(first, min(first + at_once, n))
-
-
 def _by_chunks(
     out: Tensor, x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, block: tuple[int, int]
 ) -> None:
@@ -129,11 +120,10 @@ def _by_chunks(
     dtype = torch.float32 if out.numel() // n <= _MOST_EXACT else x.dtype
     tokens, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     with without_autocast(x.device.type):
-        for rows in _row_chunks(n, k):
-            dense = x.new_empty((len(rows), k), dtype=dtype)
+        for rows in row_chunks(n, k, _AT_ONCE):
+            dense = x.new_empty((rows.stop - rows.start, k), dtype=dtype)
             _core.dequantize_fp8(dense, *weight, *block, rows.start, threads_for(x))
-            of_bias = None if bias is None else bias[rows.start : rows.stop]
-            out[..., rows.start : rows.stop] = torch.nn.functional.linear(tokens, dense, of_bias)
+            out[..., rows] = torch.nn.functional.linear(tokens, dense, None if bias is None else bias[rows])
 
 
 def _dense_product(

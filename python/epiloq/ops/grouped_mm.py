@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
-from epiloq.ops.groupwise_mm import GROUPED_RECIPES, empty_result, fake_of, granularity_of
+from epiloq.ops.groupwise_mm import GROUPED_RECIPES, fake_of, granularity_of
 
 _GROUPED = (
     "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? offs=None, Tensor? masked_m=None, "
@@ -90,7 +90,7 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    result = empty_result("grouped_mm", a, b, out_dtype) if out is None else out
+    result = empty_product("grouped_mm", a, b, out_dtype) if out is None else out
     call = (result, a, b, scale_a, scale_b, None, 1, columns_per_scale, offs, masked_m, depth_per_scale)
     if a.is_cuda:
         _core.groupwise_mm(*call)

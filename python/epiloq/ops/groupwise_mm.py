@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.checks import bound_arguments
+from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
 GROUPED_RECIPES = ((1, 128, 128), (1, 1, 128), (1, 1, -1))
 
@@ -91,15 +90,6 @@ def granularity_of(
     return recipe[0], recipe[1]
 
 
-def empty_result(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(
-            f"epiloq.{operation}: out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}"
-        )
-    # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
-    return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
-
-
 def _run(
     a: Tensor,
     b: Tensor,
@@ -113,7 +103,7 @@ def _run(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    result = empty_result("groupwise_mm", a, b, out_dtype) if out is None else out
+    result = empty_product("groupwise_mm", a, b, out_dtype) if out is None else out
     call = (result, a, b, scale_a, scale_b, bias, rows_per_scale, columns_per_scale)
     if a.is_cuda:
         _core.groupwise_mm(*call, None, None, 128, constant_b)
@@ -127,13 +117,7 @@ def _run(
 def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, **kwargs: Any) -> str:
     """`epiloq.explain` for `groupwise_mm` and `grouped_mm`, given the arguments of a call; with `terms`, the terms of
     the cost model for the chosen kernel and the runner-up."""
-    name, signature = operation.__name__, inspect.signature(operation)
-    try:
-        given = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"epiloq.{name}: {error}") from None
-    given.apply_defaults()
-    call = given.arguments
+    name, call = operation.__name__, bound_arguments(operation, *args, **kwargs)
     recipe = call.pop("recipe")
     rows, columns = granularity_of(name, recipe, GROUPED_RECIPES if name == "grouped_mm" else RECIPES)
     scales = {"rows_per_scale": rows, "columns_per_scale": columns, "depth_per_scale": recipe[2]}
@@ -142,7 +126,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, *
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)
     if out is None:
-        out = empty_result(name, call["a"], call["b"], out_dtype)
+        out = empty_product(name, call["a"], call["b"], out_dtype)
     ask = _core.explain_groupwise_mm_terms if terms else _core.explain_groupwise_mm
     return ask(out, **call, **scales)
 
@@ -155,7 +139,7 @@ def fake_of(operation: str) -> Callable[..., Tensor]:
             a.shape[-1] == b.shape[-2],
             lambda: f"epiloq.{operation}: b: expected [.., {a.shape[-1]}, N], got {list(b.shape)}",
         )
-        return empty_result(operation, a, b, out_dtype)
+        return empty_product(operation, a, b, out_dtype)
 
     return shapes
 

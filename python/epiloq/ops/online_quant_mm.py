@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.checks import as_operator, bound_arguments, for_operator, limits
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
@@ -151,12 +150,7 @@ def _launch(call: tuple[Any, ...], staged: bool) -> None:
 def explain(*args: Any, terms: bool = False, **kwargs: Any) -> str:
     """`epiloq.explain` given the arguments of a call; with `terms`, the terms of the cost model for the chosen kernel
     and the runner-up."""
-    try:
-        given = inspect.signature(online_quant_mm).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"epiloq.{_NAME}: {error}") from None
-    given.apply_defaults()
-    call = given.arguments
+    call = bound_arguments(online_quant_mm, *args, **kwargs)
     weight = _weight_of(call["x"], call["w_q"], call["w_scale"], call["w_offset"], call["group_size"])
     x, bias, out = call["x"], call["bias"], call["out"]
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)

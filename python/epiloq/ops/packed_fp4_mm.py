@@ -30,7 +30,7 @@ from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
 
 # Rows of an expert, on average, up to which a kernel reads the codes. One matrix has such kernels for more rows, too,
-# where the library says so; otherwise W is dequantised first.
+# where the library supports it; otherwise W is dequantised first.
 _DECODE_ROWS = 64
 # Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
 _AT_ONCE = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.checks import bound_arguments
+from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
-
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"
 
@@ -119,15 +117,6 @@ def scaled_mm_azp(
     return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype, out=out)
 
 
-def _empty(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if out_dtype not in _OUT_DTYPES:
-        raise ValueError(
-            f"epiloq.{operation}: out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}"
-        )
-    # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
-    return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
-
-
 def run(
     a: Tensor,
     b: Tensor,
@@ -141,7 +130,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`scaled_mm` for plain tensors."""
-    result = _empty("scaled_mm", a, b, out_dtype) if out is None else out
+    result = empty_product("scaled_mm", a, b, out_dtype) if out is None else out
     _launch((result, a, b, scale_a, scale_b, bias, None, None), fast_accum, constant_b)
     if out is not None:
         mark_written(out)
@@ -161,7 +150,7 @@ def _run_azp(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    result = _empty("scaled_mm_azp", a, b, out_dtype) if out is None else out
+    result = empty_product("scaled_mm_azp", a, b, out_dtype) if out is None else out
     _launch((result, a, b, scale_a, scale_b, bias, azp_adj, azp), False, constant_b)
     if out is not None:
         mark_written(out)
@@ -181,20 +170,14 @@ def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
 def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, **kwargs: Any) -> str:
     """`epiloq.explain` for a product, given the arguments of a call; with `terms`, the terms of the cost model for the
     chosen kernel and the runner-up."""
-    name, signature = operation.__name__, inspect.signature(operation)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"epiloq.{name}: {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    name, given = operation.__name__, bound_arguments(operation, *args, **kwargs)
     out_dtype, fast_accum = given.pop("out_dtype"), given.pop("fast_accum", False)
     given.pop("constant_b")  # which no choice depends on
-    required = {key: given[key] for key in given if signature.parameters[key].default is inspect.Parameter.empty}
+    required = {key: given[key] for key in given if key in ("a", "b", "scale_a", "scale_b", "azp_adj")}
     expect_tensors(name, required, {key: given[key] for key in given if key not in required}, writes=False)
     out = given.pop("out")
     if out is None:
-        out = _empty(name, given["a"], given["b"], out_dtype)
+        out = empty_product(name, given["a"], given["b"], out_dtype)
     ask = _core.explain_scaled_mm_terms if terms else _core.explain_scaled_mm
     return ask(out, **given, fast_accum=fast_accum)
 
@@ -207,7 +190,7 @@ def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype)
     torch._check_value(
         a.shape[-1] == b.shape[0], lambda: f"epiloq.{operation}: b: expected [{a.shape[-1]}, N], got {list(b.shape)}"
     )
-    return _empty(operation, a, b, out_dtype)
+    return empty_product(operation, a, b, out_dtype)
 
 
 for _name, _arguments, _function in (

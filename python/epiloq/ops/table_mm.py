@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import expect_int32
-from epiloq._torch.dense import multiply_dense
+from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     direct,
@@ -116,10 +114,10 @@ def dequantized(
     scale: Tensor,
     k: int,
     block_size: int,
-    rows: range,
+    rows: slice,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Rows ``[len(rows), k]`` of the weight: products in float32, rounded once to ``dtype``."""
+    """Some rows of the weight, ``[rows.stop - rows.start, k]``: products in float32, rounded once to ``dtype``."""
     begin, end = rows.start * k, rows.stop * k
     if torch.compiler.is_compiling():
         # inductor (torch 2.13) reads out of bounds in a slice of odd length of the stacked tensor below.
@@ -136,23 +134,15 @@ def dequantized(
         values = values.view(-1, block_size) * of_blocks[:, None]
     else:
         values = values * of_blocks.repeat_interleave(block_size)[begin % block_size :][: end - begin]
-    return values.view(len(rows), k).to(dtype)
-
-
-def _row_chunks(n: int, k: int) -> Iterator[range]:
-    """The rows of the weight that the CPU dequantises at a time."""
-    at_once = max(1, _AT_ONCE // max(k, 1))
-    for first in range(0, n, at_once):
-        yield range(first, min(first + at_once, n))
+    return values.view(rows.stop - rows.start, k).to(dtype)
 
 
 def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
     k = x.shape[-1]
     with without_autocast(x.device.type):
-        for rows in _row_chunks(n, k):
+        for rows in row_chunks(n, k, _AT_ONCE):
             part = dequantized(*weight, k, block_size, rows, x.dtype)
-            of_bias = None if bias is None else bias[rows.start : rows.stop]
-            out[..., rows.start : rows.stop] = torch.nn.functional.linear(x, part, of_bias)
+            out[..., rows] = torch.nn.functional.linear(x, part, None if bias is None else bias[rows])
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:

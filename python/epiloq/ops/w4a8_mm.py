@@ -59,7 +59,7 @@ def w4a8_mm(
     """``scale_a * sum over groups g of scale[n, g] * (x_q @ (q - zero).T)_g + bias``: 8-bit by 4-bit products.
 
     ``q``, ``zero`` and ``scale`` are the weight's, see `epiloq.PackedWeight`; of a `PackedFp4Weight` the E2M1 number
-    stands for ``q - zero``, and ``scale`` includes the global scale. Every ``x_q`` and ``q - zero`` is multiplied
+    means ``q - zero``, and ``scale`` includes the global scale. Every ``x_q`` and ``q - zero`` is multiplied
     without rounding; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
     multiplied in 8 bits: with scales per channel, and for float8 times MXFP4, the weight is unpacked for `scaled_mm`;
     float8 times a symmetric weight in groups has a kernel for SM90. Otherwise, for few tokens (which are limited by

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from epiloq._torch.dense import row_chunks
 from epiloq._torch.library import direct, expect_tensors, register
 from epiloq.weights.tensor_checks import check_memory, described, refuse
 
@@ -116,12 +116,6 @@ def dequantized_rows(
     if k % size:
         values[:, whole * size :].mul_(factors[:, whole:])
     return values.to(dtype)
-
-
-def row_chunks(n: int, k: int, at_once: int) -> Iterator[slice]:
-    """Yield ranges of rows with about `at_once` numbers, at least one row each."""
-    step = max(1, at_once // max(k, 1))
-    return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
 
 def fp4_dequantize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import bound_arguments
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 
@@ -100,21 +100,13 @@ def _run(
 
 def explain(*args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `scaled_bmm`, given the arguments of a call."""
-    try:
-        given = _SIGNATURE.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"epiloq.scaled_bmm: {error}") from None
-    given.apply_defaults()
-    call = given.arguments
+    call = bound_arguments(scaled_bmm, *args, **kwargs)
     out, out_dtype = call.pop("out"), call.pop("out_dtype")
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors("scaled_bmm", required, {"scale_out": call["scale_out"], "out": out}, writes=False)
     if out is None:
         out = _empty(call["a"], call["b"], call["scale_out"], out_dtype)
     return _core.explain_scaled_bmm(out, **call)
-
-
-_SIGNATURE = inspect.signature(scaled_bmm)
 
 
 def _fake(

@@ -120,7 +120,7 @@ def requantized_mm(
             f"epiloq.{name}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"
         )
     tokens = x_q.reshape(1, math.prod(x_q.shape[:-1]), 1, k)
-    is_empty = tokens.shape[1] == 0  # which no convolution takes: one token that nobody sees, for its checks
+    is_empty = tokens.shape[1] == 0  # convolutions do not support it: one token instead, for their checks
     if is_empty:
         tokens = x_q.new_zeros((1, 1, 1, k))
     y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
