@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch.nn import functional
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, sample
-from epiloq.bench.operations.quantised import LARGEST, SMALLEST_SCALE, by_group, copy_of, error
+from epiloq.bench.contract import Bound, Inputs, sample
+from epiloq.bench.operations.quantised import LARGEST, SMALLEST_SCALE, by_group, error, quantiser
 
 GROUP, EPS = 128, 1e-6
 CHOICES: Mapping[str, dict[str, Any]] = {
@@ -104,16 +103,6 @@ def _gate_error(case: Case, inputs: Inputs, result: Any, generator: torch.Genera
     return _codes_error(case, functional.silu(gate) * up, rows, *result)
 
 
-def _eager(function: Callable[..., object], case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(function, *s.values(), variant=case.variant) for s in sets])
-
-
-def _compiled(function: Callable[..., object], case: Case, sets: Sequence[Inputs]) -> Bound:
-    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
-    torch.compiler.reset()
-    return _eager(torch.compile(function, fullgraph=True, dynamic=False), case, sets)
-
-
 def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
     """torch's norm or gate in the input's dtype, followed by epiloq's quantiser."""
     choice = dict(_choice(case.variant))
@@ -132,25 +121,14 @@ def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(call, s) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 0
+def _variants(function: Callable[..., object], names: Iterable[str]) -> Mapping[str, Callable[..., object]]:
+    def of(variant: str) -> Callable[..., object]:
+        return lambda *tensors: function(*tensors, variant=variant)
+
+    return {name: of(name) for name in names}
 
 
-def _row(name: str, variants: tuple[str, ...], inputs: Any, bind: Any, check: Any, function: Any) -> Operation:
-    row = Operation(
-        name=name,
-        variants=variants,
-        has_weight=False,
-        inputs=inputs,
-        bind=bind,
-        error=check,
-        work=_work,
-        ceiling="",
-        peers={"eager": partial(_eager, function), "compiled": partial(_compiled, function), "unfused": _unfused},
-    )
-    return replace(row, peers={"copy": copy_of(row), **row.peers})
-
-
-_WITH_RESIDUAL = tuple(f"add_{variant}" for variant in CHOICES)
-NORM = _row("rms_norm_quant", (*CHOICES, *_WITH_RESIDUAL), _norm_inputs, _norm, _norm_error, norm_in_torch)
-GATE = _row("silu_and_mul_quant", tuple(CHOICES), _gate_inputs, _gate, _gate_error, gate_in_torch)
+_NORMS = _variants(norm_in_torch, (*CHOICES, *(f"add_{variant}" for variant in CHOICES)))
+_GATES = _variants(gate_in_torch, CHOICES)
+NORM = quantiser("rms_norm_quant", _norm_inputs, _norm, _norm_error, _NORMS, {"unfused": _unfused})
+GATE = quantiser("silu_and_mul_quant", _gate_inputs, _gate, _gate_error, _GATES, {"unfused": _unfused})

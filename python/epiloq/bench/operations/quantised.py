@@ -1,9 +1,11 @@
-"""Shared by the benchmarks of quantising operations: the check of codes and scales, and a copy as a baseline."""
+"""Shared by the benchmarks of quantising operations: the check of codes and scales, and the peers that all have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +54,37 @@ def copy_of(operation: Operation) -> Binder:
         return Bound([partial(pair[0].copy_, pair[1]) for pair in memory], "same number of bytes")
 
     return bind
+
+
+def quantiser(
+    name: str,
+    inputs: Callable[[Case, torch.Generator], Inputs],
+    bind: Binder,
+    error: Callable[[Case, Inputs, Any, torch.Generator], float],
+    in_torch: Mapping[str, Callable[..., object]],
+    peers: Mapping[str, Binder],
+) -> Operation:
+    """An operation without a product. `in_torch` has its variants in torch's operations, which take the inputs in
+    order: peers with and without ``torch.compile``, besides a copy of as many bytes."""
+
+    def eager(case: Case, sets: Sequence[Inputs]) -> Bound:
+        return Bound([partial(in_torch[case.variant], *s.values()) for s in sets])
+
+    def compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
+        # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
+        torch.compiler.reset()
+        function = torch.compile(in_torch[case.variant], fullgraph=True, dynamic=False)
+        return Bound([partial(function, *s.values()) for s in sets])
+
+    operation = Operation(
+        name=name,
+        variants=tuple(in_torch),
+        has_weight=False,
+        inputs=inputs,
+        bind=bind,
+        error=error,
+        work=lambda case: 0,
+        ceiling="",
+        peers={"eager": eager, "compiled": compiled, **peers},
+    )
+    return replace(operation, peers={"copy": copy_of(operation), **operation.peers})

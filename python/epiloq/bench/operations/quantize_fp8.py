@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, require, sample
-from epiloq.bench.operations.quantised import SMALLEST_SCALE, by_group, copy_of, error
+from epiloq.bench.contract import Bound, Inputs, Unavailable, require, sample
+from epiloq.bench.operations.quantised import SMALLEST_SCALE, by_group, error, quantiser
 
 GROUP = 128
 
@@ -106,17 +105,6 @@ IN_TORCH: Mapping[str, Callable[..., object]] = {
 }
 
 
-def _eager(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(IN_TORCH[case.variant], *s.values()) for s in sets])
-
-
-def _compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
-    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
-    torch.compiler.reset()
-    compiled = torch.compile(IN_TORCH[case.variant], fullgraph=True, dynamic=False)
-    return Bound([partial(compiled, *s.values()) for s in sets])
-
-
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     if case.variant == "block":
         raise Unavailable("vllm does not quantise blocks")
@@ -136,19 +124,4 @@ def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(cast, s["x"], use_ue8m0=False) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 0
-
-
-_OPERATION = Operation(
-    name="quantize_fp8",
-    variants=tuple(IN_TORCH),
-    has_weight=False,
-    inputs=_inputs,
-    bind=_ours,
-    error=_error,
-    work=_work,
-    ceiling="",
-    peers={"eager": _eager, "compiled": _compiled, "vllm": _vllm, "deep_gemm": _deep_gemm},
-)
-OPERATION = replace(_OPERATION, peers={"copy": copy_of(_OPERATION), **_OPERATION.peers})
+OPERATION = quantiser("quantize_fp8", _inputs, _ours, _error, IN_TORCH, {"vllm": _vllm, "deep_gemm": _deep_gemm})

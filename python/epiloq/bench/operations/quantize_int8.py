@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, require, sample, worst
-from epiloq.bench.operations.quantised import copy_of
+from epiloq.bench.contract import Bound, Inputs, require, sample, worst
+from epiloq.bench.operations.quantised import quantiser
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Rounding allows half a step; the fp32 quotient adds at most 256 * 2^-24 of a step.
@@ -80,36 +79,10 @@ IN_TORCH: Mapping[str, Callable[..., object]] = {
 }
 
 
-def _eager(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(IN_TORCH[case.variant], *s.values()) for s in sets])
-
-
-def _compiled(case: Case, sets: Sequence[Inputs]) -> Bound:
-    # After a few recompilations dynamo silently runs the function eagerly, so every case starts afresh.
-    torch.compiler.reset()
-    compiled = torch.compile(IN_TORCH[case.variant], fullgraph=True, dynamic=False)
-    return Bound([partial(compiled, *s.values()) for s in sets])
-
-
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     quantise = require("vllm._custom_ops").scaled_int8_quant
     symmetric = case.variant != "token_azp"
     return Bound([partial(quantise, s["x"], s.get("scale"), symmetric=symmetric) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 0
-
-
-_OPERATION = Operation(
-    name="quantize_int8",
-    variants=("token", "token_azp", "static"),
-    has_weight=False,
-    inputs=_inputs,
-    bind=_ours,
-    error=_error,
-    work=_work,
-    ceiling="",
-    peers={"eager": _eager, "compiled": _compiled, "vllm": _vllm},
-)
-OPERATION = replace(_OPERATION, peers={"copy": copy_of(_OPERATION), **_OPERATION.peers})
+OPERATION = quantiser("quantize_int8", _inputs, _ours, _error, IN_TORCH, {"vllm": _vllm})
