@@ -17,7 +17,7 @@ for needed in ("safetensors", "transformers"):
 import algorithm_rows
 import budget_rows
 import encoder_rows
-from command_line import ROUND
+from command_line import ROUND, letters
 from tiny_teacher import save, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_a_row_is_measured(tmp_path: Path) -> None:
     """On a tiny model; another package's row needs the package."""
     save(tmp_path / "model", tiny_model(**ROUND))
     for name in ("calibration", "evaluation"):
-        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i * i % 26) for i in range(4000)))
+        (tmp_path / f"{name}.txt").write_text(letters(4000))
     row = algorithm_rows.measure(tmp_path / "model", tmp_path, algorithm_rows.Row("w2a16-g32", "gptq", True))
     assert row is not None and row["kl"] > 0 and row["perplexity"] > 1
     for peer, package in (("llm-compressor", "llmcompressor"), ("GPTQModel", "gptqmodel")):
@@ -151,7 +151,7 @@ def test_an_encoder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """On a tiny model, of which only the hidden states are used."""
     save(tmp_path / "model", tiny_model(**ROUND))
     for name in ("calibration", "evaluation"):
-        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i * i % 26) for i in range(4000)))
+        (tmp_path / f"{name}.txt").write_text(letters(4000))
     monkeypatch.setattr(encoder_rows, "LENGTH", 64)
     rows = [encoder_rows.Row("w3a16-g64", algorithm) for algorithm in ("rtn", "gptq")]
     found = {row.name: encoder_rows.measure(tmp_path / "model", tmp_path, row) for row in rows}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
-from command_line import ROUND, run
+from command_line import ROUND, letters, run
 from epiloq.formats import convert, deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ def test_every_grid(tmp_path: Path, kind: str) -> None:
 def test_names_of_files_and_of_modules(seed: int, tmp_path: Path, scheme: str) -> None:
     """GPT-NeoX calls its head embed_out in files, and transformers lm_head: both are among the layers left alone."""
     save(tmp_path / "model", foreign.gpt_neox())
-    (tmp_path / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (tmp_path / "text").write_text(letters(1500))
     text = ("--calibration", tmp_path / "text", "--windows", 8, "--length", 32)
     result = run("quantize", tmp_path / "model", "--scheme", scheme, "--output", tmp_path / "out", *text)
     assert result.exit_code == 0, result.output

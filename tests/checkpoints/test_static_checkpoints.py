@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from command_line import ROUND, run
+from command_line import ROUND, letters, run
 from epiloq.formats.configs import compressed_tensors as ct_config
 from epiloq.formats.description import of_grid
 from epiloq.formats.io import model as models
@@ -39,7 +39,7 @@ KEPT = "model.layers.1.mlp.down_proj"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("static")
     save(folder / "model", tiny_model(**ROUND))
-    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "text").write_text(letters(1500))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant-search", "--keep-dynamic", KEPT)
     text = ("--calibration", folder / "text", "--windows", 8, "--length", 32)
     result = run("quantize", folder / "model", *options, *text, "--output", folder / "out")

@@ -14,7 +14,7 @@ pytest.importorskip("rich", reason="the command line needs the extra cli")
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
-from command_line import logits, quantize, run, text
+from command_line import letters, logits, quantize, run, text
 from epiloq.formats.io import model as models
 from epiloq.formats.io.architecture import positions
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -80,7 +80,7 @@ def test_a_config_of_wrong_types(teacher: Path, tmp_path: Path, command: str) ->
 
 def test_windows_are_limited_to_the_models_positions(teacher: Path, tmp_path: Path) -> None:
     short = with_positions(teacher, tmp_path / "short", 64)
-    (tmp_path / "other.txt").write_text("".join(chr(97 + i * i * i % 25) for i in range(600)))
+    (tmp_path / "other.txt").write_text(letters(600, 3, 25))
     options = ("--scheme", "w8a16", "--algorithm", "rtn", "--evaluation", tmp_path / "other.txt")
     result = quantize(short, tmp_path / "out", *options, "--json", tmp_path / "q.json")
     assert result.exit_code == 0, result.output

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import epiloq.integrations.transformers as integration
-from command_line import WIDE, run
+from command_line import WIDE, letters, run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.integrations.transformers import EpiloqConfig
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("w4a8 fp4")
     torch.manual_seed(0)
     save(folder / "model", tiny_model(**WIDE).bfloat16())
-    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "text").write_text(letters(1500))
     text = ("--calibration", folder / "text", "--windows", 8, "--length", 32)
     for form, options in (("mxfp4", ("--algorithm", "gptq", *text)), ("nvfp4", ("--algorithm", "rtn"))):
         with warnings.catch_warnings(record=True) as seen:

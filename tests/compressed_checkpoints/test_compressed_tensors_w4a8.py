@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file
 
 import epiloq.integrations.transformers as integration
-from command_line import WIDE, run
+from command_line import WIDE, letters, run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.integrations.transformers import EpiloqConfig
@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("w4a8")
     torch.manual_seed(0)
     save(folder / "model", tiny_model(**WIDE).bfloat16())
-    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "text").write_text(letters(1500))
     for scheme, algorithm in (("w4a8-fp8", "gptq"), ("w4a8-int8", "awq")):
         text = ("--calibration", folder / "text", "--windows", 8, "--length", 32, "--algorithm", algorithm)
         result = run("quantize", folder / "model", "--scheme", scheme, "--output", folder / scheme, *text)

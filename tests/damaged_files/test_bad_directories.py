@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 import foreign_checkpoints
-from command_line import ROUND, run
+from command_line import ROUND, letters, run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import INDEX, SINGLE
 from epiloq.formats.layouts.base import FormatError
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         shutil.copy(file, found["gptq"])
         shutil.copy(file, found["fp8"])
         shutil.copy(file, found["sharded"])
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(2100)))
+    (folder / "text.txt").write_text(letters(2100))
     return found
 
 

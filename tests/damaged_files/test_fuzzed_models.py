@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 import bitsandbytes_layers
 import epiloq
 import foreign_checkpoints
-from command_line import ROUND, run
+from command_line import ROUND, letters, run
 from epiloq.formats import epiloq_modules
 from epiloq.formats.io import model as models
 from mutations import Files, change_bytes, change_directory
@@ -39,7 +39,7 @@ from tiny_teacher import save, tiny_model
 
 EXAMPLES = 1000 if os.environ.get("EPILOQ_FUZZ") == "nightly" else 50
 SECONDS, MEGABYTES = 5.0, 500
-BESIDE = re.compile(r"warning: |[a-z ]+: \d+/\d+, ")
+SEPARATE_FILES = re.compile(r"warning: |[a-z ]+: \d+/\d+, ")
 """Lines of stderr beside the sentence: how far a command got."""
 HANGS = 60  # Seconds of the clock, which other processes share.
 fuzzed = settings(
@@ -87,7 +87,7 @@ def answers(*arguments: object) -> bool:
         raise result.exception
     assert result.exit_code in (0, 2), result.output
     if result.exit_code == 2:
-        message = [line for line in result.stderr.splitlines() if not BESIDE.match(line)]
+        message = [line for line in result.stderr.splitlines() if not SEPARATE_FILES.match(line)]
         assert len(message) == 1 and message[0].startswith(f"epiloq {arguments[0]}: "), result.stderr
     return result.exit_code == 0
 
@@ -152,7 +152,7 @@ SLOW = [
 @pytest.mark.parametrize("name", SLOW)
 def test_directories(formats: dict[str, Files], tmp_path: Path, name: str) -> None:
     folder, text = tmp_path / "model", tmp_path / "text.txt"
-    text.write_text("".join(chr(97 + i * i % 26) for i in range(300)))
+    text.write_text(letters(300))
 
     @fuzzed
     @given(rng=randoms)
@@ -174,7 +174,7 @@ def test_directories(formats: dict[str, Files], tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_undamaged_directories_work(formats: dict[str, Files], tmp_path: Path, name: str) -> None:
     """What the mutations start from."""
-    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(300)))
+    (tmp_path / "text.txt").write_text(letters(300))
     (tmp_path / "model").mkdir()
     for file, data in formats[name].items():
         (tmp_path / "model" / file).write_bytes(data)

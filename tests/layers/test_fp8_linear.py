@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from epiloq.nn import Fp8BlockLinear, Fp8Linear
 from float8_reference import ACCURATE
-from fp8_layer_reference import KINDS, assert_matches_float64, make_linear
+from fp8_layer_reference import KINDS, assert_matches_float64
+from int8_reference import make_linear
 
 SIZES = [(1, 1), (17, 100), (100, 17), (576, 300), (4095, 9), (128, 256), (129, 257), (17, 5000)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from epiloq.nn import Fp8BlockLinear, Fp8Linear
-from fp8_layer_reference import KINDS, make_linear
+from fp8_layer_reference import KINDS
+from int8_reference import make_linear
 
 NAMES = ["token-channel", "static-channel", "tensor-tensor", "static-tensor", "block"]
 

@@ -14,7 +14,7 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 from safetensors.torch import load_file, save_file
 
 import foreign_checkpoints as foreign
-from command_line import run
+from command_line import letters, run
 from epiloq.formats import convert
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def test_inspected_and_evaluated(folder: Path, version: str, tmp_path: Path) -> 
     save(tmp_path / "tokens", tiny_model(**SIZES))
     for file in (tmp_path / "tokens").glob("tokenizer*"):
         file.rename(folder / file.name)
-    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(400)))
+    (tmp_path / "text.txt").write_text(letters(400))
     result = run("eval", folder, "--text", tmp_path / "text.txt", "--length", 32, "--json", tmp_path / "e.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "e.json").read_text())["quantization"] == "awq"

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 import epiloq.integrations.transformers as integration
-from command_line import ROUND, logits, quantize, run, teacher_and_text
+from command_line import ROUND, letters, logits, quantize, run, teacher_and_text
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.nn import WeightOnlyLinear
@@ -122,7 +122,7 @@ def test_embedding_and_head_in_the_budget(tmp_path: Path, tied: bool) -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     sharpen(model)
     save(tmp_path / "model", model)
-    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (tmp_path / "text.txt").write_text(letters(1500))
     auto = ("--head", "auto", "--embedding", "auto")
     refused = quantize(tmp_path / "model", tmp_path / "float", "--bytes", "1kB", "--format", "epiloq").output
     least = amount.parse_bytes(refused.split("need --bytes ")[1].split(",")[0])
@@ -237,7 +237,7 @@ def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option:
 def test_layers_of_odd_sizes_get_a_supported_scheme(tmp_path: Path) -> None:
     """36 and 100 channels are whole groups of no candidate but per channel."""
     save(tmp_path / "model", tiny_model())
-    (tmp_path / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (tmp_path / "text").write_text(letters(1500))
     short = ("--windows", 8, "--length", 32, "--calibration", tmp_path / "text")
     result = run(
         "quantize", tmp_path / "model", "--bits", 6, "--output", tmp_path / "out", *short, "--json", tmp_path / "r"

@@ -17,7 +17,7 @@ for needed in ("typer", "rich", "safetensors", "transformers", "matplotlib", "ji
     pytest.importorskip(needed, reason="the report needs the extra demo")
 
 
-from command_line import ROUND, run
+from command_line import ROUND, letters, run
 from epiloq.environment import counted
 from epiloq.quantize import Grid, QuantizedWeight, figures, report
 from epiloq.quantize.calibration.tally import HIGHEST, LOWEST, Tally
@@ -30,8 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised model with everything that a report can show."""
     folder = tmp_path_factory.mktemp("report")
     save(folder / "model", tiny_model(**ROUND))
-    (folder / "text").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
-    (folder / "other").write_text("".join(chr(97 + i * i * i % 25) for i in range(1300)))
+    (folder / "text").write_text(letters(1500))
+    (folder / "other").write_text(letters(1300, 3, 25))
     options = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant", "--keep-dynamic", "*.0.mlp.down_proj")
     texts = ("--calibration", folder / "text", "--evaluation", folder / "other", "--windows", 8, "--length", 32)
     files = ("--output", folder / "out", "--json", folder / "r.json", "--report", folder / "copy.html")

@@ -11,7 +11,7 @@ import pytest
 for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="the command needs the extra hf")
 
-from command_line import quantize, run
+from command_line import letters, quantize, run
 from epiloq.quantize import job as jobs
 
 W4 = ("--scheme", "w4a16-g32")
@@ -46,7 +46,7 @@ def test_an_algorithm_without_inputs_needs_no_text(teacher: Path, tmp_path: Path
 
 
 def test_fewer_windows_than_were_asked_for(teacher: Path, tmp_path: Path) -> None:
-    (tmp_path / "some").write_text("".join(chr(97 + i * i % 26) for i in range(5000)))
+    (tmp_path / "some").write_text(letters(5000))
     options = (*W4, "--calibration", tmp_path / "some", "--windows", 32, "--length", 512)
     result = quantize(teacher, tmp_path / "out", *options)
     assert result.exit_code == 0, result.output

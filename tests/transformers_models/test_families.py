@@ -18,7 +18,7 @@ import transformers
 
 import epiloq
 import epiloq.integrations.transformers as integration
-from command_line import run
+from command_line import letters, run
 from epiloq.formats import epiloq_modules
 from epiloq.formats.io.model import from_directory
 from epiloq.integrations.transformers import EpiloqConfig
@@ -130,7 +130,7 @@ def job(folder: Path, family: str, *options: object, scheme: str = "w4a16-g32", 
     model = MORE[family]().to(dtype).eval()
     model.resize_token_embeddings(256)
     save(folder / "model", model)
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(600)))
+    (folder / "text.txt").write_text(letters(600))
     short = ("--windows", 16, "--length", 16, "--calibration", folder / "text.txt", "--json", folder / "r.json")
     return run("quantize", folder / "model", "--output", folder / "out", "--scheme", scheme, *short, *options)
 

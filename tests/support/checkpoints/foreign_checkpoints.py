@@ -113,12 +113,14 @@ def gptq(linear: nn.Linear, act_order: bool = False) -> Layer:
     }, made.weight
 
 
+def interleaved(values: Tensor) -> Tensor:
+    """AWQ's words of 4-bit values ``[N, K]``, transposed."""
+    return words(values.T.reshape(values.shape[1], -1, 8)[:, :, AWQ_ORDER].reshape(values.shape[1], -1).numpy())
+
+
 def awq(linear: nn.Linear) -> Layer:
     """AutoAWQ's gemm layout."""
     made = Integers.random(linear.out_features, linear.in_features, 32)
-
-    def interleaved(values: Tensor) -> Tensor:
-        return words(values.T.reshape(values.shape[1], -1, 8)[:, :, AWQ_ORDER].reshape(values.shape[1], -1).numpy())
 
     return {
         "qweight": interleaved(made.q),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foreign_checkpoints import AWQ_ORDER, Integers, Layer, words
+from foreign_checkpoints import Integers, Layer, interleaved, words
 
 Pack = Callable[[str, nn.Linear], "Layer | None"]
 
@@ -36,9 +36,6 @@ def gptq(bits: int = 4, length: int = 32, less: int = 1, symmetric: bool = False
 
 def awq(name: str, linear: nn.Linear) -> Layer:
     made = Integers.random(linear.out_features, linear.in_features, 32)
-
-    def interleaved(values: torch.Tensor) -> torch.Tensor:
-        return words(values.T.reshape(values.shape[1], -1, 8)[:, :, AWQ_ORDER].reshape(values.shape[1], -1).numpy())
 
     tensors = {"qweight": interleaved(made.q), "qzeros": interleaved(made.zero), "scales": made.scale.T.contiguous()}
     return tensors, made.weight

@@ -21,10 +21,15 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app.create_app(), [str(argument) for argument in arguments])
 
 
+def letters(count: int, power: int = 2, period: int = 26) -> str:
+    """A text of lower-case letters without spaces."""
+    return "".join(chr(97 + i**power % period) for i in range(count))
+
+
 def teacher_and_text(folder: Path, sizes: dict[str, int]) -> Path:
     """A model in `folder`, and 1500 letters beside it."""
     save(folder / "model", tiny_model(**sizes))
-    (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(1500)))
+    (folder / "text.txt").write_text(letters(1500))
     return folder / "model"
 
 

@@ -74,14 +74,6 @@ def rounded(x: Tensor, scale: Tensor) -> Tensor:
     return q.double() * scale.double()
 
 
-def make_linear(
-    in_features: int, out_features: int, dtype: torch.dtype = torch.float32, bias: bool = True
-) -> nn.Linear:
-    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-    nn.init.normal_(linear.weight, std=in_features**-0.5)
-    return linear
-
-
 def exact(kind: Kind, linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's output, and the root of the sum of its squared terms: the span of a random walk of them."""
     weight = linear.weight.detach()
