@@ -3,7 +3,7 @@
     python benchmarks/host_time.py                                # on the GPU where there is one
     python benchmarks/host_time.py --beside ../other/python       # and the same of another built checkout
 
-Layers have one token, 128 input and 64 output features, beside `torch.nn.Linear` in the same type. Models have the form
+Layers have one token, 128 input and 64 output features, like a `torch.nn.Linear` in the same type. Models have the form
 of Llama with 128 hidden features and a static cache: the time of a layer is the difference between a model of two and
 one of six, and the rest of a step is what two layers leave. The lowest of many short rounds counts, because other work
 only adds time: of wall-clock time on a GPU, which is not waited for, and of the thread's own time on a CPU, where sizes

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from epiloq.schemes import quantize_ as quantize_
     from epiloq.tuning.tuner import tune as tune
 
-_built_module.load()  # sets _core, or says why it cannot be used
+_built_module.load()  # sets _core, or raises ImportError with the reason
 
 # The build environment of a C++ project may lack torch, and needs paths alone (`python -m epiloq --cmake-dir`).
 if find_spec("torch") is not None:

@@ -41,7 +41,7 @@ def load() -> None:
 
 
 def interface_hash() -> str | None:
-    """SHA-256 of the stub beside this file as hexadecimal digits; None where a packager left the stub out."""
+    """SHA-256 of the stub next to this file as hexadecimal digits; None where a packager left the stub out."""
     try:
         return hashlib.sha256((_FOLDER / "_core.pyi").read_bytes()).hexdigest()
     except FileNotFoundError:

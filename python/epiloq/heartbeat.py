@@ -63,7 +63,7 @@ class Heartbeat:
         with suppress(BlockingIOError):
             self._wake[1].send(b"\0")
         self._thread.join(timeout=GRACE)
-        with suppress(Exception):  # With the store everyone is gone who would want to know.
+        with suppress(Exception):  # Without the store, no rank is left to be told.
             self._say(_DONE if failure is None else f"{_FAILED} {failure}")
 
     def reason(self, seconds: float = GRACE) -> str:

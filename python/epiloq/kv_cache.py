@@ -54,12 +54,12 @@ class Stored(NamedTuple):
     kind: str
 
     def __getattr__(self, name: str) -> Any:
-        """Asked for what tensors have by attention that takes no `Stored`: that of another model than the cache's."""
+        """Called if attention that does not support `Stored` uses it as a tensor, in a model without `READS_STORED`."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise ValueError(
-            "epiloq.QuantizedCache: config: expected that of the model which uses the cache, got one whose attention "
-            f"reads what is stored ({READS_STORED}, as epiloq.optimize_ sets it): make it of this model's own config"
+            "epiloq.QuantizedCache: config: expected that of the model that uses the cache, got one whose attention reads "
+            f"quantised values ({READS_STORED}, set by epiloq.optimize_): create the cache with this model's own config"
         )
 
     def dequantize(self) -> Tensor:

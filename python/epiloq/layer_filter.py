@@ -20,11 +20,11 @@ from epiloq.weights.tensor_checks import Identity, identity
 
 Filter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], "str | None"]
-REGEX, READS, HELD = "re:", " reads its weight", " holds it in a list or attribute beside its children"
+REGEX, READS, HELD = "re:", " reads its weight", " holds it in a list or attribute besides its children"
 ROUTER, HEAD, TIED = "a router of experts", "the output head", "it shares its weight with an embedding"
 ADAPTER = "a layer of an adapter"
 EXPECTED = frozenset({ROUTER, HEAD, TIED, ADAPTER})
-"""Reasons that nobody needs to be told."""
+"""Reasons that are not reported."""
 LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
 

@@ -234,7 +234,7 @@ def quantize_(
         is quantised if it computes the same as its base class. Exceptions are an output head (called "lm_head",
         returned by the model's ``get_output_embeddings()``, or sharing its weight with a ``torch.nn.Embedding``),
         routers of experts, layers of PEFT's adapters, layers that a transformers model keeps in float32, layers that a
-        module also holds in a list or attribute beside its children (there a replacement would never run, so
+        module also holds in a list or attribute besides its children (there a replacement would never run, so
         `filter_fn` cannot choose them), and layers whose weight is read by the code of an enclosing module (if you
         select the feed-forward layers of ``torch.nn.TransformerEncoderLayer``, call
         ``torch.backends.mha.set_fastpath_enabled(False)``).

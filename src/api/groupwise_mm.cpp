@@ -51,7 +51,7 @@ void check_b(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   sizes.n = call.b.size(-1);
   if (sizes.k > 1 && sizes.n > 1 && call.b.stride(-2) != 1) {
     check.fail("b", "expected column-major memory (stride 1 along K), got strides ending in ", call.b.stride(-2), ", ",
-               call.b.stride(-1), "; pass the transpose of a contiguous weight [.., N, K]");
+               call.b.stride(-1), "; pass the transpose of a contiguous weight […, N, K]");
   }
   Matrix const weight = check.rows("b", transposed(call.b));
   sizes.stride_b = weight.stride;

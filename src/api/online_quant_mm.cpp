@@ -59,7 +59,7 @@ Sizes checked(OnlineQuantMm const& call) {
   std::int64_t const n = call.values.rank < 1 ? 0 : call.values.shape[0];
   Sizes const sizes{check.rows("x", call.x), check.rows_like("out", call.out, "x", call.x, n), n};
   if (sizes.x.cols != call.in_features) {
-    check.fail("x", "expected [.., ", call.in_features, "] to suit the weight, got ", describe(call.x));
+    check.fail("x", "expected […, ", call.in_features, "] to suit the weight, got ", describe(call.x));
   }
   check_weight(call, check, sizes.n);
   if (sizes.x.rows > kMaxRows) check.fail("x", "expected at most ", kMaxRows, " rows, got ", sizes.x.rows);

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from epiloq.bench.cli import bench
 from epiloq.bench.models import contenders, measure
 from epiloq.bench.models.measure import run_plan
-from epiloq.bench.models.plan import Beside, Plan
+from epiloq.bench.models.plan import Extras, Plan
 from epiloq.bench.models.report import table
 from epiloq.bench.peers.whole_models import PEERS
 
@@ -137,10 +137,10 @@ def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.Capture
 def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are installed are measured, the others named."""
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
-    beside, plan = Beside(), Plan("tiny", [], ["eager"], [1], 8, peers=tuple(PEERS))
-    results = run_plan(plan, "cpu", print, beside)
-    assert {r.scheme for r in results} | beside.left_out.keys() == {"none", *PEERS}
-    assert all(reason for reason in beside.left_out.values())
+    extras, plan = Extras(), Plan("tiny", [], ["eager"], [1], 8, peers=tuple(PEERS))
+    results = run_plan(plan, "cpu", print, extras)
+    assert {r.scheme for r in results} | extras.left_out.keys() == {"none", *PEERS}
+    assert all(reason for reason in extras.left_out.values())
     with pytest.raises(SystemExit):
         bench(model="tiny", device="cpu", peer=["torch"])
     assert "bench: --peer: expected one of torchao-int8" in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_from_pretrained_opens_by_epiloq(seed: int, tmp_path: Path, kind: str) -
         expected = logits(models.from_directory(tmp_path / "model"))
         assert torch.equal(logits(ours), expected)
         assert ours.dtype == torch.float32 and ours.config.to_dict()["quantization_config"]["quant_method"] == METHOD
-        with pytest.raises(FormatError, match=r"_proj: .*is read only; epiloq convert writes"):
+        with pytest.raises(FormatError, match=r"_proj: .*can only be read; epiloq convert writes"):
             ours.save_pretrained(tmp_path / "saved")
     finally:
         integration.unregister()

@@ -143,7 +143,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "small blocks": ({"quant_algo": "mxfp8"}, "quant_algo: mxfp8 is FP8 weights in blocks of 32"),
     "thin matrices": (
         {"quant_algo": "NVFP4_SVD", "config_groups": {"group_0": {"pre_quant_scale": True}}},
-        "quant_algo: NVFP4_SVD is FP4 weights beside",
+        "quant_algo: NVFP4_SVD is FP4 weights plus",
     ),
     "an algorithm that is none": ({"quant_algo": "NVFP3"}, "quant_algo: expected one of NVFP4, NVFP4_AWQ"),
     "no algorithm": ({"quant_algo": None}, "quant_algo: expected one of NVFP4"),

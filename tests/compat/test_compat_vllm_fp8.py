@@ -139,7 +139,7 @@ def test_vllm_fp8_quant_refuses(seed: int) -> None:
         vllm.scaled_fp8_quant(x, num_token_padding=8, output=torch.empty(4, 32, dtype=E4M3))
     with pytest.raises(ValueError, match=r"output: expected torch.float8_e4m3fn"):
         vllm.scaled_fp8_quant(x, output=torch.empty(4, 32))
-    with pytest.raises(ValueError, match=r"input: expected shape \[.., K\], got a scalar"):
+    with pytest.raises(ValueError, match=r"input: expected shape \[…, K\], got a scalar"):
         vllm.scaled_fp8_quant(x[0, 0])
     with pytest.raises(ValueError, match="num_token_padding: expected None with 3 dimensions"):
         vllm.scaled_fp8_quant(x[None], num_token_padding=9)

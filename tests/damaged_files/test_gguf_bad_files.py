@@ -57,10 +57,10 @@ def value(data: bytes, key: str, kinds: str, *values: float) -> bytes:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda d: b"", "not a whole GGUF file"),
-    "short": (lambda d: d[:40], "not a whole GGUF file"),
-    "half": (lambda d: d[: len(d) // 2], "not a whole GGUF file"),
-    "last bytes": (lambda d: d[:-400], "not a whole GGUF file"),
+    "empty": (lambda d: b"", "incomplete GGUF file"),
+    "short": (lambda d: d[:40], "incomplete GGUF file"),
+    "half": (lambda d: d[: len(d) // 2], "incomplete GGUF file"),
+    "last bytes": (lambda d: d[:-400], "incomplete GGUF file"),
     "magic": (lambda d: b"GGML" + d[4:], "does not begin with GGUF"),
     "version": (lambda d: put(d, 4, "I", 9), "version: expected 2 or 3"),
     "big endian": (lambda d: put(d, 4, "I", 3 << 24), "version: expected 2 or 3 in little-endian order"),

@@ -163,7 +163,7 @@ def test_meta_gives_meta() -> None:
         (lambda: W4A8Fp4Linear.from_linear(nn.Linear(4, 4), format="fp8"), "format: expected one of"),
         (lambda: W4A8Fp4Linear.from_linear(nn.Linear(4, 4).double()), "linear.weight: expected"),
         (lambda: W4A8Fp4Linear.from_linear(nn.Identity()), "linear: expected a torch.nn.Linear"),  # type: ignore[arg-type]
-        (lambda: layer_of()(torch.randn(3, 99).half()), r"x: expected shape \[.., 100\], got \[3, 99\]"),
+        (lambda: layer_of()(torch.randn(3, 99).half()), r"x: expected shape \[…, 100\], got \[3, 99\]"),
         (lambda: layer_of()(torch.zeros(3, 100, dtype=torch.int32)), "x: expected one of"),
     ],
 )

@@ -74,7 +74,7 @@ def test_layers_that_a_class_holds_beside_its_children(seed: int, scheme: str, l
     kept, kind = model[0].listed[0], type(model[0].usual)
     with pytest.raises(ValueError, match=r"'0\.0': cannot be replaced, as Listed holds it in a list"):
         epiloq.quantize_(model, scheme, lambda module, name: True)
-    with pytest.warns(UserWarning, match="0.0 .Listed holds it in a list or attribute beside its children"):
+    with pytest.warns(UserWarning, match="0.0 .Listed holds it in a list or attribute besides its children"):
         epiloq.quantize_(model, scheme)
     assert model.get_submodule("0.0") is kept and type(model.get_submodule("0.1")) is kind
     assert type(model[0].usual).__module__.startswith("epiloq")

@@ -125,7 +125,7 @@ def test_refuses(make: Callable[[], nn.Module], message: str) -> None:
 @pytest.mark.parametrize("shape", [(), (9,), (4, 20), (10, 4)])
 @pytest.mark.parametrize("layer", [Fp8Linear(10, 4), Fp8BlockLinear(10, 4)])
 def test_forward_refuses_another_width(shape: tuple[int, ...], layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x: expected shape \[.., 10\]"):
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x: expected shape \[…, 10\]"):
         layer(torch.zeros(shape))
 
 

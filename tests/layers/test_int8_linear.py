@@ -173,7 +173,7 @@ def test_from_linear_refuses(linear: nn.Linear, arguments: dict[str, object], me
 
 @pytest.mark.parametrize("shape", [(), (9,), (4, 20), (10, 4)])
 def test_forward_refuses_another_width(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"x: expected shape \[.., 10\]"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[…, 10\]"):
         Int8Linear(10, 4)(torch.zeros(shape))
 
 

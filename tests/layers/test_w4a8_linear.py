@@ -129,7 +129,7 @@ OFFSETS = make_weight(33, 100, 4, 32, "offset").packed
         (lambda: W4A8Linear.from_linear(nn.Linear(4, 4), activation="none"), "activation: expected one of"),
         (lambda: W4A8Linear.from_linear(nn.Linear(4, 4).double()), "linear.weight: expected"),
         (lambda: W4A8Linear.from_linear(nn.Identity()), "linear: expected a torch.nn.Linear"),  # type: ignore[arg-type]
-        (lambda: layer_of()(torch.randn(3, 99).half()), r"x: expected shape \[.., 100\], got \[3, 99\]"),
+        (lambda: layer_of()(torch.randn(3, 99).half()), r"x: expected shape \[…, 100\], got \[3, 99\]"),
     ],
 )
 def test_refuses(make: Callable[[], Any], message: str) -> None:

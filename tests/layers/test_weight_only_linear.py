@@ -250,7 +250,7 @@ def test_more_mismatching_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bias: expected \[33\]"):
         WeightOnlyLinear.from_packed(make_weight(33, 10).packed, torch.zeros(32))
     for shape in ((), (9,), (4, 20)):
-        with pytest.raises(ValueError, match=r"x: expected shape \[.., 10\]"):
+        with pytest.raises(ValueError, match=r"x: expected shape \[…, 10\]"):
             WeightOnlyLinear(10, 4)(torch.zeros(shape))
 
 

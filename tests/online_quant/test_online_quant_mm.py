@@ -217,7 +217,7 @@ def test_bad_arguments_beside_a_prepared_weight(seed: int) -> None:
         ({"w_scale": torch.ones(24, 4)}, "w_scale: expected None"),
         ({"w_offset": torch.ones(24, 4)}, "w_offset: expected None"),
         ({"group_size": 64}, "group_size: expected the weight's, 32"),
-        ({"x": torch.randn(3, 99)}, r"x: expected \[.., 100\]"),
+        ({"x": torch.randn(3, 99)}, r"x: expected \[…, 100\]"),
         ({"out": torch.empty(3, 24).as_strided((3, 24), (0, 1))}, "out: expected rows"),
         ({"out": weight.parameters.view(-1)[:72].view(3, 24)}, "out: expected memory apart from w_scale"),
         ({"x": torch.randn(3, 100, device="meta")}, "values: expected a tensor on meta"),

@@ -157,7 +157,7 @@ def test_through_transformed_dtypes_and_bad_cuts() -> None:
     with pytest.raises(ValueError, match=r"expected one of Int8Linear.*got Linear"):
         shard_rows(nn.Linear(4, 4), 0, 2)
     shard = shard_columns(layer, 3, 9)
-    with pytest.raises(ValueError, match=r"expected shape \[\.\., 6\], the input features 3 to 9"):
+    with pytest.raises(ValueError, match=r"expected shape \[…, 6\], the input features 3 to 9"):
         shard(torch.zeros(2, 16))
     with pytest.raises(ValueError, match="got a shard of one"):
         shard_rows(shard, 0, 3)

@@ -68,7 +68,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
     [
         ("truncated", "not a whole safetensors file"),
         ("missing shard", "model-00002-of-00002.safetensors: missing"),
-        ("outside", "expected safetensors files beside it"),
+        ("outside", "expected safetensors files next to it"),
         ("other config", "disagree|mismatch|size"),
         ("more layers", "config.json disagrees with the tensors: expected"),
         ("unknown model", "NoSuchModel"),

@@ -117,7 +117,7 @@ def test_inputs_without_a_direct_call(kind: str, device: str, seed: int, monkeyp
     torch.testing.assert_close(layer(x[2]), alone[0])
     assert layer(x.half()).dtype == torch.float16  # the bias is bfloat16
     assert not calls
-    with pytest.raises(ValueError, match=r"x: expected shape \[.., 144\]"):
+    with pytest.raises(ValueError, match=r"x: expected shape \[…, 144\]"):
         layer(x[:, :100])
     layer(x.clone().requires_grad_())
     assert torch.equal(layer(x.view(1, 1, 1, 2, 1, 3, 144)).view(6, 64), y)

@@ -225,7 +225,7 @@ def test_a_cache_of_another_model_that_attends_otherwise(attention: str, length:
     expected = optimised(ids, **{name: epiloq.QuantizedCache(plain.config, max_cache_len=length)}).logits
     epiloq.optimize_(optimised)
     plain.set_attn_implementation(attention)
-    with pytest.raises(ValueError, match=r"QuantizedCache: config: expected that of the model which uses the cache"):
+    with pytest.raises(ValueError, match=r"QuantizedCache: config: expected that of the model that uses the cache"):
         plain(ids, **{name: epiloq.QuantizedCache(optimised.config, max_cache_len=length)})
     found = optimised(ids, **{name: epiloq.QuantizedCache(plain.config, max_cache_len=length)}).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Targets for SmolLM2 beside what was measured: each is computed from rows of the results' file."""
+"""Targets for SmolLM2 and what was measured: each is computed from rows of the results' file."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TARGETS = (
         "{:+.1f} %",
     ),
     Target(
-        "budget beside uniform `w4a16-g64` at equal size, reduction of KL",
+        "budget, compared with uniform `w4a16-g64` at equal size: reduction of KL",
         "25 %",
         ("embedding and head in float", "embedding and head in 8 bits"),
         _less,

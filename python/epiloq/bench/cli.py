@@ -19,7 +19,7 @@ from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.environment import describe, gpu_state
 from epiloq.bench.floor import CEILINGS, measure_read_floor
 from epiloq.bench.models.measure import run_plan
-from epiloq.bench.models.plan import FORMS, MODES, SHAPES, Beside, Measured, Plan
+from epiloq.bench.models.plan import FORMS, MODES, SHAPES, Extras, Measured, Plan
 from epiloq.bench.models.report import draw_models, table, write_json
 from epiloq.bench.models.shares import draw_shares, shares_table
 from epiloq.bench.operations import OPERATIONS, default_peers, expand
@@ -144,24 +144,24 @@ def _bench_model(
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
         plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
-        plan, beside, environment = replace(plan, shares=shares > 0, **options), Beside(), describe(target, "")
+        plan, extras, environment = replace(plan, shares=shares > 0, **options), Extras(), describe(target, "")
         environment["transformers"] = version("transformers")
 
         def keep(results: Sequence[Measured]) -> None:
             if json and json != STDOUT:
-                write_json(json, environment, results, beside)
+                write_json(json, environment, results, extras)
 
-        results = run_plan(plan, target.type, _progress, beside, keep)
+        results = run_plan(plan, target.type, _progress, extras, keep)
     except ValueError as error:
         print(f"epiloq {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    _print_models(results, beside, shares, sys.stderr if json == STDOUT else sys.stdout)
+    _print_models(results, extras, shares, sys.stderr if json == STDOUT else sys.stdout)
     if json == STDOUT:
-        write_json(STDOUT, environment, results, beside)
+        write_json(STDOUT, environment, results, extras)
     if plot:
         draw_models(results, plot)
-    if plot and beside.shares:
-        draw_shares(beside.shares, shares, plot.with_stem(f"{plot.stem}_shares"))
+    if plot and extras.shares:
+        draw_shares(extras.shares, shares, plot.with_stem(f"{plot.stem}_shares"))
 
 
 def _check_model_options(scheme: list[str] | None, mode: list[str] | None, options: dict[str, Any]) -> None:
@@ -182,12 +182,12 @@ def _check_counts(**counts: Sequence[int]) -> None:
             raise ValueError(f"bench: --{name}: expected at least 1, got {min(numbers)}")
 
 
-def _print_models(results: Sequence[Measured], beside: Beside, shares: int, to: TextIO) -> None:
+def _print_models(results: Sequence[Measured], extras: Extras, shares: int, to: TextIO) -> None:
     print(table(results), file=to)
-    for name, reason in beside.left_out.items():
+    for name, reason in extras.left_out.items():
         print(f"{name} is left out: {reason}", file=to)
-    if beside.shares:
-        print("\n" + shares_table(beside.shares, shares), file=to)
+    if extras.shares:
+        print("\n" + shares_table(extras.shares, shares), file=to)
 
 
 def _check_names(option_name: str, given: Sequence[str] | None, known: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from epiloq.bench.contract import Call, Inputs
 # GPU's cache retains parts of a rotation if kernels load with an evict-first policy.
 CACHE_MULTIPLE = {"cuda": 20, "cpu": 4}
 FEWEST_SETS = 3
-# Limits graph size and set-up time of tiny problems, which then run warm; their rows say so.
+# Limits graph size and set-up time of tiny problems, which then run warm; their rows note it.
 MOST_SETS = 4096
 
 

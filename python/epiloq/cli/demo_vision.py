@@ -75,8 +75,8 @@ def perform(output: Path, json_file: Path | None, devices: Sequence[str], consol
             advance()
     console.print(results_table(found))
     console.print(
-        "IoU: of the detector's map with the float32 network's. As float: characters of drawn words read alike; right: "
-        "read as drawn. Detect, read: milliseconds for a page and for a word, alternating with the float networks.",
+        "IoU: of the detector's map with the float32 network's. As float: characters of drawn words read as by the "
+        "float32 network; right: read correctly. Detect, read: milliseconds for a page and for a word, alternating with the float networks.",
         highlight=False,
     )
     console.print(f"Report: {page} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)

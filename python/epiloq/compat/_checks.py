@@ -47,15 +47,15 @@ def vector(operation: str, name: str, tensor: Tensor, numel: int) -> Tensor:
 
 
 def rows_apart(operation: str, name: str, x: Tensor) -> Tensor:
-    """`x` [.., K] with contiguous rows that do not overlap: itself, or a copy if its memory has another order."""
+    """`x` […, K] with contiguous rows that do not overlap: itself, or a copy if its memory has another order."""
     _require_tensor(operation, name, x)
     if x.dim() == 0:
-        raise ValueError(f"{operation}: {name}: expected shape [.., K], got a scalar")
+        raise ValueError(f"{operation}: {name}: expected shape […, K], got a scalar")
     return dense_rows(x)
 
 
 def groups_of(operation: str, name: str, x: Tensor, group_size: int) -> Tensor:
-    """`x` [.., K] as [rows and groups, group_size], a view."""
+    """`x` […, K] as [rows and groups, group_size], a view."""
     _require_tensor(operation, name, x)
     if x.dim() == 0 or group_size < 1 or x.shape[-1] % group_size:
         raise ValueError(

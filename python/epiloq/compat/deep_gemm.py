@@ -99,7 +99,7 @@ def _ends(experts: Tensor, rows: int, count: int) -> Tensor:
             raise ValueError(f"{name}: expected experts below {count}, got {int(experts.max())}")
     ends = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
     after = torch.arange(1, rows + 1, dtype=torch.int32, device=experts.device)
-    # On CUDA an expert that is not there must not become a write beside the ends.
+    # On CUDA an invalid expert index must not cause a write outside `ends`.
     ends.scatter_reduce_(0, (experts + 1).clamp(0, count).long(), after, "amax")
     return ends[1:].cummax(0).values
 
@@ -144,7 +144,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tupl
 
 
 def get_mn_major_tma_aligned_tensor(x: Tensor) -> Tensor:
-    """float32 scales [.., M, G] in the layout of TMA: strides (1, M rounded up to 4); `x` itself if it already has
+    """float32 scales […, M, G] in the layout of TMA: strides (1, M rounded up to 4); `x` itself if it already has
     this layout."""
     if x.dim() not in (2, 3) or x.dtype != torch.float32:
         raise ValueError(

@@ -100,11 +100,11 @@ def sgl_per_token_group_quant_8bit(
     masked_m: Tensor | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """Quantise groups of `group_size` of the rows of `input` [.., K] into `output_q`, int8 or float8_e4m3fn.
+    """Quantise groups of `group_size` of the rows of `input` […, K] into `output_q`, int8 or float8_e4m3fn.
 
-    `output_s` float32 [.., K / group_size], in any layout, is written with max(max|x|, eps) / `fp8_max`, rounded up to
+    `output_s` float32 […, K / group_size], in any layout, is written with max(max|x|, eps) / `fp8_max`, rounded up to
     powers of two where `scale_ue8m0`. `fp8_min` and `fp8_max` are the type's own limits. With `fuse_silu_and_mul`,
-    `input` is [.., 2 K] and ``silu(input[.., :K]) * input[.., K:]`` is quantised, ignoring `eps`. int8 groups below
+    `input` is […, 2 K] and ``silu(input[…, :K]) * input[…, K:]`` is quantised, ignoring `eps`. int8 groups below
     `eps` keep their own scale. `enable_v2` selects one of sgl_kernel's kernels and is ignored.
 
     Raises NotImplementedError for `masked_m`, for int8 with `scale_ue8m0` or `fuse_silu_and_mul`, and for scales that

@@ -41,9 +41,9 @@ _LEAST_TOKEN_AMAX = 1 / 512
 def cutlass_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``D = scale_a * scale_b * (a @ b) + bias``, shape ``[.., N]``.
+    """``D = scale_a * scale_b * (a @ b) + bias``, shape ``[…, N]``.
 
-    `a` int8 or float8_e4m3fn [.., K], its leading dimensions flattened to M rows; `b` of its dtype [K, N]
+    `a` int8 or float8_e4m3fn […, K], its leading dimensions flattened to M rows; `b` of its dtype [K, N]
     column-major; `scale_a` float32 of 1 or M elements, `scale_b` of 1 or N; `out_dtype` bfloat16 or float16; `bias` of
     N elements of `out_dtype`.
 
@@ -75,7 +75,7 @@ def cutlass_scaled_mm_azp(
     azp: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``D = scale_a * scale_b * (a @ b - azp * azp_adj) + bias``, shape ``[.., N]``.
+    """``D = scale_a * scale_b * (a @ b - azp * azp_adj) + bias``, shape ``[…, N]``.
 
     As `cutlass_scaled_mm` for int8, with `azp_adj` int32 of N elements (the column sums of `b`) and `azp` int32 of M
     elements. Without `azp` all tokens have the same zero point, which is a factor of `azp_adj`. The correction is
@@ -96,7 +96,7 @@ def cutlass_scaled_mm_azp(
 def scaled_int8_quant(
     input: Tensor, scale: Tensor | None = None, azp: Tensor | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantise `input` [.., K] to ``(q, scale, azp or None)``, q int8 of the same shape.
+    """Quantise `input` […, K] to ``(q, scale, azp or None)``, q int8 of the same shape.
 
     With `scale` (float32, one element) and, if not `symmetric`, `azp` (int32, one element): per tensor, both
     returned as given. Otherwise per token, `azp` ignored: scale float32 [tokens, 1] = max|x| / 127; or, if not
@@ -131,7 +131,7 @@ def scaled_fp8_quant(
     output: Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise `input` [.., K], its leading dimensions flattened to M rows, to ``(q, scale)``, q float8_e4m3fn [.., K].
+    """Quantise `input` […, K], its leading dimensions flattened to M rows, to ``(q, scale)``, q float8_e4m3fn […, K].
 
     Inputs that are not row-major are copied, as in vLLM.
 
@@ -211,9 +211,9 @@ def per_token_group_quant_fp8(
     out_q: Tensor | None = None,
     use_ue8m0: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise groups of `group_size` of the rows of `x` [.., K] to ``(q, scale)``, scale = max(max|x|, eps) / 448.
+    """Quantise groups of `group_size` of the rows of `x` […, K] to ``(q, scale)``, scale = max(max|x|, eps) / 448.
 
-    q is float8_e4m3fn like `x`, scale float32 [.., ceil(K / group_size)]; with `column_major_scales` the strides of
+    q is float8_e4m3fn like `x`, scale float32 […, ceil(K / group_size)]; with `column_major_scales` the strides of
     two dimensions are (1, M rounded up to 4), `tma_aligned_scales` or not. `use_ue8m0` rounds scales up to powers of
     two; None (vLLM: as configured) means False.
     """
@@ -235,9 +235,9 @@ def per_token_group_quant_fp8(
 def per_token_group_quant_int8(
     x: Tensor, group_size: int, eps: float = 1e-10, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor]:
-    """Quantise groups of `group_size` of the rows of `x` [.., K] to ``(q, scale)``, scale = max|x| / 127.
+    """Quantise groups of `group_size` of the rows of `x` […, K] to ``(q, scale)``, scale = max|x| / 127.
 
-    q is int8 like `x`, scale float32 [.., K / group_size]; K is a multiple of `group_size`, `x` contiguous. Groups
+    q is int8 like `x`, scale float32 […, K / group_size]; K is a multiple of `group_size`, `x` contiguous. Groups
     below `eps` keep their own scale, so they are not rounded to zero.
     """
     operation = "per_token_group_quant_int8"
@@ -252,5 +252,5 @@ def _checked_rows(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) 
     require_half(operation, out_dtype)
     require_matrix(operation, b=b)
     if a.dim() == 0:
-        raise ValueError(f"{operation}: a: expected shape [.., K], got a scalar")
+        raise ValueError(f"{operation}: a: expected shape […, K], got a scalar")
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])

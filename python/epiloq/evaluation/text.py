@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> Any:
     # If files are missing, transformers constructs a tokenizer of special tokens only (T5's has one more token).
     if len(found) - len(found.all_special_ids) < 2:
         raise ValueError(
-            f"{folder}: no tokenizer: expected its files (tokenizer.json or the like) beside config.json, found none "
+            f"{folder}: no tokenizer: expected its files (tokenizer.json or the like) next to config.json, found none "
             "with a vocabulary"
         )
     return found
@@ -100,7 +100,7 @@ def _cut(tokenizer: Any, texts: Sequence[str], length: int, **options: bool) -> 
     try:
         return tokenizer(list(texts), **cutting, **options)
     except Exception as error:
-        raise ValueError(f"text: the tokenizer cannot cut it: {reason(error)}") from error
+        raise ValueError(f"text: the tokenizer failed: {reason(error)}") from error
 
 
 def sample(found: Sequence[Tensor], count: int, seed: int = SEED) -> list[Tensor]:

@@ -53,7 +53,7 @@ def to_packed(
         weight_scale: ``[N, G]`` of 16 or 32 bits, whose dtype stays, G = K / group_size.
         weight_shape: int64 ``[2]``, of ``pack-quantized``: N and K; None if its words are full.
         weight_zero_point: of asymmetric weights: int32 ``[ceil(N bits / 32), G]``, packed along N as the weight is;
-            beside ``weight`` int8 ``[N, G]``.
+            with ``weight`` int8 ``[N, G]``.
         weight_g_idx: int32 ``[K]``, the group of each channel, of weights in activation order.
         bits: 2, 3, 4 or 8.
         group_size: -1 for one group, "channel" in the package's words.

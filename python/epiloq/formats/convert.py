@@ -134,7 +134,7 @@ def perform(
         shared = layers.shared if conversion.layout.shares else {}
         target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared)
         target.untie = bool(layers.shared) and not shared
-        split, beside = splitter(layers.model, conversion.layout.name), set[str]()
+        split, split_off = splitter(layers.model, conversion.layout.name), set[str]()
         rounds_inputs = False
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}
         for name in (name for name in checkpoint.names() if name not in layers.unused):
@@ -142,7 +142,7 @@ def perform(
             if layer is None:
                 for own, tensor in split(name, checkpoint.tensor(name)).items():
                     writer.add(checkpoint.stored_name(own), tensor)
-                    beside |= {own.removesuffix(".weight")} if own != name else set()
+                    split_off |= {own.removesuffix(".weight")} if own != name else set()
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
                 try:
@@ -160,7 +160,7 @@ def perform(
                 f"{checkpoint.folder}, will be quantised to FP8, as the format requires",
                 stacklevel=2,
             )
-        target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | beside)
+        target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | split_off)
         checkpoint.copy_other_files(temporary)
     return {
         "input": str(checkpoint.folder),

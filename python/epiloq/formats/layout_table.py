@@ -102,7 +102,7 @@ _DEEPSEEK_FP4 = float4.Names("weight", fp8.SCALE, inputs=None, codes_dtype=torch
 
 
 def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
-    raise FormatError(f"{described.layout}: is read only; epiloq convert writes the directory in another format")
+    raise FormatError(f"{described.layout}: can only be read; epiloq convert writes the directory in another format")
 
 
 def _to_int4(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:

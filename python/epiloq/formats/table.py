@@ -188,7 +188,7 @@ def _compressed_config(written: Written) -> dict[str, Any]:
     global_scales = {name: one for name, one in written.described.items() if one.layout == compressed_config.NVFP4}
     if any(described.inputs is not None for described in global_scales.values()):
         warnings.warn(
-            "vLLM refuses NVFP4 weights with 8-bit activations (transformers and epiloq read them): take w4a16-nvfp4 "
+            "vLLM refuses NVFP4 weights with 8-bit activations (transformers and epiloq read them): use w4a16-nvfp4 "
             "for it, or w4a8-mxfp4-fp8, whose weights it reads",
             stacklevel=4,
         )

@@ -121,7 +121,7 @@ def _refuse_quantized(wrapper: Any) -> None:
 
 
 def _include_quantized(config: Any, model: nn.Module) -> Any:
-    """Resolves "all-linear" as PEFT does, with quantised layers beside those of torch."""
+    """Resolves "all-linear" as PEFT does, including quantised layers."""
     given = getattr(config, "target_modules", None)
     config = _resolve_all_linear(config, model)
     if isinstance(given, str) and given.lower() == _ALL_LINEAR:

@@ -47,7 +47,7 @@ def quantize_layers(
         groups, left = choose(model, chosen.layer, filter_fn, patterns, chosen.check_convertible)
         twice = {name for names in groups for name in names} & set(ends)
         if twice:
-            raise ValueError(f"quantize_: head: {min(twice)} is chosen by filter_fn, too: expected one of both")
+            raise ValueError(f"quantize_: head: {min(twice)} is chosen by filter_fn, too: expected one or the other")
         _convert(model, groups, chosen, calibrate, observer)
     if chosen.layer is nn.Linear and filter_fn is None:
         left |= {f"the experts of {name}": reason for name, reason in experts_left_stacked(model).items()}

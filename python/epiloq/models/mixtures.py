@@ -21,10 +21,10 @@ from epiloq.models.stacked_experts import (
     BEFORE,
     apart_from,
     as_before,
+    declared,
     in_one,
     is_float,
     reason_against,
-    says,
     stacked_names,
 )
 from epiloq.nn import ExpertLinears, GatedExperts
@@ -54,8 +54,8 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         counts = {count for child in module.children() if (count := _count_in(child))}
-        beside = [(leaf, child) for leaf, child in module.named_children() if counts and not _count_in(child)]
-        for leaf, child in beside:
+        siblings = [(leaf, child) for leaf, child in module.named_children() if counts and not _count_in(child)]
+        for leaf, child in siblings:
             for inner, layer in child.named_modules(prefix=f"{name}.{leaf}" if name else leaf):
                 weight, rows = getattr(layer, "weight", None), {1, *counts} if layer is child else counts
                 if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] in rows:
@@ -233,7 +233,7 @@ def _projections(model: nn.Module, name: str) -> Projections:
     first = torch.tensor([[[0.0], [1.0]][-in_one(module) :]] * 2, device="cpu")
     down = torch.full((2, 1, 1), 2.0, device="cpu")
     stacks = {f"{name}.{part}": values for part, values in zip(stacked_names(module), (first, down), strict=True)}
-    if says(module, "is_transposed"):
+    if declared(module, "is_transposed"):
         stacks = {part: values.mT.contiguous() for part, values in stacks.items()}
     reverted = revert_weight_conversion(cast(Any, model), stacks)
     found: dict[float, str] = {0.0: ""} if in_one(module) == 1 else {}

@@ -11,9 +11,9 @@ from epiloq.nn import ExpertLinears
 from epiloq.nn.experts.expert_linears import Projections
 from epiloq.nn.experts.gating import OwnGate
 
-# What transformers' experts interface says of a module, and what it says without a word.
+# Properties that transformers' experts interface sets on a module, and their defaults.
 _MARKS = ("has_bias", "is_transposed")
-_USUAL = {"has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False}
+_DEFAULTS = {"has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False}
 _WITHOUT_MARKS = frozenset({"Step3p7Experts", "LongcatFlashExperts"})
 """Classes of transformers that are called as those of the interface are, though they do not take part in it."""
 _GATE_UP, _UP, _DOWN, _BIAS, _NORM = ("gate_up_proj", "up_proj", "down_proj", "_bias", "post_expert_norm")
@@ -29,8 +29,8 @@ def reason_against(module: nn.Module) -> str | None:
         return "not called as the experts of transformers are"
     if getattr(module, "_is_expert_parallel", False):
         return "split among ranks already"
-    if says(module, "has_post_expert_norm") and not isinstance(getattr(module, _NORM, None), nn.Module):
-        return f"without a module {_NORM}, though it says that it has one"
+    if declared(module, "has_post_expert_norm") and not isinstance(getattr(module, _NORM, None), nn.Module):
+        return f"without a module {_NORM}, though has_post_expert_norm is set"
     parameters, expected = dict(module.named_parameters(recurse=False)), _tensors(module)
     if parameters.keys() != set(expected):
         return f"made of {', '.join(sorted(parameters))}, expected {' and '.join(expected)}"
@@ -46,9 +46,9 @@ def reason_against(module: nn.Module) -> str | None:
     return None
 
 
-def says(module: nn.Module, mark: str) -> Any:
+def declared(module: nn.Module, mark: str) -> Any:
     """Return a module's attribute about how its experts are stacked and run, or the usual value."""
-    return getattr(module, mark, _USUAL[mark])
+    return getattr(module, mark, _DEFAULTS[mark])
 
 
 def stacked_names(module: Any) -> tuple[str, str]:
@@ -68,7 +68,7 @@ def identities(module: nn.Module) -> int:
 
 def apart_from(module: nn.Module, projections: Projections) -> ExpertLinears:
     """The same experts with a linear layer for each matrix, sharing memory."""
-    biases = _biases(module) if says(module, "has_bias") else (None, None)
+    biases = _biases(module) if declared(module, "has_bias") else (None, None)
     parts = [_split(module, values) for values in (_matrices(module)[0], biases[0])]
     down, down_bias = _matrices(module)[1], biases[1]
     experts = []
@@ -80,7 +80,7 @@ def apart_from(module: nn.Module, projections: Projections) -> ExpertLinears:
         ]
         layers.append(_linear(down[expert], None if down_bias is None else down_bias[expert]))
         experts.append(dict(zip(projections.names, layers, strict=True)))
-    norm = getattr(module, _NORM) if says(module, "has_post_expert_norm") else None
+    norm = getattr(module, _NORM) if declared(module, "has_post_expert_norm") else None
     made = ExpertLinears(experts, _act_fn(module), identities=identities(module), post_expert_norm=norm)
     made.__dict__[BEFORE] = module
     return made.train(module.training)
@@ -109,9 +109,9 @@ def _write_back(before: Any, layers: list[tuple[nn.Linear, ...]]) -> None:
     """Give a module the weights, and biases, that linear layers have now."""
     weights: list[list[Tensor]] = [[layer.weight for layer in each] for each in layers]
     both = _joined(before, weights), torch.stack([each[-1] for each in weights])
-    turned = [t.mT.contiguous() if says(before, "is_transposed") else t for t in both]
+    turned = [t.mT.contiguous() if declared(before, "is_transposed") else t for t in both]
     values = dict(zip(stacked_names(before), turned, strict=True))
-    if says(before, "has_bias"):
+    if declared(before, "has_bias"):
         biases: list[list[Tensor]] = [[layer.bias for layer in each] for each in layers]
         joined = _joined(before, biases), torch.stack([each[-1] for each in biases])
         values |= {f"{name}{_BIAS}": t for name, t in zip(stacked_names(before), joined, strict=True)}
@@ -125,13 +125,13 @@ def _write_back(before: Any, layers: list[tuple[nn.Linear, ...]]) -> None:
 
 def _tensors(module: nn.Module) -> tuple[str, ...]:
     names = stacked_names(module)
-    return (*names, *(f"{name}{_BIAS}" for name in names)) if says(module, "has_bias") else names
+    return (*names, *(f"{name}{_BIAS}" for name in names)) if declared(module, "has_bias") else names
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
     """The values of the parameters with matrices, ``[E, N, K]`` each."""
     found = [module.get_parameter(name).data for name in stacked_names(module)]
-    return [values.mT if says(module, "is_transposed") else values for values in found]
+    return [values.mT if declared(module, "is_transposed") else values for values in found]
 
 
 def _biases(module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -144,14 +144,14 @@ def _split(module: nn.Module, values: Tensor | None) -> tuple[Tensor | None, ...
     count = in_one(module)
     if values is None:
         return (None,) * count
-    if says(module, "is_concatenated"):
+    if declared(module, "is_concatenated"):
         return values.chunk(count, 1)
     return tuple(values[:, part::count] for part in range(count))
 
 
 def _joined(module: nn.Module, each: list[list[Tensor]]) -> Tensor:
     """The inverse of `_split`, of all matrices (or biases) of each expert but the last."""
-    if says(module, "is_concatenated"):
+    if declared(module, "is_concatenated"):
         return torch.stack([torch.cat(parts[:-1]) for parts in each])
     return torch.stack([torch.stack(parts[:-1], 1).flatten(0, 1) for parts in each])
 
@@ -160,7 +160,7 @@ def _act_fn(module: nn.Module) -> nn.Module:
     """Return the gating activation. Raises ValueError for a gate that is not supported."""
     gate = getattr(type(module), "_apply_gate", None)
     usual = gate is None or gate.__module__ == "transformers.integrations.moe"
-    if (usual and says(module, "is_concatenated")) or in_one(module) == 1:
+    if (usual and declared(module, "is_concatenated")) or in_one(module) == 1:
         return cast(nn.Module, module.act_fn)
     return OwnGate(module)
 

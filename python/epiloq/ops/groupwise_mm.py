@@ -134,10 +134,10 @@ def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, *
 def fake_of(operation: str) -> Callable[..., Tensor]:
     def shapes(a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
         if a.ndim < 1 or b.ndim < 2:
-            raise ValueError(f"epiloq.{operation}: b: expected [.., K, N], got {b.ndim} dimensions")
+            raise ValueError(f"epiloq.{operation}: b: expected […, K, N], got {b.ndim} dimensions")
         torch._check_value(
             a.shape[-1] == b.shape[-2],
-            lambda: f"epiloq.{operation}: b: expected [.., {a.shape[-1]}, N], got {list(b.shape)}",
+            lambda: f"epiloq.{operation}: b: expected […, {a.shape[-1]}, N], got {list(b.shape)}",
         )
         return empty_product(operation, a, b, out_dtype)
 

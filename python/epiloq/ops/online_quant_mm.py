@@ -162,7 +162,7 @@ def explain(*args: Any, terms: bool = False, **kwargs: Any) -> str:
 def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:
     torch._check_value(
         x.ndim > 0 and x.shape[-1] == in_features,
-        lambda: f"epiloq.online_quant_mm: x: expected [.., {in_features}], got {list(x.shape)}",
+        lambda: f"epiloq.online_quant_mm: x: expected […, {in_features}], got {list(x.shape)}",
     )
     return _empty(x, values)
 

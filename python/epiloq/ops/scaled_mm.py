@@ -184,9 +184,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, *
 
 def _fake(operation: str, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype) -> Tensor:
     if a.ndim < 1 or b.ndim != 2:
-        raise ValueError(
-            f"epiloq.{operation}: b: expected [K, N], with a [.., K]; got {b.ndim} and {a.ndim} dimensions"
-        )
+        raise ValueError(f"epiloq.{operation}: b: expected [K, N], with a […, K]; got {b.ndim} and {a.ndim} dimensions")
     torch._check_value(
         a.shape[-1] == b.shape[0], lambda: f"epiloq.{operation}: b: expected [{a.shape[-1]}, N], got {list(b.shape)}"
     )

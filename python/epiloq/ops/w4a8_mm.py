@@ -323,7 +323,7 @@ def _fake(x_q: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
     if x_q.dtype not in ACTIVATIONS:
         raise ValueError(f"epiloq.{NAME}: x_q: expected int8 or float8_e4m3fn, got {x_q.dtype}")
     if x_q.ndim < 1:
-        raise ValueError(f"epiloq.{NAME}: x_q: expected [.., {k}], got a scalar")
+        raise ValueError(f"epiloq.{NAME}: x_q: expected […, {k}], got a scalar")
     torch._check_value(x_q.shape[-1] == k, lambda: f"epiloq.{NAME}: x_q: expected {k} columns, got {list(x_q.shape)}")
     return _empty(x_q, n, out_dtype)
 

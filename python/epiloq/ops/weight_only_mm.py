@@ -184,7 +184,7 @@ def explain(
 def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     n, k = rest[6], rest[7]
     if x.ndim < 1:
-        raise ValueError(f"epiloq.{_NAME}: x: expected [.., {k}], got a scalar")
+        raise ValueError(f"epiloq.{_NAME}: x: expected […, {k}], got a scalar")
     torch._check_value(x.shape[-1] == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
     return _empty(x, n)
 

@@ -189,7 +189,7 @@ def padded_input(shard: Shard, x: Tensor) -> Tensor:
     """Pad the input of a shard with zeros. Raises ValueError for another width."""
     if x.dim() == 0 or x.shape[-1] != len(shard.columns):
         raise ValueError(
-            f"epiloq.parallel: x: expected shape [.., {len(shard.columns)}], the input features {shard.columns.start} "
+            f"epiloq.parallel: x: expected shape […, {len(shard.columns)}], the input features {shard.columns.start} "
             f"to {shard.columns.stop}, got {list(x.shape)}"
         )
     return functional.pad(x, (shard.head, shard.tail)) if shard.head or shard.tail else x

@@ -40,11 +40,11 @@ class SymmetricSum:
             try:
                 symmetric.rendezvous(buffer, group)
             except RuntimeError as error:
-                raise ValueError(f"{expected}, and torch says: {error}") from error
+                raise ValueError(f"{expected}, and torch reports: {error}") from error
             _BUFFERS[self.group] = buffer
 
     def takes(self, y: Tensor) -> bool:
-        """Whether it sums such a tensor: a small one in a supported dtype, and no gradient is wanted."""
+        """Whether it sums such a tensor: a small one in a supported dtype, and no gradient is needed."""
         wanted = torch.is_grad_enabled() and y.requires_grad
         return y.dtype in _DTYPES and 0 < y.nbytes <= LIMIT and y.nbytes % _ALIGNMENT == 0 and not wanted
 

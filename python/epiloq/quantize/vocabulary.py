@@ -75,7 +75,7 @@ def _unlike(vocabulary: VocabularySchemes, layout: Format, scheme: str, symmetri
 
 
 def of_one_scheme(layout: str) -> str:
-    """Return why a format whose reader describes layers cannot represent a quantised embedding beside those of a
+    """Return why a format whose reader describes layers cannot represent a quantised embedding together with those of a
     budget."""
     return f"{layout}: its reader supports only an embedding with the layers' scheme, and a budget has several"
 

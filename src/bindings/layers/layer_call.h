@@ -21,7 +21,7 @@ class LayerCall {
  public:
   LayerCall(py::handle layer, py::handle x);
 
-  // Whether torch need not see this call: x is dense, plain and [.., M, in_features], nothing of torch's is at work,
+  // Whether torch need not see this call: x is dense, plain and […, M, in_features], nothing of torch's is at work,
   // and of the layer's tensors each that `read` was asked for is plain, and none wants a gradient.
   bool is_direct() const { return is_direct_; }
 
@@ -45,7 +45,7 @@ class LayerCall {
   bool is_half() const { return x_.view.dtype == DType::kFloat16 || x_.view.dtype == DType::kBFloat16; }
   bool is_float() const { return is_half() || x_.view.dtype == DType::kFloat32; }
 
-  // The output [.., M, columns], for `compute(view, arg)`, which returns whether it computed.
+  // The output […, M, columns], for `compute(view, arg)`, which returns whether it computed.
   template <class Compute>
   py::object output(std::int64_t columns, Compute const& compute) const {
     py::object result = new_rows(x_object_, x_.view, columns);
@@ -72,7 +72,7 @@ class LayerCall {
 // are forced.
 bool multiplies_float8(Device device);
 
-// [.., C], dense, as [R, C].
+// […, C], dense, as [R, C].
 TensorView rows_of(TensorView const& dense);
 
 }  // namespace epiloq::bindings

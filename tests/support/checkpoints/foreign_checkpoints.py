@@ -63,7 +63,7 @@ def with_biases(model: Any) -> Any:
 
 
 def words(fields: np.ndarray[Any, Any], bits: int = 4) -> Tensor:
-    """``[.., n]`` fields to int32 ``[.., n * bits / 32]``, the first in the lowest bits."""
+    """``[…, n]`` fields to int32 ``[…, n * bits / 32]``, the first in the lowest bits."""
     count = 32 // bits
     grouped = fields.astype(np.uint64).reshape(*fields.shape[:-1], -1, count)
     shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)

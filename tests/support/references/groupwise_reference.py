@@ -38,7 +38,7 @@ class Problem:
         return replace(self, scale_a=columns[:, :rows].t())
 
     def spread_weight(self) -> Tensor:
-        """The dequantised weight's scales, element by element, in float64: [.., K, N]."""
+        """The dequantised weight's scales, element by element, in float64: […, K, N]."""
         scale = self.scale_b.double().repeat_interleave(128, dim=-2).repeat_interleave(self.recipe[1], dim=-1)
         return scale[..., : self.b.shape[-2], : self.b.shape[-1]]
 

@@ -102,7 +102,7 @@ def marlin(t: dict[str, Tensor], bits: int, group_size: int) -> Tensor:
 
 
 def _gathered(stored: Tensor, order: list[int]) -> Tensor:
-    """What was stored as ``stored[.., i] = value[.., order[i]]``, chunk by chunk."""
+    """What was stored as ``stored[…, i] = value[…, order[i]]``, chunk by chunk."""
     chunks = stored.reshape(stored.shape[0], -1, len(order))
     values = torch.empty_like(chunks)
     values[..., order] = chunks

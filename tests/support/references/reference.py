@@ -89,7 +89,7 @@ def assert_within_one_ulp(out: Tensor, p: Problem) -> None:
 
 
 def typical_error(found: Tensor, expected: Tensor) -> float:
-    """Of values ``[.., tokens, features]``, the median over tokens of the relative error.
+    """Of values ``[…, tokens, features]``, the median over tokens of the relative error.
 
     For what a rare token differs in: a value beside a tie that rounds the other way, another choice of experts.
     """

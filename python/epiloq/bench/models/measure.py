@@ -20,7 +20,7 @@ import torch
 import epiloq
 from epiloq.bench.contract import Unavailable
 from epiloq.bench.models.contenders import build, prepare
-from epiloq.bench.models.plan import FORMS, Beside, Measured, Plan
+from epiloq.bench.models.plan import FORMS, Extras, Measured, Plan
 from epiloq.bench.models.shares import Share, profiled
 from epiloq.bench.peers.whole_models import PEERS
 from epiloq.models.cache_argument import cache_argument
@@ -206,14 +206,14 @@ def run_plan(
     plan: Plan,
     device: str,
     progress: Callable[[str], None],
-    beside: Beside | None = None,
+    extras: Extras | None = None,
     keep: Callable[[list[Measured]], None] = lambda _: None,
 ) -> list[Measured]:
     """Measure every contender of a plan, the 16-bit model first.
 
-    `progress` receives a line per contender, `keep` all results so far after each one, and `beside` is filled in.
+    `progress` receives a line per contender, `keep` all results so far after each one, and `extras` is filled in.
     """
-    beside = Beside() if beside is None else beside
+    extras = Extras() if extras is None else extras
     results: list[Measured] = []
     quantised = [(scheme, FORMS[form]) for scheme in plan.schemes for form in plan.forms]
     contenders = [("none", False), *quantised]
@@ -223,7 +223,7 @@ def run_plan(
         try:
             model = prepare(model, scheme, optimized, plan.head)
         except Unavailable as error:
-            beside.left_out[scheme] = str(error)
+            extras.left_out[scheme] = str(error)
             progress(f"{scheme} is left out: {error}")
             continue
         cache = plan.cache if ours else None
@@ -244,7 +244,7 @@ def run_plan(
             progress(f"{scheme}{' optimised' if optimized else ''}: share of time")
             name = scheme + (" optimised" if optimized else "")
             mode = "compile" if "compile" in plan.modes else "eager"
-            beside.shares += step_shares(model, name, mode, plan.batches[0], plan.context, cache)
+            extras.shares += step_shares(model, name, mode, plan.batches[0], plan.context, cache)
         keep(results)
         del model
     return results

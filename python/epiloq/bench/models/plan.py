@@ -103,7 +103,7 @@ class Plan:
 
 
 @dataclass
-class Beside:
+class Extras:
     """Further results of a run: why peers were left out, and kernels by their share of a decode step."""
 
     left_out: dict[str, str] = field(default_factory=dict)

@@ -8,17 +8,17 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from epiloq.bench.models.plan import Beside, Measured
+from epiloq.bench.models.plan import Extras, Measured
 from epiloq.cli import output
 from epiloq.pages import figures
 
 
 def write_json(
-    path: Path, environment: Mapping[str, Any], results: Sequence[Measured], beside: Beside | None = None
+    path: Path, environment: Mapping[str, Any], results: Sequence[Measured], extras: Extras | None = None
 ) -> None:
     """Write the environment, a row per result, the reasons of absent peers and the shares of time."""
     found = {"environment": dict(environment), "rows": [asdict(r) for r in results]}
-    output.write_json(path, found | asdict(Beside() if beside is None else beside))
+    output.write_json(path, found | asdict(Extras() if extras is None else extras))
 
 
 def draw_models(results: Sequence[Measured], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The configurations of NVIDIA's ModelOpt: one algorithm for all layers, or one for each, in config.json or beside it.
+"""The configurations of NVIDIA's ModelOpt: one algorithm for all layers, or one for each, in config.json or next to it.
 
 ``hf_quant_config.json`` has an object "quantization" whose "exclude_modules" config.json calls "ignore"; defined by
 ``modelopt/torch/export/{quant_utils,convert_hf_config}.py``.
@@ -47,7 +47,7 @@ _OTHERS = {
     "W8A8_SQ_PER_CHANNEL": "int8 inputs by a stored scale that are scaled by channel before",
     "W8A16": "int8 weights in the layout of TensorRT-LLM",
     "MXFP8": "FP8 weights in blocks of 32 with scales of powers of two",
-    "NVFP4_SVD": "FP4 weights beside the product of two thin matrices",
+    "NVFP4_SVD": "FP4 weights plus the product of two thin matrices",
 }
 _OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ")
 _MIXED = "MIXED_PRECISION"

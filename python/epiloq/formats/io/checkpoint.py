@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from epiloq.files import Held, check_free, held, named_failures
-from epiloq.formats.io.described import BESIDE, KEY, description, hoisted
+from epiloq.formats.io.described import KEY, SEPARATE_FILES, description, hoisted
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import check_encodable, check_folder, check_new, check_regular, read_json, status
 from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and descriptions of weights. All other files are copied to a new directory.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
-DESCRIPTIONS = {"config.json", *BESIDE}
+DESCRIPTIONS = {"config.json", *SEPARATE_FILES}
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -130,12 +130,12 @@ class Checkpoint:
         taken: dict[str, str] = {}
         for old, new in names.items():
             if new in taken:
-                raise FormatError(f"{self.where(old)}: stands for {new}, as does {taken[new]}")
+                raise FormatError(f"{self.where(old)}: is renamed to {new}, and so is {taken[new]}")
             taken[new] = old
         self.entries = {names[old]: entry for old, entry in self.entries.items()}
         self.files = {names[old]: file for old, file in self.files.items()}
         self.stored = {new: old for old, new in names.items() if new != old}
-        # A bias may be stored beside its layer (VideoMAE's q_bias), so only tensors whose last part is the same count.
+        # A bias may be stored next to its layer (VideoMAE's q_bias), so only tensors whose last part is the same count.
         parts = [(split_name(new), split_name(old)) for new, old in self.stored.items()]
         self._layers = {new: old for (new, part), (old, same) in parts if part == same}
 
@@ -175,7 +175,7 @@ class Checkpoint:
             raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither{self._other_weights()}")
         for file in sorted(set(files.values())):
             if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-                raise FormatError(f"{self.folder / INDEX}: expected safetensors files beside it, got {file!r}")
+                raise FormatError(f"{self.folder / INDEX}: expected safetensors files next to it, got {file!r}")
             if status(self.folder / file) is None:
                 raise FormatError(f"{self.folder / file}: missing, though {INDEX} names it")
             found = read_header(self.folder / file)

@@ -1,4 +1,4 @@
-"""Finds the description of a directory's quantised layers: at one of several places in config.json, or beside it."""
+"""Finds the description of a directory's quantised layers: at one of several places in config.json, or next to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epiloq.formats.io.safe_files import read_json, status
 from epiloq.formats.layouts.base import FormatError
 
 KEY = "quantization_config"
-BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Separate files that older AutoGPTQ, AutoAWQ and ModelOpt wrote, and their methods."""
 _OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
@@ -18,7 +18,7 @@ _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
 
 def described_beside(folder: Path) -> bool:
     """Whether there is a separate quantisation configuration next to config.json."""
-    return any(status(folder / file) is not None for file in BESIDE)
+    return any(status(folder / file) is not None for file in SEPARATE_FILES)
 
 
 def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, 
     if found is not None and "quant_method" not in found and any(found.get(key) is True for key in _OF_BITSANDBYTES):
         return "config.json", {**found, "quant_method": "bitsandbytes"}
     if found is None and any(name.endswith((".qweight", ".weight_scale")) for name in names):
-        for file, method in BESIDE.items():
+        for file, method in SEPARATE_FILES.items():
             if status(folder / file) is not None:
-                beside = read_json(folder / file)
-                return file, {"quant_method": "awq" if "w_bit" in beside else method} | beside
+                found = read_json(folder / file)
+                return file, {"quant_method": "awq" if "w_bit" in found else method} | found
     return "config.json", found

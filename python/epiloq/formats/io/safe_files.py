@@ -94,9 +94,9 @@ def check_new(folder: Path) -> None:
     check_encodable(folder)
     nearest = next(each for each in folder.absolute().parents if each.exists() or each.is_symlink())
     if nearest.is_symlink() and not nearest.exists():
-        raise FormatError(f"{folder}: expected a place in a folder, but {nearest} is a link to nothing")
+        raise FormatError(f"{folder}: expected a path in a folder, but {nearest} is a broken link")
     if not nearest.is_dir():
-        raise FormatError(f"{folder}: expected a place in a folder, but {nearest} is a file")
+        raise FormatError(f"{folder}: expected a path in a folder, but {nearest} is a file")
     reason = why_not_made(nearest)
     if reason is not None:
         raise FormatError(f"{folder}: {reason}: choose another output")

@@ -17,7 +17,7 @@ _PAIRS, _LAST = 5, (30, 31)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Unsigned ``[.., n]`` fields, n a multiple of ``words.period(bits)``, as int32 ``[.., n bits / 32]``."""
+    """Unsigned ``[…, n]`` fields, n a multiple of ``words.period(bits)``, as int32 ``[…, n bits / 32]``."""
     if bits != 3:
         return words.pack(values, bits, _ORDERS.get(bits))
     fields = values.reshape(*values.shape[:-1], -1, 32).int()
@@ -31,7 +31,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """The inverse of `pack`: uint8 ``[.., length]``."""
+    """The inverse of `pack`: uint8 ``[…, length]``."""
     if bits != 3:
         return words.unpack(packed, bits, length, _ORDERS.get(bits))
     by_period = packed.reshape(*packed.shape[:-1], -1, 3)

@@ -26,7 +26,7 @@ def words_of(length: int, bits: int) -> int:
 
 
 def pack(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unsigned ``[.., n]`` fields as int32 ``[.., words_of(n, bits)]``; field i of a period holds its value order[i].
+    """Unsigned ``[…, n]`` fields as int32 ``[…, words_of(n, bits)]``; field i of a period holds its value order[i].
 
     Raises FormatError for a value that does not fit, such as a zero point of 2^bits.
     """
@@ -47,11 +47,11 @@ def pack(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tenso
 
 
 def unpack(words: Tensor, bits: int, length: int, order: Sequence[int] | None = None) -> Tensor:
-    """The inverse of `pack`: uint8 ``[.., length]``."""
+    """The inverse of `pack`: uint8 ``[…, length]``."""
     count = period(bits)
     wanted = words_of(length, bits)
     if words.dtype != torch.int32 or words.shape[-1] != wanted:
-        raise ValueError(f"words: expected int32 [.., {wanted}], got {words.dtype} {list(words.shape)}")
+        raise ValueError(f"words: expected int32 […, {wanted}], got {words.dtype} {list(words.shape)}")
     stride, periods = count * bits // 32, -(-length // count)
     padded = torch.nn.functional.pad(words, (0, periods * stride - wanted))
     values = torch.empty(*words.shape[:-1], periods * count, dtype=torch.uint8, device=words.device)

@@ -41,7 +41,7 @@ class FormatConfig:
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None beside config.json."""
+        """None besides config.json."""
         return []
 
     @classmethod

@@ -48,7 +48,7 @@ def chosen_layers() -> tuple[str, ...]:
 def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
     """Whether this build has kernels for a kind of layer on a device, and the reason if not.
 
-    `capability` is a CUDA device's compute capability, 90 for 9.0; None stands for a CPU, which runs every kind.
+    `capability` is a CUDA device's compute capability, 90 for 9.0; None means a CPU, which runs every kind.
     """
     if kind not in chosen_layers():
         return False, f"{VARIABLE} leaves out {kind}"

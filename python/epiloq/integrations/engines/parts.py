@@ -88,7 +88,7 @@ class Part:
 class PartsLinear(nn.Module):
     """Modules of several parts with concatenated outputs: one product if they could be merged, otherwise one per part.
 
-    ``forward(x, bias)`` takes `x` ``[.., in_features]`` of the rank and `bias` ``[out_features]`` or None.
+    ``forward(x, bias)`` takes `x` ``[…, in_features]`` of the rank and `bias` ``[out_features]`` or None.
     """
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:

@@ -68,7 +68,7 @@ class StoredLinear(nn.Module):
         # not a child, so that transformers does not load it
         self.__dict__["outline"] = linear
         self.read: Callable[[], dict[str, Tensor]] | None = None
-        self.beside: Callable[[], dict[str, Tensor]] | None = None
+        self.load_extra: Callable[[], dict[str, Tensor]] | None = None
         self.layer, self.parts = layer, tuple(parts)
         for name, entry in parts.items():
             self._expect(name, DTYPES[entry.dtype], entry.shape)
@@ -98,8 +98,8 @@ class StoredLinear(nn.Module):
         tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
         tensors = tensors if self.read is None else self.read()
         device = next(iter(tensors.values())).device
-        if self.beside is not None:
-            tensors |= {name: tensor.to(device) for name, tensor in self.beside().items()}
+        if self.load_extra is not None:
+            tensors |= {name: tensor.to(device) for name, tensor in self.load_extra().items()}
         if any(tensor.is_meta for tensor in tensors.values()):
             raise FormatError(f"{self.origin}: its tensors are offloaded; use a device_map that keeps it on a device")
         linear = self.outline
@@ -134,19 +134,19 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     unused = set(unused_scales(checkpoint, known.get, names.has))
-    beside: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    extra: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name, entry in checkpoint.entries.items():
         layer, _, part = name.rpartition(".")
         whose, dotted, rest = name.partition(".weight.")
         if dotted and whose in known:  # bitsandbytes' names, which a module cannot have
-            beside[whose][f"weight.{rest}"] = name
+            extra[whose][f"weight.{rest}"] = name
         elif name not in unused:
             layers[layer][part] = entry
     own_names = {layer: _own_name(names, layer) for layer in layers}
     # epiloq's own format uses the model's names of layers, other formats those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
     _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
-    _ignore_unexpected(model, (name for parts in beside.values() for name in parts.values()))
+    _ignore_unexpected(model, (name for parts in extra.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
         if reader is None or ignores_layer(model, own):
@@ -162,8 +162,8 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             del parts[BIAS]
         parent, _, leaf = own.rpartition(".")
         stored = StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
-        if layer in beside:
-            stored.beside = partial(_read, checkpoint, beside[layer])
+        if layer in extra:
+            stored.load_extra = partial(_read, checkpoint, extra[layer])
         setattr(model.get_submodule(parent), leaf, stored)
         found[own] = reader
     for name, source in sharing.items():

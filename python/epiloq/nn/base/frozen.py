@@ -141,7 +141,9 @@ class _GradientOfAnyOrder(_Gradient):
     def jvp(ctx: Any, _: None, dx: Tensor | None, dbias: Tensor | None, *tangents: Tensor | None) -> Tensor:
         layer, (*tensors, output) = ctx.layer, ctx.saved_tensors
         if any(tangent is not None for tangent in tangents):
-            raise NotImplementedError(f"epiloq.nn.{type(layer).__name__} has no derivative by its frozen tensors")
+            raise NotImplementedError(
+                f"epiloq.nn.{type(layer).__name__} has no derivative with respect to its frozen tensors"
+            )
         if dx is None:
             assert dbias is not None
             dx = dbias.new_zeros(ctx.shape, dtype=ctx.dtype)
@@ -195,7 +197,7 @@ class FrozenLinear(Frozen):
     def _check_width(self, x: Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             name = type(self).__name__
-            raise ValueError(f"{name}: x: expected shape [.., {self.in_features}], got {list(x.shape)}")
+            raise ValueError(f"{name}: x: expected shape […, {self.in_features}], got {list(x.shape)}")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

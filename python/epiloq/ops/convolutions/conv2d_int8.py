@@ -114,7 +114,7 @@ def requantized_mm(
     if (kh, kw) != (1, 1):
         raise ValueError(f"epiloq.{name}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
     if x_q.ndim < 1 or x_q.shape[-1] != k:
-        raise ValueError(f"epiloq.{name}: x_q: expected [.., {k}], got {list(x_q.shape)}")
+        raise ValueError(f"epiloq.{name}: x_q: expected […, {k}], got {list(x_q.shape)}")
     if x_q.dtype != torch.int8:
         raise ValueError(
             f"epiloq.{name}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"

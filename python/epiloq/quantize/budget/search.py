@@ -125,9 +125,9 @@ def budget_sizes(settings: Settings, model: nn.Module, plan: Plan) -> BudgetSize
         )
     if most < least:
         possible = _as_option(budget, least, fixed_bytes, weights)
-        beside = f", {fixed_bytes / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
+        kept = f", {fixed_bytes / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
         raise ValueError(
-            f"{budget.text}: the smallest of {', '.join(budget.candidates)} need {possible}{beside}; or add smaller "
+            f"{budget.text}: the smallest of {', '.join(budget.candidates)} need {possible}{kept}; or add smaller "
             "--candidates, such as w3a16-g64"
         )
     return BudgetSizes(fixed_bytes, sizes, most, free, left)

@@ -1,4 +1,4 @@
-"""Finished blocks of an interrupted run: a directory beside the output, with the settings that produced them."""
+"""Finished blocks of an interrupted run: a directory next to the output, with the settings that produced them."""
 
 from __future__ import annotations
 
