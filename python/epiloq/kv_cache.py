@@ -58,8 +58,8 @@ class Stored(NamedTuple):
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise ValueError(
-            "epiloq.QuantizedCache: config: expected that of the model that uses the cache, got one whose attention reads "
-            f"quantised values ({READS_STORED}, set by epiloq.optimize_): create the cache with this model's own config"
+            "epiloq.QuantizedCache: config: expected that of the model that uses the cache, got one whose attention "
+            f"reads quantised values ({READS_STORED}, set by epiloq.optimize_): create the cache with this model's own config"
         )
 
     def dequantize(self) -> Tensor:

@@ -154,8 +154,8 @@ def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
                 return upper
         dampening = max(10 * dampening, 1e-4)
     raise ValueError(
-        "gptq: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails even with "
-        f"{LARGEST_DAMPENING:g} times the mean of its diagonal added"
+        "gptq: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails "
+        f"even with {LARGEST_DAMPENING:g} times the mean of its diagonal added"
     )
 
 
