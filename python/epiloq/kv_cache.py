@@ -59,7 +59,7 @@ class Stored(NamedTuple):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise ValueError(
             "epiloq.QuantizedCache: config: expected that of the model that uses the cache, got one whose attention "
-            f"reads quantised values ({READS_STORED}, set by epiloq.optimize_): create the cache with this model's own config"
+            f"reads quantised values ({READS_STORED}, set by epiloq.optimize_): create it with this model's own config"
         )
 
     def dequantize(self) -> Tensor:

@@ -76,8 +76,8 @@ def perform(output: Path, json_file: Path | None, devices: Sequence[str], consol
     console.print(results_table(found))
     console.print(
         "IoU: of the detector's map with the float32 network's. As float: characters of drawn words read as by the "
-        "float32 network; right: read correctly. Detect, read: milliseconds for a page and for a word, alternating with "
-        "the float networks.",
+        "float32 network; right: read correctly. Detect, read: milliseconds for a page and for a word, alternating "
+        "with the float networks.",
         highlight=False,
     )
     console.print(f"Report: {page} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)
