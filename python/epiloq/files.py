@@ -133,7 +133,7 @@ def held(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+", encoding="utf-8") as file:
             _take(path, file.fileno())
-            if not _is_still_there(path, file.fileno()):  # Who held it before removed it at the end.
+            if not _is_still_there(path, file.fileno()):  # The previous holder has removed the file.
                 continue
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")

@@ -102,7 +102,7 @@ class Heartbeat:
         """A sentence about a rank that failed or has not been heard of."""
         now = time.monotonic()
         if now - self._looked > self.patience / 2:
-            # This process was stopped meanwhile, and so may all have been: their silence counts from now on.
+            # This process was suspended, and the others may have been too: their time limits start again now.
             self._heard = {other: (value, now) for other, (value, _) in self._heard.items()}
         self._looked = now
         for other, (before, since) in self._heard.items():

@@ -33,7 +33,7 @@ def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     dtype, most = KINDS[kind]
     x = states.float()
-    # Rounded before anything is divided by it, so that what is stored is what counts.
+    # Rounded before the division, so that q is computed with the scale that is stored.
     scale = (x.abs().amax(-1, keepdim=True) / most).to(states.dtype)
     scale = scale.clamp(min=torch.finfo(states.dtype).tiny)
     q = (x / scale.float()).clamp(-most, most)

@@ -5,7 +5,10 @@
 #include <functional>
 #include <iostream>
 #include <random>
+#include <source_location>
 #include <string>
+
+#include "epiloq/error.h"
 
 namespace test {
 
@@ -38,6 +41,15 @@ void throws(char const* file, int line, std::function<void()> const& call, std::
     return report(file, line, std::string("another exception: ") + error.what());
   }
   report(file, line, "nothing was thrown");
+}
+
+// The call of fresh operands with one change must be refused with a message that holds each of the parts.
+template <class Operands, class Change>
+void refused(Change change, std::initializer_list<std::string> parts,
+             std::source_location at = std::source_location::current()) {
+  Operands operands;
+  change(operands.call);
+  throws<epiloq::InvalidArgument>(at.file_name(), static_cast<int>(at.line()), [&] { check(operands.call); }, parts);
 }
 
 // A fresh generator; its seed is printed, for a failure to be repeated.

@@ -138,7 +138,7 @@ def is_batch_invariant() -> bool:
 is_batch_invariant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Why many cannot.
+# Why many operations do not support batch invariance.
 DENSE_PRODUCT = "torch's product of the dequantised weight sums K in an order that depends on M"
 
 

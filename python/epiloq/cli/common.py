@@ -81,7 +81,7 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except ValueError as error:
         complain(command, str(error))
         raise typer.Exit(BAD_INPUT) from None
-    except BrokenPipeError:  # the reader of the results has seen enough (`epiloq … | head`): click ends quietly
+    except BrokenPipeError:  # the reader has closed the pipe (`epiloq … | head`): click ends without a message
         raise
     except _disk_failures() as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

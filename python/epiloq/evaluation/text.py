@@ -13,7 +13,7 @@ from torch import Tensor
 from epiloq.formats.io.safe_files import check_folder, reason
 
 SEED = 0
-# Lengths in tokens of a repetition that is no coincidence.
+# Numbers of tokens from which a repetition is not considered a coincidence.
 RUN, SHORTEST_RUN = 64, 16
 
 

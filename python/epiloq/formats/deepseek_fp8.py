@@ -30,7 +30,7 @@ METHOD = fp8.METHOD
 SCALE = "weight_scale_inv"
 # Exponents of float8_e4m3fn, which has four significant bits: 2^-9 (subnormal) to 2^8.
 _HIGHEST, _SPAN = 8, 17
-# Below every exponent of float32.
+# An exponent below all of float32.
 _FAR = -1000
 
 

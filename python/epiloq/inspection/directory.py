@@ -163,9 +163,9 @@ def _integers(options: Mapping[str, Any]) -> tuple[Any, ...]:
     return f"int{bits}", bits, "channel" if group == -1 else group, options["zeros"] == "none", None
 
 
-# Of modules that are no integers on a grid: weights, bits, group, whether zero is in the middle, activations.
 _ACTIVATIONS = {GROUPS: f"fp8 in groups of {FP8_BLOCK}", STATIC: "fp8 per static"}
 """Kinds of activations of `nn.W4A8Fp4Linear`, as the columns of other classes name them."""
+# Columns for modules other than those of integers on a grid: weights, bits, group, symmetric, activations.
 _VALUES: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
     "Fp8BlockLinear": lambda options: (
         "fp8",

@@ -15,7 +15,7 @@ from epiloq.formats.io.gguf_model import load, outline
 from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.nn.base.packed_linear import few_bits_note
 
-# What comes before the names of a block's tensors: "blk.7.".
+# Prefix of the names of a block's tensors: "blk.7.".
 _BLOCK = re.compile(r"^blk\.\d+\.")
 
 

@@ -60,7 +60,7 @@ class LoraLinear(Linear):
         target = device or next(tensor.device for tensor in (*base.buffers(), *base.parameters()))
         for name in (*self.adapter_layer_names, *self.other_param_names):
             adapters: Any = getattr(self, name, None)
-            holds_modules = isinstance(adapters, nn.Module)  # others hold numbers
+            holds_modules = isinstance(adapters, nn.Module)  # other dictionaries contain numbers
             if holds_modules and adapter_name in adapters:
                 adapters[adapter_name] = adapters[adapter_name].to(target)
 

@@ -116,7 +116,7 @@ def _write_back(before: Any, layers: list[tuple[nn.Linear, ...]]) -> None:
         joined = _joined(before, biases), torch.stack([each[-1] for each in biases])
         values |= {f"{name}{_BIAS}": t for name, t in zip(stacked_names(before), joined, strict=True)}
     for name, tensor in values.items():
-        rest = before.get_parameter(name).data[tensor.shape[0] :]  # Of experts that are not there.
+        rest = before.get_parameter(name).data[tensor.shape[0] :]  # Identity experts have no layers.
         if len(rest):
             unused = torch.zeros_like(rest, device=tensor.device) if rest.is_meta else rest
             tensor = torch.cat((tensor, unused))

@@ -134,7 +134,7 @@ class Fp8Linear(PreparedLinear):
         return self._call(x, self._made)
 
     def _limited(self, x: Tensor) -> Tensor:
-        # Of integers, which the quantiser refuses, clamp would make floating-point numbers.
+        # Not for integers: clamp would convert them to floating point, and the quantiser would no longer refuse them.
         return x if self.limit is None or not x.is_floating_point() else x.clamp(-self.limit, self.limit)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:

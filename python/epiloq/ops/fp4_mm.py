@@ -66,7 +66,7 @@ def fp4_mm(
     optional = {"bias": bias, "global_scale": global_scale, "out": out}
     expect_tensors(_NAME, {"x": x, "codes": codes, "scale": scale}, optional, writes=out is not None)
     if out is None:
-        if is_transformed():  # which do not compose with `register_autograd`
+        if is_transformed():  # transforms do not compose with `register_autograd`
             weight = torch.ops.epiloq.fp4_dequantize(codes, scale, global_scale, x.shape[-1], x.dtype)
             return torch.nn.functional.linear(x, weight, bias)
         result: Tensor = torch.ops.epiloq.fp4_mm(x, codes, scale, global_scale, bias)

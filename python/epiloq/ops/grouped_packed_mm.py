@@ -196,7 +196,7 @@ def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
     if not x.is_cuda:
         return False
     if isinstance(weight, PackedFp4Weight):
-        if is_batch_invariant():  # as this kernel then is, for any number of rows
+        if is_batch_invariant():  # the kernel is batch-invariant for any number of rows
             return True
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
@@ -209,7 +209,7 @@ def _by_kernel(
 ) -> Any:
     """Whether a kernel computed the product or, for `explain`, which one would."""
     if explained:
-        # Of rows that are nowhere, for nothing is launched.
+        # Nothing is launched, so the values of the rows do not matter.
         x = x if scale_a is None else aligned_rows(x, torch.bfloat16)
     else:
         x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
@@ -223,7 +223,7 @@ def _by_kernel(
         return _core.explain_grouped_weight_only_mm(*tensors, *numbers)
     taken = _core.grouped_weight_only_mm(*tensors, *numbers)
     if taken and result is not out:
-        # Rows that are no expert's keep what they hold.
+        # Rows without an expert keep their contents.
         places = torch.arange(out.shape[-2], device=out.device)
         written = places < counts[-1] if out.ndim == 2 else places < counts[:, None]
         torch.where(written.unsqueeze(-1), result.to(out.dtype), out, out=out)
@@ -250,7 +250,7 @@ def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
 def _product(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None) -> None:
     w, numbers = weight, (weight.n, weight.k, weight.group_size)
     if isinstance(w, PackedFp4Weight):
-        assert scale_a is not None  # FP4 weights without it are refused before
+        assert scale_a is not None  # checked before, for FP4 weights
         w4a8(x, w.q, w.scale, None, None, scale_a, None, *numbers, w.format, w.global_scale, out=out)
     elif scale_a is None:
         weight_only(x, w.q, w.scale, w.zero, w.offset, None, None, w.bits, *numbers, -inf, inf, out=out)

@@ -82,7 +82,7 @@ def groupwise_mm(
 def granularity_of(
     operation: str, recipe: tuple[int, int, int], recipes: tuple[tuple[int, int, int], ...] = RECIPES
 ) -> tuple[int, int]:
-    if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in recipes:  # JSON has lists alone
+    if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in recipes:  # JSON has no tuples
         raise ValueError(
             f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, recipes))} (rows of a, columns of b and"
             f" elements of K to a scale), got {recipe!r}"
@@ -121,7 +121,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, *
     recipe = call.pop("recipe")
     rows, columns = granularity_of(name, recipe, GROUPED_RECIPES if name == "grouped_mm" else RECIPES)
     scales = {"rows_per_scale": rows, "columns_per_scale": columns, "depth_per_scale": recipe[2]}
-    call.pop("constant_b", None)  # which no choice depends on
+    call.pop("constant_b", None)  # does not affect the choice
     out, out_dtype = call.pop("out"), call.pop("out_dtype")
     required = {key: call[key] for key in ("a", "b", "scale_a", "scale_b")}
     expect_tensors(name, required, {key: call[key] for key in call if key not in required}, writes=False)

@@ -15,7 +15,7 @@ from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
 
 _NAME = "online_quant_mm"
-_LIMITS = 7  # where they are among the operator's arguments
+_LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
 
 
 def online_quant_mm(

@@ -9,7 +9,7 @@ from epiloq._torch.checks import expect_int32, is_int32
 from epiloq._torch.library import expect_tensors
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
 
-# int32 holds the sum of as many products of at most 2^14.
+# Largest number of products of magnitude at most 2^14 whose sum fits int32.
 MAX_GROUP = 2**17 - 1
 
 

@@ -81,7 +81,7 @@ def packed_fp4_mm(
     optional = {**parts_of(w, "global_scale"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
     expect_tensors(NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
     if out is None:
-        if is_transformed() and counts_of(offs, masked_m) is None:  # which do not compose with `register_autograd`
+        if is_transformed() and counts_of(offs, masked_m) is None:  # transforms do not compose with `register_autograd`
             return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
         result: Tensor = torch.ops.epiloq.packed_fp4_mm(*arguments)
         return result
@@ -198,7 +198,7 @@ def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | Non
                 out[:, rows] = torch.nn.functional.linear(x, part, of_bias)
                 continue
             for token in range(len(x)):
-                # Alone, and in memory that always begins alike.
+                # Row by row, in memory of the same alignment, so that sums have the same order.
                 alone = x[token : token + 1].clone()
                 out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
 

@@ -163,7 +163,7 @@ _Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | No
 def _launch(call: _Call, fast_accum: bool, constant_b: bool) -> None:
     if call[0].is_cuda:
         _core.scaled_mm(*call, fast_accum, constant_b)
-    else:  # fp32 sums are what this device has, and nothing runs ahead
+    else:  # the CPU sums in fp32 and has no PDL, so neither option matters
         _core.scaled_mm_on_host(*call, threads_for(call[0]))
 
 
@@ -172,7 +172,7 @@ def explain(operation: Callable[..., Tensor], *args: Any, terms: bool = False, *
     chosen kernel and the runner-up."""
     name, given = operation.__name__, bound_arguments(operation, *args, **kwargs)
     out_dtype, fast_accum = given.pop("out_dtype"), given.pop("fast_accum", False)
-    given.pop("constant_b")  # which no choice depends on
+    given.pop("constant_b")  # does not affect the choice
     required = {key: given[key] for key in given if key in ("a", "b", "scale_a", "scale_b", "azp_adj")}
     expect_tensors(name, required, {key: given[key] for key in given if key not in required}, writes=False)
     out = given.pop("out")

@@ -43,7 +43,7 @@ from epiloq.weights.packed_weight import PackedWeight
 _AT_ONCE = 1 << 24
 # Elements of 16 bits in 16 bytes.
 _ALIGNED = 8
-# Tokens from which the float8 kernel of SM90 is the faster one: for fewer, reading the weight takes longest.
+# Number of tokens from which the float8 kernel of SM90 is faster; below, the time is that of reading the weight.
 MANY_TOKENS = 256
 
 
@@ -159,7 +159,7 @@ def multiply(call: Call) -> None:
     if _has_groups(call):
         return _by_groups(out, x_q, weight, call.scale_a.reshape(m, -1), call.bias)
     if isinstance(weight, PackedWeight) and weight.perm is not None:
-        # As bytes, for not every backend gathers float8.
+        # As bytes, because some backends cannot gather float8.
         x_q = x_q.view(torch.uint8).index_select(-1, weight.perm).view(x_q.dtype)
     scale_a = call.scale_a.reshape(-1, 1).contiguous()
     scale_a = scale_a if len(scale_a) == m else scale_a.repeat(m, 1)

@@ -24,7 +24,7 @@ from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _NAME = "weight_only_mm"
 _INFINITY = float("inf")
-_LIMITS = 11  # where they are among the operator's arguments
+_LIMITS = 11  # position of `lo` and `hi` among the operator's arguments
 # Rows of x that the CUDA kernels read start on 16 bytes.
 _ALIGNED = 8
 

@@ -22,7 +22,7 @@ from epiloq.optimize.guards import are_plain, is_exporting, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
-# Up to which `decode_attention` is the faster one on a GPU for a 16-bit cache (H200: at 16 sequences it is not).
+# Sequences up to which `decode_attention` is faster on a GPU with a 16-bit cache (H200: at 16 it is slower).
 _FEW_SEQUENCES = 2
 # As epiloq.kv_cache calls it, which needs transformers.
 READS_STORED = "epiloq_sdpa_of_stored"
@@ -72,7 +72,7 @@ def grouped_sdpa(
     )
 
 
-# Where a mask has its row of tokens, a view, which is the same for every layer of a model.
+# Attribute of a mask with a view of its row of tokens, computed once for all layers of a model.
 _ROW = "_epiloq_row"
 
 
@@ -153,7 +153,7 @@ def use_grouped_sdpa_(model: nn.Module, left: dict[str, str]) -> bool:
 
     If every layer passes the result of its cache directly to attention, a `QuantizedCache` returns its stored form.
     """
-    # The outermost model with a configuration determines what becomes of it.
+    # Of the models that share a configuration, the outermost decides.
     found = {id(m.config): (name, m) for name, m in reversed(list(model.named_modules())) if _attends_by_sdpa(m)}
     if not found:
         return False

@@ -38,7 +38,7 @@ from epiloq.optimize.guards import is_exporting, untouched
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
 
-# Rows that one piece of a layer's stored tensors stands for: every layer but the last has a multiple of it.
+# Granularity of the rows of stored tensors: all layers but the last must have a multiple of it.
 ROWS: dict[type[nn.Module], int] = {
     Int8Linear: N_MULTIPLE,
     Fp8Linear: N_MULTIPLE,
@@ -50,10 +50,10 @@ ROWS: dict[type[nn.Module], int] = {
     W4A8Fp4Linear: PANEL_ROWS,
     Fp8WeightOnlyLinear: N_MULTIPLE,
 }
-# Where a stored tensor has its rows, the first dimension unless named; what layers must have alike instead.
+# The dimension of rows of a stored tensor, by default the first; and the tensors that must be equal in all layers.
 ROW_DIMENSION = {"weight_parameters": -1}
 SHARED = ("input_scale", "input_zero_point", "weight_perm", "weight_global_scale", "pre_quant_scale")
-# Whose tensors are read with as many rows as they have.
+# Layers whose kernels read tensors without padding rows.
 _NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear, W4A8Fp4Linear)
 
 
@@ -146,7 +146,7 @@ def concatenated(layers: Sequence[Any]) -> Any:
     return merged
 
 
-# Where a tensor that stands for quantised tokens has them; a graph being traced has them in its `Siblings`.
+# Attribute of an input tensor with its quantised tokens; while a graph is traced, they are in its `Siblings`.
 _TOKENS = "_epiloq_tokens"
 
 

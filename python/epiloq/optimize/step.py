@@ -53,7 +53,7 @@ def act_of(mlp: Any) -> Any:
     return mlp.act_fn if "act_fn" in mlp._modules else mlp._modules.get("activation_fn")
 
 
-# Where a layer's output has what the next layer's first norm makes of it.
+# Attribute of a layer's output with the result of the next layer's first norm.
 _PREPARED = "_epiloq_prepared"
 
 

@@ -66,7 +66,7 @@ class _Product:
     n: int
     k: int
     options: Options = ()
-    tokens: range = range(1, 1 << 31)  # for which it is used
+    tokens: range = range(1, 1 << 31)  # numbers of tokens for which it is used
 
     def of(self, m: int) -> Problem:
         return Problem(self.operation, m, self.n, self.k, self.options)

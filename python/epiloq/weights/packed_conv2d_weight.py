@@ -190,7 +190,7 @@ def pack_conv2d_weight(
 
 def _pack_taps(q: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None, bits: int) -> PackedConv2dWeight:
     n, kh, kw, _ = q.shape
-    pack_weight(q.reshape(n, kh * kw), scale, zero, offset, bits=bits, group_size=-1)  # its checks
+    pack_weight(q.reshape(n, kh * kw), scale, zero, offset, bits=bits, group_size=-1)  # only for its checks
     codes = q.reshape(n, kh, kw).permute(1, 2, 0).to(torch.int16)
     if zero is None and offset is None:
         codes = codes + (1 << (bits - 1))

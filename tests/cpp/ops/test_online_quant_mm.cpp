@@ -10,6 +10,7 @@
 #include "epiloq/quantize_blockwise_int8.h"
 
 using namespace epiloq;
+using test::refused;
 
 namespace {
 
@@ -53,13 +54,6 @@ struct Operands {
                      .group_size = kGroup};
 };
 
-template <class Change>
-void refused(int line, Change change, std::initializer_list<std::string> parts) {
-  Operands operands;
-  change(operands.call);
-  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
-}
-
 // Without Python: weights of scale * q about 0, whose blocks' sums say so.
 void a_product_on_the_cpu() {
   auto random = test::generator();
@@ -89,14 +83,14 @@ void a_product_on_the_cpu() {
 void misfits_are_named() {
   Operands const fitting;
   check(fitting.call);
-  refused(__LINE__, [](auto& c) { c.in_features = 99; }, {"epiloq.online_quant_mm: x: expected [.., 99]"});
-  refused(__LINE__, [](auto& c) { c.bits = 4; }, {"w_q: expected [18, 64], got int8"});
-  refused(__LINE__, [](auto& c) { c.bits = 5; }, {"bits: expected 4 or 8"});
-  refused(__LINE__, [](auto& c) { c.group_size = 64; }, {"w_scale: expected [2, 2, 20], got float32"});
-  refused(__LINE__, [](auto& c) { c.parameters.shape[2] = 18; }, {"w_scale: expected [4, 2, 20], got float32"});
-  refused(__LINE__, [](auto& c) { c.out.dtype = DType::kFloat16; }, {"out: expected float32"});
-  refused(__LINE__, [](auto& c) { c.out.data = c.x.data; }, {"out: expected memory apart from x"});
-  refused(__LINE__, [](auto& c) { c.lo = 2, c.hi = 1; }, {"clamp: expected lo <= hi"});
+  refused<Operands>([](auto& c) { c.in_features = 99; }, {"epiloq.online_quant_mm: x: expected […, 99]"});
+  refused<Operands>([](auto& c) { c.bits = 4; }, {"w_q: expected [18, 64], got int8"});
+  refused<Operands>([](auto& c) { c.bits = 5; }, {"bits: expected 4 or 8"});
+  refused<Operands>([](auto& c) { c.group_size = 64; }, {"w_scale: expected [2, 2, 20], got float32"});
+  refused<Operands>([](auto& c) { c.parameters.shape[2] = 18; }, {"w_scale: expected [4, 2, 20], got float32"});
+  refused<Operands>([](auto& c) { c.out.dtype = DType::kFloat16; }, {"out: expected float32"});
+  refused<Operands>([](auto& c) { c.out.data = c.x.data; }, {"out: expected memory apart from x"});
+  refused<Operands>([](auto& c) { c.lo = 2, c.hi = 1; }, {"clamp: expected lo <= hi"});
 }
 
 void choices_are_functions_of_numbers() {

@@ -9,6 +9,7 @@
 #include "epiloq/quantize_fp8.h"
 
 using namespace epiloq;
+using test::refused;
 
 namespace {
 
@@ -24,25 +25,18 @@ struct Operands {
                    .group_size = kGroup};
 };
 
-template <class Change>
-void refused(int line, Change change, std::initializer_list<std::string> parts) {
-  Operands operands;
-  change(operands.call);
-  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
-}
-
 void misfits_are_named() {
   check(Operands{}.call);
-  refused(__LINE__, [](auto& c) { c.x.dtype = DType::kInt32; }, {"epiloq.quantize_fp8: x: expected float32"});
-  refused(__LINE__, [](auto& c) { c.q.dtype = DType::kInt8; }, {"out: expected float8_e4m3fn or float8_e5m2"});
-  refused(__LINE__, [](auto& c) { c.q.shape[1] = kCols - 1; }, {"expected x's leading dimensions and at least 100"});
-  refused(__LINE__, [](auto& c) { c.scale.shape[1] = 1; },
-          {"scale: expected 68 elements for granularity group", "token"});
-  refused(__LINE__, [](auto& c) { c.scale.strides[1] = 2; }, {"scale: expected dense rows, or dense columns"});
-  refused(__LINE__, [](auto& c) { c.granularity = Granularity::kTensor; }, {"scale: expected 1 elements"});
-  refused(__LINE__, [](auto& c) { c.eps = NAN; }, {"eps: expected a finite number"});
-  refused(__LINE__, [](auto& c) { c.group_size = 0; }, {"group_size: expected a positive integer"});
-  refused(__LINE__, [](auto& c) { c.scale_ub = c.x; }, {"scale_ub: expected one element"});
+  refused<Operands>([](auto& c) { c.x.dtype = DType::kInt32; }, {"epiloq.quantize_fp8: x: expected float32"});
+  refused<Operands>([](auto& c) { c.q.dtype = DType::kInt8; }, {"out: expected float8_e4m3fn or float8_e5m2"});
+  refused<Operands>([](auto& c) { c.q.shape[1] = kCols - 1; }, {"expected x's leading dimensions and at least 100"});
+  refused<Operands>([](auto& c) { c.scale.shape[1] = 1; },
+                    {"scale: expected 68 elements for granularity group", "token"});
+  refused<Operands>([](auto& c) { c.scale.strides[1] = 2; }, {"scale: expected dense rows, or dense columns"});
+  refused<Operands>([](auto& c) { c.granularity = Granularity::kTensor; }, {"scale: expected 1 elements"});
+  refused<Operands>([](auto& c) { c.eps = NAN; }, {"eps: expected a finite number"});
+  refused<Operands>([](auto& c) { c.group_size = 0; }, {"group_size: expected a positive integer"});
+  refused<Operands>([](auto& c) { c.scale_ub = c.x; }, {"scale_ub: expected one element"});
 }
 
 double e4m3(std::uint8_t code) {

@@ -9,6 +9,7 @@
 #include "epiloq/quantize_int8.h"
 
 using namespace epiloq;
+using test::refused;
 
 namespace {
 
@@ -24,13 +25,6 @@ struct Operands {
                     .azp = TensorView(azp.data(), DType::kInt32, {}, {kRows, 1})};
 };
 
-template <class Change>
-void refused(int line, Change change, std::initializer_list<std::string> parts) {
-  Operands operands;
-  change(operands.call);
-  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
-}
-
 void fitting_operands_pass() {
   Operands operands;
   check(operands.call);
@@ -41,11 +35,11 @@ void fitting_operands_pass() {
 }
 
 void misfits_are_named() {
-  refused(__LINE__, [](auto& c) { c.x.dtype = DType::kInt32; }, {"epiloq.quantize_int8: x: expected float32"});
-  refused(__LINE__, [](auto& c) { c.q.shape[1] = kCols - 1; }, {"expected x's leading dimensions and at least 100"});
-  refused(__LINE__, [](auto& c) { c.scale.shape[0] = 1; }, {"scale: expected a value a row of x, [17]"});
-  refused(__LINE__, [](auto& c) { c.azp->dtype = DType::kFloat32; }, {"azp: expected int32"});
-  refused(__LINE__, [](auto& c) { c.x.strides[1] = 2; }, {"x: expected row-major memory"});
+  refused<Operands>([](auto& c) { c.x.dtype = DType::kInt32; }, {"epiloq.quantize_int8: x: expected float32"});
+  refused<Operands>([](auto& c) { c.q.shape[1] = kCols - 1; }, {"expected x's leading dimensions and at least 100"});
+  refused<Operands>([](auto& c) { c.scale.shape[0] = 1; }, {"scale: expected a value a row of x, [17]"});
+  refused<Operands>([](auto& c) { c.azp->dtype = DType::kFloat32; }, {"azp: expected int32"});
+  refused<Operands>([](auto& c) { c.x.strides[1] = 2; }, {"x: expected row-major memory"});
 }
 
 // On the CPU: the range of each row sets its scale, every value comes back to within a step, padding is 0.

@@ -13,6 +13,7 @@
 #include "epiloq/scaled_bmm.h"
 
 using namespace epiloq;
+using test::refused;
 
 namespace {
 
@@ -30,13 +31,6 @@ struct Operands {
                  .scale_b = {scale_b.data(), DType::kFloat32, {}, {kB, 1, 1}}};
 };
 
-template <class Change>
-void refused(int line, Change change, std::initializer_list<std::string> parts) {
-  Operands operands;
-  change(operands.call);
-  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
-}
-
 void fitting_operands_pass() {
   Operands operands;
   check(operands.call);
@@ -48,15 +42,15 @@ void fitting_operands_pass() {
 
 void misfits_are_named() {
   float one = 1;
-  refused(__LINE__, [](auto& c) { c.a.rank = 2; }, {"epiloq.scaled_bmm: a: expected 3 dimensions"});
-  refused(__LINE__, [](auto& c) { c.b.shape[0] = 2; }, {"b: expected [3, 64, N]"});
-  refused(__LINE__, [](auto& c) { c.b.strides[1] = 2; }, {"b: expected stride 1 along K"});
-  refused(__LINE__, [](auto& c) { c.out.strides[0] = kN; }, {"out: expected batches that do not overlap"});
-  refused(__LINE__, [](auto& c) { c.out.strides[0] = 0; }, {"out: expected batches that do not overlap"});
-  refused(__LINE__, [](auto& c) { c.a.strides[0] = -kK; }, {"a: expected rows that do not overlap"});
-  refused(__LINE__, [](auto& c) { c.scale_b.shape[1] = 2; }, {"scale_b: expected one element, [B, 1, 1] or [B, 1, N]"});
-  refused(__LINE__, [&](auto& c) { c.scale_out = TensorView(&one, DType::kFloat32, {}, {1}); },
-          {"out: expected int8, got float16"});
+  refused<Operands>([](auto& c) { c.a.rank = 2; }, {"epiloq.scaled_bmm: a: expected 3 dimensions"});
+  refused<Operands>([](auto& c) { c.b.shape[0] = 2; }, {"b: expected [3, 64, N]"});
+  refused<Operands>([](auto& c) { c.b.strides[1] = 2; }, {"b: expected stride 1 along K"});
+  refused<Operands>([](auto& c) { c.out.strides[0] = kN; }, {"out: expected batches that do not overlap"});
+  refused<Operands>([](auto& c) { c.out.strides[0] = 0; }, {"out: expected batches that do not overlap"});
+  refused<Operands>([](auto& c) { c.a.strides[0] = -kK; }, {"a: expected rows that do not overlap"});
+  refused<Operands>([](auto& c) { c.scale_b.shape[1] = 2; }, {"scale_b: expected one element, [B, 1, 1] or [B, 1, N]"});
+  refused<Operands>([&](auto& c) { c.scale_out = TensorView(&one, DType::kFloat32, {}, {1}); },
+                    {"out: expected int8, got float16"});
 }
 
 // round(sa (sb acc) / so) of the given product of a batch.

@@ -8,6 +8,7 @@
 #include "epiloq/scaled_mm.h"
 
 using namespace epiloq;
+using test::refused;
 
 namespace {
 
@@ -27,14 +28,6 @@ struct Operands {
                 .scale_b = {scale_b.data(), DType::kFloat32, {}, {kN}}};
 };
 
-// The call with one change must be refused with a message that holds the parts.
-template <class Change>
-void refused(int line, Change change, std::initializer_list<std::string> parts) {
-  Operands operands;
-  change(operands.call);
-  test::throws<InvalidArgument>(__FILE__, line, [&] { check(operands.call); }, parts);
-}
-
 void fitting_operands_pass() {
   Operands operands;
   check(operands.call);
@@ -46,18 +39,18 @@ void fitting_operands_pass() {
 void misfits_are_named() {
   float one = 1;
   Device const gpu{Device::Type::kCuda, 0};
-  refused(__LINE__, [](auto& c) { c.a.dtype = DType::kFloat32; },
-          {"epiloq.scaled_mm: a: expected int8", "float32 [17, 576]"});
-  refused(__LINE__, [&](auto& c) { c.b.device = gpu; }, {"b: expected a tensor on the CPU", "on cuda:0"});
-  refused(__LINE__, [](auto& c) { c.b = transposed(c.b); }, {"b: expected [576, N]", "int8 [100, 576]"});
-  refused(__LINE__, [](auto& c) { c.b.strides = {kN, 1}; }, {"b: expected column-major", "weight.t()"});
-  refused(__LINE__, [](auto& c) { c.out.shape[1] = kN - 1; }, {"out: expected a's leading dimensions and 100 columns"});
-  refused(__LINE__, [](auto& c) { c.scale_a.shape[0] = 3; }, {"scale_a: expected a value a row of a, [17]"});
-  refused(__LINE__, [](auto& c) { c.scale_b.shape[0] = 3; }, {"scale_b: expected one element, [100]"});
-  refused(__LINE__, [&](auto& c) { c.bias = TensorView(&one, DType::kFloat32, {}, {1}); }, {"bias: expected float16"});
-  refused(__LINE__, [&](auto& c) { c.azp = c.scale_a; }, {"epiloq.scaled_mm_azp: azp_adj: expected the column sums"});
-  refused(__LINE__, [](auto& c) { c.a.data = c.a.template as<char>() + 1; }, {"a: expected a pointer aligned to 16"});
-  refused(__LINE__, [](auto& c) { c.out.data = c.a.data; }, {"out: expected memory apart from a's"});
+  refused<Operands>([](auto& c) { c.a.dtype = DType::kFloat32; },
+                    {"epiloq.scaled_mm: a: expected int8", "float32 [17, 576]"});
+  refused<Operands>([&](auto& c) { c.b.device = gpu; }, {"b: expected a tensor on the CPU", "on cuda:0"});
+  refused<Operands>([](auto& c) { c.b = transposed(c.b); }, {"b: expected [576, N]", "int8 [100, 576]"});
+  refused<Operands>([](auto& c) { c.b.strides = {kN, 1}; }, {"b: expected column-major", "weight.t()"});
+  refused<Operands>([](auto& c) { c.out.shape[1] = kN - 1; }, {"out: expected a's leading dimensions and 100 columns"});
+  refused<Operands>([](auto& c) { c.scale_a.shape[0] = 3; }, {"scale_a: expected a value a row of a, [17]"});
+  refused<Operands>([](auto& c) { c.scale_b.shape[0] = 3; }, {"scale_b: expected one element, [100]"});
+  refused<Operands>([&](auto& c) { c.bias = TensorView(&one, DType::kFloat32, {}, {1}); }, {"bias: expected float16"});
+  refused<Operands>([&](auto& c) { c.azp = c.scale_a; }, {"epiloq.scaled_mm_azp: azp_adj: expected the column sums"});
+  refused<Operands>([](auto& c) { c.a.data = c.a.template as<char>() + 1; }, {"a: expected a pointer aligned to 16"});
+  refused<Operands>([](auto& c) { c.out.data = c.a.data; }, {"out: expected memory apart from a's"});
 }
 
 void every_problem_has_a_kernel() {

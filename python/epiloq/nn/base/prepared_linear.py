@@ -68,7 +68,7 @@ def kernel_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`tensor` padded with zeros to `shape`; unchanged if kernels can read it directly."""
-    # Of tensors under a transform, such as a batch that vmap maps over, the operation sees copies.
+    # Under a transform, such as vmap, the operation receives copies of the tensors, which are aligned.
     aligned = is_compiling() or is_transformed() or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
     if tensor.shape == shape and aligned:
         return tensor

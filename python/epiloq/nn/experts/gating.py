@@ -41,7 +41,7 @@ class OwnGate(nn.Module):
             each = torch.cat([self(gate[:, i : i + 1], up[:, i : i + 1]) for i in range(gate.shape[1])], -1)
             found = self(gate, up)
             return found.shape == gate.shape and torch.allclose(found, each, rtol=1e-5, atol=1e-6)
-        except Exception:  # whatever the module raises, its gate is not supported
+        except Exception:  # a gate whose module raises any exception is not supported
             return False
 
 

@@ -138,7 +138,7 @@ class PackedFp4Experts(Experts):
         """Zero the codes of every expert's padding rows, and set their scales to 1."""
         for row in range(begin, end):
             panel, place = row // PANEL_ROWS, row % PANEL_ROWS
-            # Two rows share the bytes of four lanes, each one its half.
+            # Two rows share the bytes of four lanes, one in each half of a byte.
             lanes, other = slice(place % 8 * 4, place % 8 * 4 + 4), 0xF0 if place < 8 else 0x0F
             self.weight_q[panel :: self._panels, :, lanes] &= other
             self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]

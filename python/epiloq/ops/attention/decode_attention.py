@@ -112,7 +112,7 @@ def _by_sdpa(out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
         rows, key, value, attn_mask=None if mask is None else mask[:, None, None], scale=scale, enable_gqa=by_cudnn
     )
     result = result.reshape(out.shape)
-    # Where no token counts torch gives NaN or 0.
+    # If all tokens are masked, torch returns NaN or 0.
     out.copy_(result if mask is None else torch.where(mask.any(-1)[:, None, None], result, 0))
 
 

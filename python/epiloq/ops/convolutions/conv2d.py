@@ -45,7 +45,7 @@ def geometry(
 def _sides(
     operation: str, padding: Padding, kernel: Sequence[int], stride: tuple[int, int], dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    if is_int32(padding):  # first what is common: this is on the path of every call
+    if is_int32(padding):  # the common case first: every call comes here
         return padding, padding, padding, padding
     if padding == "valid":
         return 0, 0, 0, 0

@@ -69,7 +69,7 @@ def _blocks_of_patches(
         for row in range(0, p, rows):
             block = of_images[:, row : row + rows]
             first = image * p + row
-            # A view would do for reshape, but overlapping rows are not what torch's product takes.
+            # Copied, since torch's product does not support the overlapping rows of a view.
             patches = block.reshape(-1, weight[0].numel()).contiguous()
             yield slice(first, first + block.shape[0] * block.shape[1]), patches
 

@@ -17,7 +17,7 @@ from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
 _NAME = "conv2d_int8"
-_LIMITS = 7  # where they are among the operator's arguments
+_LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
 _OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 

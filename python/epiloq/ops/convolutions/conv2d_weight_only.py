@@ -27,7 +27,7 @@ from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes
 
 _NAME = "conv2d_weight_only"
 _INFINITY = float("inf")
-_LIMITS = 12  # where they are among the operator's arguments
+_LIMITS = 12  # position of `lo` and `hi` among the operator's arguments
 # With a kernel of one tap: the pixels are rows of a product.
 _EVERY_PIXEL = Geometry((1, 1), (0, 0, 0, 0), (1, 1), 1)
 

@@ -128,8 +128,8 @@ def _expect_out(
 
 
 def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tuple[Tensor, Tensor | None]:
-    # The ends of the tensor's range, quantised as a token of their own, have its parameters.
-    # One without elements is as one of zeros, which quantize_fp8 measures too.
+    # The minimum and maximum, quantised as one token, have the tensor's parameters. An empty tensor has those of
+    # zeros, as in quantize_fp8.
     ends = torch.stack(torch.aminmax(x)) if x.numel() else x.new_zeros(2)
     ends = ends.to(torch.float32).view(1, 2)
     _, scale, azp = quantize_int8(ends, symmetric=symmetric, range_includes_zero=range_includes_zero)

@@ -118,7 +118,7 @@ def _fold_clamps(model: GraphModule, node: Node, layer: Int8Conv2d) -> None:
 def _clamp_of(model: GraphModule, node: Node) -> tuple[float, float] | None:
     """The limits of a node that clamps its first argument to constants; None for other nodes."""
     module, target = kinds.module_of(model, node), node.target
-    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+    if isinstance(module, nn.Hardtanh):  # the base class of ReLU6
         return module.min_val, module.max_val
     if isinstance(module, nn.ReLU) or target in _RELU:
         return 0.0, _INFINITY
