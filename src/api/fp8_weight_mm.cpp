@@ -78,7 +78,7 @@ DequantizeProblem checked(DequantizeFp8 const& call) {
   return {weight, call.first_row, rows, call.out.data, call.out.dtype};
 }
 
-// Why the decode kernel does not take a problem; null if it does.
+// Why the decode kernel does not support a problem; null if it does.
 char const* unsupported_reason(Problem const& p, DType x, Arch arch) {
   Weight const& w = p.weight;
   if (p.m > kMostTokens) return "more than 64 rows";

@@ -20,7 +20,7 @@ struct Checked {
   bool aligned;
 };
 
-// Of a tensor with a dimension of experts: the distance of neighbours.
+// Elements from one expert to the next, in a tensor with a dimension of experts.
 std::int64_t expert_stride(TensorView const& view) { return view.rank == 3 ? view.strides[0] : 0; }
 
 Checked checked(GroupedWeightOnlyMm const& call) {
@@ -88,7 +88,7 @@ Checked checked(GroupedWeightOnlyMm const& call) {
           aligned};
 }
 
-// Why no kernel takes a problem; null if one does.
+// Why no kernel supports a problem; null if one does.
 char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
   wo::Weight const& w = c.problem.product.weight;
   if (c.x == DType::kFloat32) return "float32";

@@ -61,7 +61,7 @@ Weight checked(DequantizeTable const& call) {
   return weight;
 }
 
-// Why the decode kernel does not take a problem; null if it does.
+// Why the decode kernel does not support a problem; null if it does.
 char const* unsupported_reason(Problem const& p, DType x, Arch arch) {
   Weight const& w = p.weight;
   if (p.m > kMostTokens) return "more than 64 rows";

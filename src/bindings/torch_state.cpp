@@ -12,8 +12,8 @@ struct Torch {
   py::object strided;
   py::object layout, requires_grad, version, dtype, is_meta, is_nested;  // attributes of tensors, as descriptors
   py::object is_neg;                                                     // a method
-  std::vector<py::object> counts;                                        // each 0 where nothing is at work
-  std::vector<py::object> optional;                                      // each None where nothing is at work
+  std::vector<py::object> counts;                                        // each 0 if none is active
+  std::vector<py::object> optional;                                      // each None if none is active
   py::object grad_enabled, autocast_enabled, num_threads;
   py::object empty_cpu, empty_cuda, cuda_device;  // of memory and strides alone; None where torch has none
   py::dict forward_derivatives, forks;            // of modules

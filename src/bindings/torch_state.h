@@ -1,6 +1,6 @@
 #pragma once
 
-// What torch has at work around a call: modes, transforms, gradients, autocast. _core links no torch library, so this
+// The state of torch around a call: modes, transforms, gradients, autocast. _core links no torch library, so this
 // calls torch's Python functions, which epiloq._torch.library passes once. Everything requires the GIL.
 
 #include "bindings/dlpack.h"
@@ -10,7 +10,7 @@ namespace epiloq::bindings {
 // Whether a tensor's values are those of its memory: of no other subclass than parameters, strided, not lazily negated.
 bool is_plain(py::handle tensor);
 
-// Whether a mode, a transform, a tracer or a forward derivative of torch has to see each operation.
+// Whether a mode, a transform, a tracer or a forward derivative of torch is active, so that torch must be called.
 bool is_watched();
 
 bool grad_enabled();

@@ -21,14 +21,14 @@ class LayerCall {
  public:
   LayerCall(py::handle layer, py::handle x);
 
-  // Whether torch need not see this call: x is dense, plain and […, M, in_features], nothing of torch's is at work,
-  // and of the layer's tensors each that `read` was asked for is plain, and none wants a gradient.
+  // Whether this call may bypass torch: x is dense, plain and […, M, in_features], no mode, transform or autograd of
+  // torch is active, and the layer's tensors passed to `read` are plain and need no gradient.
   bool is_direct() const { return is_direct_; }
 
   // A parameter, or nullopt for None.
   py::object parameter(Name const& name) const;
   void read(Name const& parameter, Optional& to);
-  // What the layer made of its parameters (QuantizedLayer._made), in the order of its PARTS.
+  // The tensors derived from the layer's parameters (QuantizedLayer._made), in the order of its PARTS.
   void read_made(std::initializer_list<Optional*> to);
   std::int64_t number(Name const& attribute);
   // Whether an attribute is this string.
@@ -45,7 +45,7 @@ class LayerCall {
   bool is_half() const { return x_.view.dtype == DType::kFloat16 || x_.view.dtype == DType::kBFloat16; }
   bool is_float() const { return is_half() || x_.view.dtype == DType::kFloat32; }
 
-  // The output […, M, columns], for `compute(view, arg)`, which returns whether it computed.
+  // The output […, M, columns], filled by `compute(view, arg)`; None if that returns false.
   template <class Compute>
   py::object output(std::int64_t columns, Compute const& compute) const {
     py::object result = new_rows(x_object_, x_.view, columns);

@@ -22,13 +22,13 @@ class Packed {
   PackedWeight weight_;
 };
 
-// The tensors and sizes of a layer with FP4 weights, of which only CUDA kernels read codes.
+// The tensors and sizes of a layer with FP4 weights, whose codes only CUDA kernels read.
 class PackedFp4 {
  public:
   // `static_scale`: receives the scale of activations that layers with quantised ones may have.
   explicit PackedFp4(LayerCall& call, Optional* static_scale = nullptr);
 
-  // Whether C++ suffices: the call is direct, on CUDA, of 16-bit tokens, at least one, and as `suits_kernels` says.
+  // Whether C++ suffices: the call is direct, on CUDA, of at least one 16-bit token, and `suits_kernels` holds.
   bool suits(LayerCall const& call) const;
 
   std::int64_t n() const { return weight_.n; }

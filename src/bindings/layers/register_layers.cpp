@@ -41,8 +41,7 @@ bool run(LayerCall const& call, Quantize const& quantize, Product product) {
   return true;
 }
 
-// Whether a call has an output of x's type, which CUDA's kernels of whole rows write in 16 bits only, and none of
-// rows that were padded.
+// Whether the call is direct, the bias has x's type, and the weight has no padding rows.
 bool suits(LayerCall const& call, Optional const& weight, Optional const& bias, Optional const& scale,
            std::int64_t out_features) {
   if (!call.is_direct() || !weight || !scale || weight->view.rank != 2 || weight->view.shape[0] != out_features)

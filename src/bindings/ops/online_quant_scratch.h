@@ -5,7 +5,7 @@
 
 namespace epiloq::bindings {
 
-// Where CUDA's kernels put the quantised activations of a call.
+// Workspace of the CUDA kernels for the quantised activations of a call.
 class OnlineQuantScratch {
  public:
   OnlineQuantScratch(TensorArg const& x, OnlineQuantMm const& call)

@@ -27,8 +27,8 @@ inline std::int32_t corrected(std::int32_t acc, std::int32_t correction) {
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(acc) - static_cast<std::uint32_t>(correction));
 }
 
-// Whether no output can differ from the definition; NaN counts as uncertain. Ends that are rounded give of whole
-// numbers what rounding after them would, so that one clamp does for f's and int8's.
+// Whether no output can differ from the definition; NaN counts as uncertain. Clamping a rounded value to rounded limits
+// gives the same as clamping before rounding, so one clamp applies the limits of f and of int8.
 EPILOQ_CLONES bool requantize_fast(std::int32_t const* acc, Channels c, int count, Finish const& f, std::int8_t* out) {
   float const zero = static_cast<float>(f.output_zero), least = -128.f - zero, most = 127.f - zero;
   float const lo = std::clamp(std::nearbyint(f.lo), least, most), hi = std::clamp(std::nearbyint(f.hi), least, most);

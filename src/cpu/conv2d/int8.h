@@ -31,9 +31,9 @@ class Finisher {
 // Channels that are summed together: one Line.
 inline constexpr int kLanes = 16;
 
-// Rows of the image as float32, padded. Of depthwise convolutions kLanes channels of a pixel are together (as output
-// channels have them), then the pixels that a tap meets one after the other: a stride's phases and the blocks of
-// channels are apart. Other rows keep their order.
+// Rows of the image as float32, padded. For depthwise convolutions they are reordered: kLanes channels of a pixel are
+// adjacent (as in the output), followed by the next pixel that the same tap reads, so phases of the stride and blocks
+// of channels are separate. Otherwise rows keep their order.
 class TapRows {
  public:
   // This many pixels past the end may be read.

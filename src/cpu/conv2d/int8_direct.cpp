@@ -19,7 +19,7 @@ struct Block {
   float const* const* x;  // of each tap, the first pixel of the row
   std::int64_t offset;    // from there
   std::int64_t step;      // and from there to the next
-  int taps, channels;     // channels: 0 of depthwise convolutions, whose lanes have their own
+  int taps, channels;     // channels: 0 for depthwise convolutions, one channel per lane
   float const* weight;    // [taps, channels or 1, kLanes]
   std::int32_t* acc;      // [pixels, lanes]
   int pixels, lanes;      // pixels: a multiple of kPixels

@@ -17,7 +17,7 @@ struct ScaledFloat8 {
   bool is_e5m2 = false;
   float const* scale = nullptr;
   std::int64_t scale_stride_row = 0, scale_stride_column = 0;
-  int scale_shift = 0;  // 2 to the power of this are the rows that share a scale
+  int scale_shift = 0;  // 2^scale_shift rows share a scale
 
   // Scale of the k_block-th group of kFloat8Columns columns.
   float scale_at(std::int64_t row, std::int64_t k_block) const {
@@ -27,8 +27,7 @@ struct ScaledFloat8 {
 
 using Float8Sums = PanelSums<float>;
 
-// x [m, k] times w [n, k] transposed: finish(sums) of parts that together are the product, from at most `threads`
-// threads.
+// x [m, k] times w [n, k] transposed: calls finish(sums) for each part of the product, from at most `threads` threads.
 using MultiplyFloat8 = void (*)(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads,
                                 FinishPanel<float> const& finish);
 

@@ -80,7 +80,7 @@ struct Float8Pairs {
   int count;
 };
 
-// Or in tiles.
+// The same tokens in AMX tiles.
 struct Float8Tiles {
   Line const* x;
   TokenTiles tiles;

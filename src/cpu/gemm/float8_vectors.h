@@ -191,7 +191,7 @@ struct SmallMFloat8 {
     for (int i = 0; i < kSums; ++i) out[i / kRows].values[first + i % kRows] = sum_of(total[i]);
   }
 
-  // Of rows from `row` on; sums [tokens.count up to a multiple of kTokens].
+  // Products of the rows from `row` on; sums [tokens.count rounded up to a multiple of kTokens].
   [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t row, FloatTokens const& tokens,
                                          Line* sums) {
     for (int m = 0; m < tokens.count; m += kTokens, sums += kTokens) {
@@ -212,7 +212,7 @@ struct SmallMFloat8 {
   }
 };
 
-// LargeM tokens, as they are in memory, by 16 rows of a matrix, 128 columns of which become float32 side by side.
+// Many tokens, in memory order, by 16 rows of a matrix: 128 columns at a time are converted to float32, interleaved.
 template <class Format, int kLanes>
 struct LargeMFloat8 {
   [[gnu::always_inline]] static void run(ScaledFloat8 const& w, std::int64_t row, FloatTokens const& tokens,

@@ -31,8 +31,8 @@ struct TokenTiles {
   std::int64_t start(int tile) const { return tile / 2 * 2 * lines_of_row * kWords + (tile % 2) * kWords; }
 };
 
-// Columns of a row that are brought into tiles at a time: equal parts of `all` of them, in whole units, `usual` as a
-// rule and one more at most. (In a last part of few columns sums would be read and written for little.)
+// Columns of a row that are converted to tiles at a time: `all` columns in equal parts of whole units, at most
+// `usual` + 1 units each. (With a short last part, sums would be read and written for few products.)
 inline int equal_parts(std::int64_t all, int unit, int usual) {
   std::int64_t const units = (all + unit - 1) / unit, parts = std::max<std::int64_t>((units + usual - 2) / usual, 1);
   return static_cast<int>((units + parts - 1) / parts) * unit;
@@ -56,9 +56,9 @@ struct RowTiles {
     std::memcpy(out + tiles.start(tile) + line * tiles.step(tile), words, sizeof(words));
   }
 
-  // Adds the products of `rows` [steps][two tiles][16 lines] by the tokens' [steps][one or two tiles][16 lines] to sums
-  // [32 rows] of 16 tokens for each tile of tokens; or puts them there, where they are fresh. Tokens that are sums have
-  // so many parts, `of_part` lines apart.
+  // Adds the products of `rows` [steps][two tiles][16 lines] by the tokens' [steps][one or two tiles][16 lines] to the
+  // sums, [32 rows] of 16 tokens for each tile of tokens; stores them instead if `fresh`. Tokens that are split into a
+  // sum of bfloat16 values have `parts` parts, `of_part` lines apart.
   template <bool kTwo>
   [[gnu::always_inline]] static void add(Line const* rows, int steps, Line const* x, bool fresh, Line* sums, int parts,
                                          std::int64_t of_part) {

@@ -120,7 +120,7 @@ inline BytesHere const& bytes_here() {
   return here;
 }
 
-// Kernel<Bytes>::run, compiled for the instructions that its bytes take.
+// Kernel<Bytes>::run, compiled for the instruction set of Bytes.
 template <template <class Bytes> class Kernel, class... Arguments>
 struct ByteVersions {
   using Function = void (*)(Arguments...);

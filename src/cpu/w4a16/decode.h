@@ -60,7 +60,7 @@ struct Computed {
 };
 
 #ifdef EPILOQ_HAS_CLONES
-// or, where an instruction looks up 16 numbers among 16 or 32, found among those that 4 bits can mean.
+// or, with an instruction that looks up 16 numbers in a table of 16 or 32, looked up among the 16 values of 4 bits.
 template <int kBits, bool kHalves, int kLanes>
 struct LookedUp {
   using Ints = typename Vectors<kLanes>::Ints;

@@ -29,7 +29,8 @@ bool by_tiles(Problem const& p, DType dtype) {
 #ifdef EPILOQ_HAS_CLONES
 namespace {
 
-// The upper halves of float32 values, whose rest is left: eight bits of each, what is not finite whole.
+// Moves the upper halves of float32 values (8 significant bits) to `part` and leaves the remainder in `rest`; NaN and
+// infinity move completely.
 EPILOQ_CLONES void extract_part(float* rest, int count, std::uint16_t* part) {
   constexpr std::uint32_t kUpper = 0xffff0000u, kExponent = 0x7f800000u, kQuiet = 0x00400000u;
   for (int i = 0; i < count; ++i) {

@@ -16,7 +16,7 @@ struct RoundedWeights {
   typedef std::uint16_t Halves __attribute__((vector_size(64)));
   static constexpr int kRowBytes = 64;
 
-  // What a row's integers of a group mean.
+  // Converts a row's integers of a group to weights.
   struct Meaning {
     float scale, zero, offset;
     [[gnu::always_inline]] Meaning(PanelParameters const& p, int at)
@@ -32,9 +32,9 @@ struct RoundedWeights {
     out = both;
   }
 
-  // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher. Eights of bytes are of the first 32
-  // columns and of the others in turn. All that a row's integers of a group can be are 16 values: both groups' are
-  // looked up, the lower bytes and the upper.
+  // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher. Groups of eight bytes belong
+  // alternately to the first and the last 32 columns. A row's weights of a group have one of 16 values, which are
+  // looked up for both groups, lower and upper bytes separately.
   [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PanelParameters const& p, int group, int next,
                                             int stride, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));

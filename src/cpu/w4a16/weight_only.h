@@ -15,8 +15,8 @@ inline std::int64_t panel_bytes(Weight const& w) {
   return static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
 }
 
-// A panel's parameters as float32, with zeros for one group more, which is that of columns past K, but for those that
-// share a step with columns before it.
+// A panel's parameters as float32, with an additional group of zeros for columns past K, except those in the same K
+// step as columns before K.
 struct PanelParameters {
   std::vector<float> scale, zero, offset;
   std::vector<std::uint64_t> zero_bytes;  // eight times each zero point
@@ -26,21 +26,21 @@ struct PanelParameters {
   void read(Weight const& weight, int panel);
 };
 
-// Where the parameters of columns k, k + step, .. begin.
+// Offsets of the parameters of columns 0, step, 2 step, ….
 std::vector<int> groups_of(Weight const& weight, int step);
 
-// Whether tokens of bfloat16 are multiplied as they are, from some on (avx512_bf16.h).
+// Whether bfloat16 tokens are multiplied in bfloat16 pairs (avx512_bf16.h), for large enough M.
 bool by_pairs(Problem const& problem, DType dtype);
-// Whether many tokens are multiplied in tiles, of float16 and float32 as sums of so many of bfloat16.
+// Whether many tokens are multiplied in AMX tiles; float16 and float32 are split into a sum of bfloat16 values.
 bool by_tiles(Problem const& problem, DType dtype);
-// And with weights rounded to bfloat16 with their scales, as on a GPU where tokens are so many: of that type, with
-// groups that are short beside what is multiplied at a time, or with offsets, which nothing else in tiles takes.
+// Whether, in tiles, weights times scales are rounded to bfloat16, as on a GPU at this M: for bfloat16 tokens and
+// groups shorter than kWholePiece columns, or with offsets, which the other kernels in tiles do not support.
 inline constexpr int kMostUnrounded = 128, kWholePiece = 256;
 bool rounds_weights(Problem const& problem, DType dtype);
 constexpr int tile_parts(DType dtype) { return dtype == DType::kBFloat16 ? 1 : dtype == DType::kFloat16 ? 2 : 3; }
 
-// A few tokens, kSmallM at most, of a weight of 4 or 8 bits whose groups are whole 32 columns: the integers are used
-// as they lie, in registers, and tokens are brought into their order.
+// At most kSmallM tokens and a weight of 4 or 8 bits whose groups are multiples of 32 columns: integers are used in
+// memory order, in registers, and tokens are permuted to that order.
 inline constexpr int kSmallM = 16;
 bool is_for_few(Problem const& problem, DType dtype);
 struct SmallMTokens {
@@ -50,7 +50,7 @@ struct SmallMTokens {
 
   SmallMTokens(Problem const& problem, DType dtype);
 };
-// sums [m filled up] of a panel's rows.
+// sums [m padded] of a panel's rows.
 void multiply_small_m(Problem const& problem, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
                       Line* sums);
 
@@ -70,15 +70,15 @@ void multiply_tiles(Problem const& problem, TiledTokens const& tokens, PanelPara
 
 // Any number of tokens and any weight: tokens are multiplied by the columns of a panel, dequantised or as integers.
 struct LargeMTokens {
-  std::vector<float> copy;           // of what is no float32
-  std::vector<std::uint32_t> pairs;  // or of bfloat16, by blocks
+  std::vector<float> copy;           // of tokens in 16 bits
+  std::vector<std::uint32_t> pairs;  // or bfloat16 pairs, by blocks
   std::vector<int> groups;
   float const* x;
   std::int64_t stride;
 
   LargeMTokens(Problem const& problem, DType dtype, int threads);
 };
-// Of `count` tokens from `first` on.
+// Multiplies `count` tokens from `first` on.
 void multiply_large_m(Problem const& problem, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
                       int first, int count, Line* sums);
 

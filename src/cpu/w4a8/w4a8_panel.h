@@ -33,7 +33,7 @@ struct PanelByTokens {
   int blocks_at_once() const { return std::max(1, kKBlock / group); }
   // Whether K blocks begin and end with a unit of a row, at 4 bits as well.
   bool is_whole() const { return (group % 4 == 0 && kKBlock % group == 0) || group % 128 == 0; }
-  // Of a K block, filled up to a unit.
+  // Columns of a K block, padded to whole units.
   std::int64_t columns() const { return (static_cast<std::int64_t>(blocks_at_once()) * group_words() + 31) / 32 * 32; }
 };
 

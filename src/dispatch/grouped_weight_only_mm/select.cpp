@@ -52,13 +52,13 @@ int stage_bytes(Weight const& w, Format format, int tokens) {
 
 bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
   int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
-  constexpr int kExpertWork = 256;  // beside the stages, at most
+  constexpr int kExpertWork = 256;  // besides the stages, at most
   return kExpertWork + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
 }
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
 
-// The largest GEMV CTAs of which all can run at a time, if as many fit shared memory; else the smallest.
+// The GEMV with the largest CTAs that are all resident at the same time; if there is none, the one with the smallest.
 std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& target) {
   if (!is_fp4(format) || p.counts != nullptr) return std::nullopt;
   Weight const& w = p.product.weight;
@@ -76,15 +76,16 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
     int const bytes = weight_only_mm::gemv_received_bytes(p.product.m, c.rows(), split) + c.warps * c.stages * stage;
     if (bytes > target.shared_bytes) continue;
     last = Choice{format, row, 1, split, Family::kGemv};
-    // A CTA takes kReserved bytes of an SM's memory beside its own; an SM has kReserved more than a CTA may take.
+    // A CTA occupies kReserved bytes of shared memory in addition to its own; an SM has kReserved more than a CTA can
+    // use.
     constexpr int kReserved = 1024;
     if (ctas <= room && c.blocks * (bytes + kReserved) <= target.shared_bytes + kReserved) return last;
   }
   return last;
 }
 
-// About 2.4 instructions of the integer pipes per weight. With two warpgroups that do both, an H200 takes about as long
-// as for one after the other.
+// About 2.4 instructions of the integer pipes per weight. If two warpgroups do both, conversions and products
+// hardly overlap on an H200.
 constexpr weight_only_mm::WgmmaRates kRates{.fma = 2048, .conversions = 64 / 2.4, .overlaps = false};
 
 Choice wgmma_of(Problem const& p, Format format, Target const& target) {

@@ -19,18 +19,18 @@ struct Choice {
   Family family = Family::kTiles;
 };
 
-// Null if no kernel takes the weight: its group size, or bits other than 4 and 8.
+// Null if no kernel supports the weight: its group size, or bits other than 4 and 8.
 std::optional<Format> format_of(weight_only_mm::Weight const& weight, WeightFormat format);
 
 // Whether FP4 weights have a WGMMA kernel: one matrix, x of bfloat16 or, for NVFP4, float16; on SM90.
 bool has_wgmma(Problem const& problem, DType x, Format format, Target const& target);
-// Rows of one FP4 matrix from which it is the kernel; and from which, without it, W is dequantised for a dense product.
+// M from which one FP4 matrix uses WGMMA; and from which, without WGMMA, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
-// Of one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless sums are to be batch invariant.
+// For one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless batch invariance is on.
 // Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
-// A tile that is given. Throws InvalidArgument where there is no such kernel, or it does not fit.
+// The given kernel. Throws InvalidArgument if it does not exist or does not fit.
 Choice choose(Problem const& problem, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel);
 
 std::string describe(Choice const& choice);

@@ -16,8 +16,8 @@ std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
   return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
 }
 
-// What a kernel that fills the SMs costs its successor: with up to half of the SMs busy, the next kernel starts on the
-// others meanwhile (PDL). Only used to decide on split-K.
+// Delay of the next kernel because this one occupies the SMs: if at most half of them are busy, PDL starts the next
+// kernel on the others meanwhile. Only used to decide on split-K.
 double late_next_ns(std::int64_t blocks, int sm_count) {
   constexpr double kNs = 800;
   double const beyond_half = std::clamp(2.0 * blocks / sm_count - 1, 0.0, 1.0);
@@ -37,7 +37,7 @@ bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
 // int8 sums are exact in any order.
 bool needs_one_order(GroupwiseMmProblem const& p) { return p.batch_invariant && p.a != DType::kInt8; }
 
-// The cheapest row; of equals the last, whose tiles are larger, and one CTA per tile.
+// The cheapest row; among equal ones the last, whose tiles are larger, without split-K.
 template <class Tiles>
 PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
   bool const one_order = needs_one_order(p);

@@ -35,7 +35,7 @@ struct Cost {
   std::int64_t steps = 0, split_steps = 0;  // K steps of 128 per CTA
   double reduction_ns = 0;                  // of split K
   double ns = 0;                            // infinite if K cannot be split
-  // What the next kernel loses because this one fills the SMs. Decides only whether K is split.
+  // Delay of the next kernel because this one occupies the SMs; decides only whether K is split.
   double late_next_ns = 0;
 };
 Cost cost_of(Tile const& tile, GroupwiseMmProblem const& problem, int sm_count, int split_k = 1);

@@ -46,7 +46,7 @@ std::int64_t at_once(int split, Target const& t) {
   return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
 }
 
-// Of a family's table, for this target.
+// Whether a row of a family's table is available for this problem and target.
 template <class Tiles>
 bool is_available(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
   return row >= 0 && row < static_cast<int>(tiles.size()) &&
@@ -120,7 +120,7 @@ struct WaveCost {
   double ns() const { return static_cast<double>(steps) * step + end + reduction; }
 };
 
-// Of `tiles` tiles whose K is split in `split`, without the kernel's fixed cost.
+// The cost of a wave of `tiles` tiles whose K is split in `split` slices, without the kernel's fixed cost.
 WaveCost wave_cost(int row, OnlineQuantProblem const& p, std::int64_t tiles, int split, Target const& t) {
   int const tokens = kSm90Tokens[row];
   // Tiles of the same weight rows are neighbours: memory delivers them once, with two parameters per row.

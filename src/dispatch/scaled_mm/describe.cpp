@@ -1,4 +1,4 @@
-// What epiloq.explain calls a choice.
+// The description of a choice that epiloq.explain prints.
 
 #include <sstream>
 

@@ -37,7 +37,7 @@ constexpr Variant kVariant{{kA, kB},
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 
-// What the rows of each table are compiled for, as in CMakeLists.txt.
+// Operand types and epilogues for which the rows of each table are compiled, as in CMakeLists.txt.
 template <template <int, Inputs, class> class Kernel, int kRow>
 struct Int8 {
   static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8>,

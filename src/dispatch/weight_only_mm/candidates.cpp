@@ -13,7 +13,7 @@ bool fits(GemvConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
   return p.m <= c.tokens() && gemv_bytes(c, p, 1) <= t.shared_bytes;
 }
 
-// Of the family's table, for this target and number of bits.
+// Whether a row of the family's table is compiled for this target and number of bits.
 bool is_built(Family family, int row, int bits, Target const& t) {
   if (family == Family::kDecode || family == Family::kWgmma) return t.has_wgmma;
   std::size_t const rows = family == Family::kGemv ? kGemvRows.size() : kTiledRows.size();
@@ -31,7 +31,7 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
   return c.tokens < 2 * p.m && c.tokens >= std::min<std::int64_t>((p.m + 1) / 2, kWideTokens) &&
          (!c.rounds || p.m > kExactTokens);
 }
-// One or two tokens are the GEMV's.
+// One or two tokens always use the GEMV.
 bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
   return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }

@@ -20,7 +20,7 @@ struct Choice {
   char const* why = "";  // kDense: the reason
 };
 
-// Whether products run on the decode and WGMMA kernels beside the GEMV; else on mma.sync tiles.
+// Whether the decode and WGMMA kernels are candidates besides the GEMV; otherwise mma.sync tiles are.
 bool has_sm90_kernels(WeightOnlyMmProblem const& problem, Target const& target);
 // Whether the target has the row and its shared memory suffices.
 bool is_available(Family family, int row, WeightOnlyMmProblem const& problem, Target const& target);

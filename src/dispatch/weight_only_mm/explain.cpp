@@ -6,7 +6,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Of cost/model.h.
+// The terms of cost/model.h.
 std::string Selection::terms(Choice const& choice, Problem const& p, Target const& t) {
   using tuning::fixed;
   if (choice.family == Family::kTiled) return "  no cost model: the narrowest tile that holds all tokens\n";

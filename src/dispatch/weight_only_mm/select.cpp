@@ -80,7 +80,7 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
 
 }  // namespace
 
-// Where weights may be rounded a dense product is a candidate. mma.sync tiles are without a cost model.
+// A dense product is a candidate if weights may be rounded. mma.sync tiles have no cost model.
 std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& t, Costs const& costs) {
   std::vector<Timed> all;
   if (why_dense(p, t) != nullptr) return all;

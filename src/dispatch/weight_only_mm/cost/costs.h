@@ -9,7 +9,7 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// What the model knows of a card. Times are microseconds, rates are per microsecond.
+// Parameters of a GPU. Times are microseconds, rates are per microsecond.
 struct Hardware {
   double memory_efficiency;  // share of the memory's clock times its width that long loads reach
   double sm_load;            // kilobytes that one SM loads

@@ -31,7 +31,7 @@ struct Cost {
   double us = 0;
 };
 
-// Of a row of GEMV's, the decode or the WGMMA kernel's table; `split` CTAs of a cluster split K.
+// The cost of a row of the GEMV, decode or WGMMA table whose K is split over `choice.split` CTAs of a cluster.
 Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& problem, Target const& target,
              Costs const& costs = kSm90Costs);
 
