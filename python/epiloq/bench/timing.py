@@ -73,7 +73,10 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _host_us(call: Call, synchronise: Callable[[], None], *, rounds: int = 7) -> float:
+_HOST_ROUNDS = 7
+
+
+def _host_us(call: Call, synchronise: Callable[[], None]) -> float:
     """Wall-clock time per call without synchronisation, in rounds short enough not to fill the launch queue."""
     call()
     synchronise()
@@ -82,7 +85,7 @@ def _host_us(call: Call, synchronise: Callable[[], None], *, rounds: int = 7) ->
     synchronise()
     count = max(10, min(200, int(0.005 / (time.perf_counter() - start))))
     times = []
-    for _ in range(rounds):
+    for _ in range(_HOST_ROUNDS):
         start = time.perf_counter()
         for _ in range(count):
             call()

@@ -32,9 +32,9 @@ def all_gather(value: Any, group: Any = None) -> list[Any]:
     return found
 
 
-def check_same(own: Mapping[str, Any], name: str, group: Any = None) -> None:
+def check_same(own: Mapping[str, Any], name: str) -> None:
     """Raise ValueError on every rank, with a message that begins with `name`, unless these small values are equal."""
-    everyone = all_gather(dict(own), group)
+    everyone = all_gather(dict(own))
     for rank, given in enumerate(everyone):
         for key in sorted(everyone[0].keys() | given.keys()):
             first, other = everyone[0].get(key), given.get(key)

@@ -60,11 +60,11 @@ def draw_word(word: str, random: Random) -> Image:
     return _noisy(image, random)
 
 
-def draw_page(words: Sequence[str], random: Random, size: tuple[int, int] = (640, 480)) -> Page:
+def draw_page(words: Sequence[str], random: Random) -> Page:
     """Render lines of as many of the words as fit, each in its own font and size."""
     from PIL import Image, ImageDraw
 
-    width, height = size
+    width, height = size = (640, 480)
     paper, _ = _colours(random)
     image = Image.new("RGB", size, paper)
     pen = ImageDraw.Draw(image)
