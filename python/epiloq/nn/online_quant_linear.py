@@ -203,15 +203,9 @@ class OnlineQuantLinear(FrozenLinear):
         return shapes if self.symmetric else shapes | {"weight_offset": parameter}
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
     ) -> None:
+        strict, missing_keys, unexpected_keys, error_msgs = rest
         shapes = self._unpacked_shapes()
         names = {name.removeprefix(prefix) for name in state_dict}
         given = {name: state_dict.pop(prefix + name) for name in shapes if name in names}
