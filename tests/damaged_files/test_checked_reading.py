@@ -50,7 +50,7 @@ def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "F3
 @pytest.mark.parametrize(
     ("header", "size", "message"),
     [
-        ({"a": entry(0, 8), "b": entry(8, 24)}, 20, r"b: not a whole .* bytes 8 to 24 of tensors, got 20 bytes"),
+        ({"a": entry(0, 8), "b": entry(8, 24)}, 20, r"b: damaged .* bytes 8 to 24 of tensors, got 20 bytes"),
         ({"a": entry(0, 8), "b": entry(2**40, 2**40 + 8)}, 16, r"b: .*expected bytes 1099511627776"),
         ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "b: expected its bytes from 8 on, got 4"),
         ({"a": entry(0, 8), "b": entry(12, 16)}, 16, "b: expected its bytes from 8 on, got 12"),
@@ -66,10 +66,10 @@ def entry(begin: int, end: int, shape: list[int] | None = None, dtype: str = "F3
         ({"a": entry(0, 8) | {"data_offsets": [0, 8.0]}}, 8, "a: expected a type, a shape and two offsets"),
         ({"a": 3}, 0, "a: expected a type, a shape and two offsets, got 3"),
         ([1], 0, "header: expected a JSON object"),
-        (b'{"a": ', 0, "not a whole safetensors file: header"),
+        (b'{"a": ', 0, "damaged safetensors file: header"),
         (b'{"a": 1, "a": 2}', 0, "each name once, got 'a' twice"),
-        (b"\xff\xfe{}", 0, "not a whole safetensors file: header"),
-        (b"[" * 100_000, 0, "not a whole safetensors file: header"),
+        (b"\xff\xfe{}", 0, "damaged safetensors file: header"),
+        (b"[" * 100_000, 0, "damaged safetensors file: header"),
     ],
 )
 def test_bad_headers(tmp_path: Path, header: object, size: int, message: str) -> None:
@@ -184,7 +184,7 @@ def pickles(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: damaged_shard(f).unlink(), r"model-0000\d-of-0000\d.safetensors: missing"),
-    "truncated": (truncate, r"model-0000\d-of-0000\d.safetensors: [a-z_.0-9]+: not a whole safetensors file"),
+    "truncated": (truncate, r"model-0000\d-of-0000\d.safetensors: [a-z_.0-9]+: damaged safetensors file"),
     "missing tensor": (
         lambda f: without(f, f"{UP}.weight"),
         f"safetensors: {UP}.weight: expected a tensor, found none",

@@ -57,10 +57,10 @@ def value(data: bytes, key: str, kinds: str, *values: float) -> bytes:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda d: b"", "incomplete GGUF file"),
-    "short": (lambda d: d[:40], "incomplete GGUF file"),
-    "half": (lambda d: d[: len(d) // 2], "incomplete GGUF file"),
-    "last bytes": (lambda d: d[:-400], "incomplete GGUF file"),
+    "empty": (lambda d: b"", "damaged GGUF file"),
+    "short": (lambda d: d[:40], "damaged GGUF file"),
+    "half": (lambda d: d[: len(d) // 2], "damaged GGUF file"),
+    "last bytes": (lambda d: d[:-400], "damaged GGUF file"),
     "magic": (lambda d: b"GGML" + d[4:], "does not begin with GGUF"),
     "version": (lambda d: put(d, 4, "I", 9), "version: expected 2 or 3"),
     "big endian": (lambda d: put(d, 4, "I", 3 << 24), "version: expected 2 or 3 in little-endian order"),
@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no dimensions": (lambda d: put(d, info(d, NORM), "I", 0), f"{NORM}: expected 1 to 4 dimensions"),
     "absurd": (lambda d: put(d, info(d, UP) + 4, "QQ", 1 << 40, 1 << 40), f"{UP}: expected rows of whole blocks"),
     "nothing": (lambda d: put(d, info(d, UP) + 4, "Q", 0), f"{UP}: expected rows of whole blocks"),
-    "large": (lambda d: put(d, info(d, UP) + 4, "Q", 1 << 40), "expected its bytes at|not a whole"),
+    "large": (lambda d: put(d, info(d, UP) + 4, "Q", 1 << 40), "expected its bytes at|damaged GGUF"),
     "part of a block": (lambda d: put(d, info(d, UP) + 4, "Q", 250), f"{UP}: expected rows of whole blocks of 256"),
     "kind": (lambda d: put(d, info(d, UP) + 20, "I", 999), f"{UP}: expected a kind of tensor"),
     "another kind": (lambda d: put(d, info(d, UP) + 20, "I", 3), "expected its bytes at"),

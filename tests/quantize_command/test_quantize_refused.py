@@ -66,7 +66,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("truncated", "not a whole safetensors file"),
+        ("truncated", "damaged safetensors file"),
         ("missing shard", "model-00002-of-00002.safetensors: missing"),
         ("outside", "expected safetensors files next to it"),
         ("other config", "disagree|mismatch|size"),

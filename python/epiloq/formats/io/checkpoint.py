@@ -212,7 +212,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise FormatError(f"{file}: not a whole safetensors file: {error}") from None
+        raise FormatError(f"{file}: damaged safetensors file: {error}") from None
 
 
 class Writer:

@@ -87,14 +87,14 @@ class GgufFile:
         self.path = path
         self.nbytes = check_regular(path).st_size
         if self.nbytes < 24:
-            raise FormatError(f"{path}: incomplete GGUF file: {self.nbytes} bytes")
+            raise FormatError(f"{path}: damaged GGUF file: {self.nbytes} bytes")
         with path.open("rb") as stream:
             data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         try:
             self._read(_Cursor(data))
         except (ValueError, struct.error) as error:
             named = isinstance(error, FormatError)
-            raise FormatError(f"{path}: {error}" if named else f"{path}: incomplete GGUF file: {error}") from None
+            raise FormatError(f"{path}: {error}" if named else f"{path}: damaged GGUF file: {error}") from None
         parts = self.values.get("split.count", 1)
         if parts not in (0, 1):
             raise FormatError(
@@ -131,7 +131,7 @@ class GgufFile:
                 raise FormatError(f"{name}: expected its bytes at {wanted}, after those before it, got {offset}")
             end = offset + nbytes
             if begin + end > len(cursor.data):
-                raise FormatError(f"{name}: incomplete GGUF file: expected {begin + end} bytes, got {len(cursor.data)}")
+                raise FormatError(f"{name}: damaged GGUF file: expected {begin + end} bytes, got {len(cursor.data)}")
             if name in self.tensors:
                 raise FormatError(f"{name}: a second tensor of this name")
             self.tensors[name] = Stored(name, kind, shape, cursor.data[begin + offset : begin + end])

@@ -78,13 +78,13 @@ def read_header(file: Path) -> dict[str, Entry]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise FormatError(f"{file}: not a whole safetensors file: its header does not fit {size} bytes")
+            raise FormatError(f"{file}: damaged safetensors file: its header does not fit {size} bytes")
         try:
             header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_without_twins)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{file}: not a whole safetensors file: header: {error}") from None
+            raise FormatError(f"{file}: damaged safetensors file: header: {error}") from None
     if not isinstance(header, dict):
-        raise FormatError(f"{file}: not a whole safetensors file: header: expected a JSON object")
+        raise FormatError(f"{file}: damaged safetensors file: header: expected a JSON object")
     header.pop(METADATA, None)
     places = {name: _place(file, name, described, size - 8 - length) for name, described in header.items()}
     end = 0
@@ -119,7 +119,7 @@ def _place(file: Path, name: str, described: Any, available: int) -> tuple[int, 
     begin, end = offsets
     if not begin <= end <= available:
         raise FormatError(
-            f"{file}: {name}: not a whole safetensors file: expected bytes {begin} to {end} of tensors, "
+            f"{file}: {name}: damaged safetensors file: expected bytes {begin} to {end} of tensors, "
             f"got {available} bytes"
         )
     wanted = prod(shape) * DTYPES[dtype].itemsize
