@@ -127,7 +127,7 @@ def test_int4_groups_with_others_are_refused_in_one_sentence(what: str) -> None:
         described(INT4, REFUSED[what])
     assert str(error.value) == (
         "compressed-tensors: input_activations: expected symmetric int8 or FP8 per token, with scales computed at run "
-        f"time, beside int4 per group of 128, symmetric, got {what}"
+        f"time, for int4 per group of 128, symmetric, got {what}"
     )
 
 

@@ -169,7 +169,7 @@ WHEN_OPENED: dict[str, tuple[str, Damage, str]] = {
     "index device": ("sharded", instead(INDEX, link_to("/dev/zero")), "index.json: .* found a character device"),
     "index dangling": ("sharded", instead(INDEX, link_to("nowhere")), "index.json: .* missing"),
     "huge index": ("sharded", instead(INDEX, huge), "index.json: expected at most .* bytes of JSON"),
-    "index outside": ("sharded", names_in_index("../float/model.safetensors"), "beside it, got '../float"),
+    "index outside": ("sharded", names_in_index("../float/model.safetensors"), "next to it, got '../float"),
     "index of nothing": ("sharded", names_in_index("model-00009.safetensors"), "model-00009.safetensors: missing"),
     "weights fifo": ("float", instead(SINGLE, os.mkfifo), "model.safetensors: .* found a FIFO"),
     "weights device": ("float", instead(SINGLE, link_to("/dev/zero")), "model.safetensors: .* character device"),

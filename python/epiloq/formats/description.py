@@ -123,7 +123,7 @@ class Description:
             return "fp8" if found.kind == "fp8" else "int8"
         if grouped and self.bits == 4:
             raise FormatError(
-                "input_activations: expected symmetric int8 or FP8 per token, with scales computed at run time, with "
+                "input_activations: expected symmetric int8 or FP8 per token, with scales computed at run time, for "
                 f"{self.weights}, got {found}"
             )
         if grouped:
