@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="the models need the extra hf")
@@ -22,8 +23,10 @@ from epiloq.evaluation.divergence import divergence
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load
 from epiloq.quantize import Grid, gptq, rtn
+from epiloq.quantize.algorithms.trained_scales import Divergence, TrainedScales
 from epiloq.quantize.algorithms.tune import Tuned, tune
 from epiloq.weights.grid import InputGrid, QuantizedWeight
+from epiloq.weights.rounding import Parameters, expand_parameters
 from tiny_teacher import tiny_model
 
 STEPS = 10
@@ -136,6 +139,42 @@ def test_weights_in_another_order_are_restored_in_the_layer_s(seed: int) -> None
     assert found.before == pytest.approx(divergence(teacher, model, windows), rel=1e-3)
     assert found.after == pytest.approx(divergence(teacher, put(model, found), windows), rel=1e-3)
     assert found.after < found.before
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 24, True), Grid(3, -1), Grid(8, 40, True)])
+@pytest.mark.parametrize("at_once", [1, 1000, 1 << 18])
+def test_products_and_their_gradients(seed: int, grid: Grid, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes them with the whole weight in float64; blocks of rows and groups need not divide it."""
+    monkeypatch.setattr("epiloq.quantize.algorithms.trained_scales.CACHED", at_once)
+    value = rtn(torch.randn(90, 96), grid)
+    layer = TrainedScales(value, torch.device("cpu"))
+    x, dy = torch.randn(2, 5, 96, requires_grad=True), torch.randn(2, 5, 90)
+    bias = torch.randn(90)
+    y = layer.product(x, bias, torch.float32)
+    y.backward(dy)
+    scale = value.scale.double().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    weight = layer.codes.double() * expand_parameters(Parameters(scale), grid, layer.codes.shape).scale
+    wanted = exact @ weight.t() + bias
+    wanted.backward(dy.double())
+    torch.testing.assert_close(weight, value.dequantize().double(), rtol=1e-6, atol=0)
+    assert x.grad is not None and exact.grad is not None and scale.grad is not None and layer.change.grad is not None
+    pairs = (y, wanted), (x.grad, exact.grad), (layer.change.grad, scale.grad * value.scale)
+    assert all((found - right).norm() <= 1e-5 * right.norm() for found, right in pairs)
+
+
+def test_the_divergence_and_its_gradient(seed: int) -> None:
+    """As torch computes them, in float64; 150 tokens are no multiple of those that are compared at once."""
+    logits, teacher = 3 * torch.randn(150, 70, requires_grad=True, dtype=torch.float64), 3 * torch.randn(150, 70)
+    wanted = functional.kl_div(
+        logits.log_softmax(-1), teacher.double().log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    gradient = torch.autograd.grad(2 * wanted, logits)[0]
+    single = logits.detach().float().requires_grad_()
+    found: Tensor = Divergence.apply(single, teacher)  # type: ignore[no-untyped-call]
+    (2 * found).backward()
+    assert single.grad is not None and found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(single.grad.double(), gradient, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("inputs", ["int8", "int8-azp", "int8-static"])

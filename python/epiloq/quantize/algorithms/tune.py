@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from torch.func import functional_call
 
 from epiloq.environment import multiplies_bfloat16
 from epiloq.observers import evaluating
+from epiloq.quantize.algorithms.trained_scales import Divergence, TrainedScales
 from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
 from epiloq.quantize.calibration.static import dynamic_int8
 from epiloq.weights.grid import InputGrid, QuantizedWeight
-from epiloq.weights.rounding import Parameters, expand_parameters
-from epiloq.weights.scales import scales_in
 
 RATE = 1e-3
 """Peak learning rate of Adam, relative to each scale and norm weight, after `WARMING` steps of linear warm-up."""
@@ -99,15 +98,16 @@ def tune(
         without_cache(model),
         without_cache(teacher),
         without_gradients(model),
-        state.rounded_inputs(),
+        state.installed(),
     ):
 
         def lost(window: Tensor) -> Tensor:
-            with torch.no_grad():
-                wanted = _logarithms(teacher(window.to(parameter_device(teacher))).logits).to(parameter_device(model))
             with state.products():
+                with torch.no_grad():
+                    wanted = teacher(window.to(parameter_device(teacher))).logits.to(parameter_device(model))
                 found = state.logits(window)
-            return (wanted.exp() * (wanted - _logarithms(found))).sum(-1).mean()
+            divergence: Tensor = Divergence.apply(found[0], wanted[0])  # type: ignore[no-untyped-call]
+            return divergence
 
         checked = windows[:CHECKED]
         before = sum(float(lost(window)) for window in checked) / len(checked)
@@ -141,42 +141,12 @@ def _descend(
         advance()
 
 
-def _logarithms(logits: Tensor) -> Tensor:
-    return logits[0].float().log_softmax(-1)
-
-
-class _Layer:
-    """A quantised weight whose scales are changed by a trained fraction."""
-
-    def __init__(self, value: QuantizedWeight, device: torch.device) -> None:
-        self.value, self.grid = value, value.grid
-        parameters = Parameters(value.scale.to(device), None if value.zero is None else value.zero.to(device))
-        self.scale, self.order = parameters.scale, None if value.perm is None else value.perm.argsort().to(device)
-        zero = expand_parameters(parameters, self.grid, value.q.shape).shift
-        self.codes = value.q.to(device).float() - (0 if zero is None else zero)
-        self.change = torch.zeros_like(self.scale, requires_grad=True)
-
-    def scales(self) -> Tensor:
-        """The scales in the checkpoint's type."""
-        exact = self.scale * (1 + self.change)
-        return exact + (scales_in(exact.detach(), self.grid.scale_dtype).float() - exact).detach()
-
-    def weight(self) -> Tensor:
-        found = self.codes * expand_parameters(Parameters(self.scales()), self.grid, self.codes.shape).scale
-        return found if self.order is None else found[:, self.order]
-
-    def tuned_weight(self) -> QuantizedWeight:
-        scale = self.scales().detach().to(self.value.scale.device)
-        # The difference was rounded, so the scale is computed again.
-        return replace(self.value, scale=scales_in(scale, self.grid.scale_dtype).float())
-
-
 class _State:
     """A model's trained parameters: relative changes of weight and input scales, and of norms' weights."""
 
     def __init__(self, model: nn.Module, weights: Mapping[str, QuantizedWeight], inputs: Inputs | None) -> None:
         self.model, self.inputs = model, inputs
-        self.layers = {n: _Layer(value, parameter_device(model)) for n, value in weights.items()}
+        self.layers = {n: TrainedScales(value, parameter_device(model)) for n, value in weights.items()}
         self.norms = {n: p for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("norm.weight")}
         self.norm_changes = {n: torch.zeros_like(p, requires_grad=True) for n, p in self.norms.items()}
         found = {n: value.inputs for n, value in weights.items() if value.inputs is not None}
@@ -212,8 +182,7 @@ class _State:
         return self.norms[name].detach() * (1 + self.norm_changes[name])
 
     def logits(self, window: Tensor) -> Tensor:
-        values = {f"{name}.weight": layer.weight() for name, layer in self.layers.items()}
-        values |= {name: self.norm(name) for name in self.norms}
+        values = {name: self.norm(name) for name in self.norms}
         found: Tensor = functional_call(self.model, values, (window.to(parameter_device(self.model)),)).logits
         return found
 
@@ -223,25 +192,34 @@ class _State:
         Gradients tolerate it, but the divergence that is reported and decides does not, nor do inputs on an int8 grid,
         whose steps bfloat16 barely resolves.
         """
-        device = parameter_device(self.model).type
-        rough = torch.is_grad_enabled() and self.inputs is None and device == "cpu" and multiplies_bfloat16()
-        return torch.autocast(device, torch.bfloat16) if rough else nullcontext()
+        if not self._rough():
+            return nullcontext()
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+    def _rough(self) -> bool:
+        on_cpu = parameter_device(self.model).type == "cpu"
+        return torch.is_grad_enabled() and self.inputs is None and on_cpu and multiplies_bfloat16()
 
     @contextmanager
-    def rounded_inputs(self) -> Iterator[None]:
-        """Round the inputs of layers to int8 when the model runs."""
-        handles = []
-        for name in self.layers if self.inputs is not None else ():
+    def installed(self) -> Iterator[None]:
+        """Let the model's layers multiply by the trained weights, and round their inputs to int8."""
+        modules: dict[str, Any] = {name: self.model.get_submodule(name) for name in self.layers}
+        before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+        for name, module in modules.items():
 
-            def hook(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> tuple[Tensor, ...]:
-                return (self._rounded(name, args[0]), *args[1:])
+            def forward(x: Tensor, name: str = name, bias: Tensor | None = module.bias) -> Tensor:
+                x = x if self.inputs is None else self._rounded(name, x)
+                dtype = torch.bfloat16 if self._rough() else torch.float32
+                return self.layers[name].product(x, bias, dtype)
 
-            handles.append(self.model.get_submodule(name).register_forward_pre_hook(hook))
+            module.forward = forward
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for name, module in modules.items():
+                del module.forward
+                if before[name] is not None:
+                    module.forward = before[name]
 
     def _rounded(self, name: str, x: Tensor) -> Tensor:
         if name not in self.static:
