@@ -1,4 +1,4 @@
-"""Layers whose weight is read by the code of a parent module instead of calling the layer; found in the source.
+"""Layers whose weight the code of a parent module reads, or changes, instead of calling the layer; found in the source.
 
 The methods that ``forward`` reaches are searched for ``self.layer.weight``, ``self.layers[i].weight`` and the like.
 Dead branches are skipped if the condition depends only on attributes that no method changes (``self.training`` is taken
@@ -11,7 +11,7 @@ import ast
 import inspect
 import operator
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -38,8 +38,27 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 def read_by_parents(model: nn.Module) -> dict[str, str]:
     """Modules, by name, whose ``weight`` is read by a parent module, and the parent's class."""
-    modules = dict(model.named_modules())
     found: dict[str, str] = {}
+    for prefix, search in _searches(model):
+        for path in search.found:
+            found.setdefault(_joined(prefix, path), type(search.module).__name__)
+    return found
+
+
+def changed_by_parents(model: nn.Module) -> dict[str, str]:
+    """Modules, by name, to whose ``weight`` a parent module writes when it runs, and what does: the parent's class,
+    with the condition on its configuration under which it does so, if there is one."""
+    found: dict[str, str] = {}
+    for prefix, search in _searches(model):
+        for path, condition in search.changed.items():
+            when = f" if {condition}" if condition else ""
+            found.setdefault(_joined(prefix, path), f"{type(search.module).__name__}{when}")
+    return found
+
+
+def _searches(model: nn.Module) -> Iterator[tuple[str, _Search]]:
+    """What the methods that ``forward`` reaches do, with the names of the modules that they belong to."""
+    modules = dict(model.named_modules())
     pending = [(name, "forward") for name, module in modules.items() if module._modules]
     seen = set(pending)
     while pending:
@@ -50,12 +69,10 @@ def read_by_parents(model: nn.Module) -> dict[str, str]:
             continue
         search = _Search(module)
         search.visit(tree)
-        for path in search.found:
-            found.setdefault(_joined(prefix, path), type(module).__name__)
+        yield prefix, search
         others = {(_joined(prefix, path), name) for path, name in search.methods} - seen
         pending += sorted(others)
         seen |= others
-    return found
 
 
 def _joined(prefix: str, path: str) -> str:
@@ -105,6 +122,11 @@ class _Search(ast.NodeVisitor):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.found: set[str] = set()
+        self.changed: dict[str, str] = {}
+        """Paths whose weight is written, and the condition on the configuration under which it is, or an empty
+        string."""
+        self.setting = ""
+        """The innermost condition on the configuration that the visited code is under."""
         self.methods: set[tuple[str, str]] = set()
         """Paths of modules, from this one, and methods of theirs."""
         self.aliases: dict[str, list[str]] = {}
@@ -113,8 +135,11 @@ class _Search(ast.NodeVisitor):
         known = self._value(node.test)
         if known is _UNKNOWN:
             self._visit_all([node.test, *node.body, *node.orelse])
-        else:
-            self._visit_all(node.body if known else node.orelse)
+            return
+        test = ast.unparse(node.test)
+        outer, self.setting = self.setting, test if "self.config." in test else self.setting
+        self._visit_all(node.body if known else node.orelse)
+        self.setting = outer
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         known = self._value(node.test)
@@ -127,6 +152,11 @@ class _Search(ast.NodeVisitor):
         for target in node.targets:
             if isinstance(target, ast.Name) and path:
                 self.aliases[target.id] = path
+            self._note_assignment(target)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._note_assignment(node.target)
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
@@ -147,12 +177,24 @@ class _Search(ast.NodeVisitor):
         if path is None:
             self.generic_visit(node)
             return
+        if any(part.endswith("_") for part in path):  # torch's names of methods that change a tensor
+            self._note_write(path)
         for end, part in enumerate(path):
             for name, held in self._held(path[:end]):
                 if end and part == "weight":
                     self.found.add(name)
                 elif _function(type(held), part) is not None:
                     self.methods.add((name, part))
+
+    def _note_assignment(self, target: ast.AST) -> None:
+        path = None if isinstance(target, ast.Name) else self._path(target)
+        self._note_write(path or [])
+
+    def _note_write(self, path: list[str]) -> None:
+        """Note a write to what is at a path, if it is the weight of a module or a part of it."""
+        if "weight" in path[1:]:
+            for name, _ in self._held(path[: path.index("weight", 1)]):
+                self.changed.setdefault(name, self.setting)
 
     def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:

@@ -17,8 +17,8 @@ _DEFAULTS = {"has_bias": False, "is_transposed": False, "is_concatenated": True,
 _WITHOUT_MARKS = frozenset({"Step3p7Experts", "LongcatFlashExperts"})
 """Classes of transformers that are called as those of the interface are, though they do not take part in it."""
 _GATE_UP, _UP, _DOWN, _BIAS, _NORM = ("gate_up_proj", "up_proj", "down_proj", "_bias", "post_expert_norm")
-# Where a module that was taken apart keeps the one that was there; no child, so that its tensors are not counted.
 BEFORE = "before"
+"""Where `ExpertLinears` keep the module that was taken apart."""
 
 
 def reason_against(module: nn.Module) -> str | None:
@@ -89,7 +89,7 @@ def apart_from(module: nn.Module, projections: Projections) -> ExpertLinears:
 @torch.no_grad()
 def as_before(linears: ExpertLinears) -> nn.Module | None:
     """The module that was taken apart, with the weights that its layers now have; None if any is quantised."""
-    before: nn.Module | None = linears.__dict__.get(BEFORE)
+    before = linears.before
     if before is None or not is_float(linears):
         return None
     layers = [cast("tuple[nn.Linear, ...]", linears.layers(e)) for e in range(linears.experts)]

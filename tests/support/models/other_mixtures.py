@@ -73,6 +73,21 @@ def deepseek_v32() -> Any:
     return made("DeepseekV32", **LATENT, **routed, **index)
 
 
+def qwen3_omni() -> Any:
+    """The part of Qwen3-Omni that thinks, with what it hears and sees; its blocks initialise the experts' stacks."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+    text = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_experts": 4}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64}
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config={**text, **heads, **rotation, **ROUTED},
+        vision_config=vision | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        audio_config=audio | {"num_mel_bins": 16, "downsample_hidden_size": 8},
+    )
+    return filled(transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config))
+
+
 _SPARSE_V4 = {"q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 4, "index_head_dim": 32, **ROUTED}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron_h": nemotron_h,

@@ -22,6 +22,7 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
 from epiloq.models.mixtures import file_state, stacked, unstack_experts_
+from epiloq.models.parent_reads import changed_by_parents
 from epiloq.models.scaled_activation import SCALES, scale_activations_
 from epiloq.models.sequential_experts import unstack_
 from epiloq.nn.base.quantized_layer import QuantizedLayer
@@ -188,6 +189,20 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
     changed = unstack_experts_(model, lambda name: name in matrices)
     changed += unstack_(model, None, lambda name: name in matrices)
     return Names(model) if changed else names
+
+
+def check_unchanged(model: nn.Module, quantised: Mapping[str, str]) -> None:
+    """Raise FormatError for a quantised layer to whose weight the model writes when it runs, as RWKV does.
+
+    `quantised` are names in the model and where the layers are stored.
+    """
+    for name, writer in changed_by_parents(model).items():
+        if name in quantised:
+            raise FormatError(
+                f"{quantised[name]}: expected a floating-point weight, because the model changes it when it runs "
+                f"({writer}), which quantised weights do not allow: leave the layer in floating point when quantising"
+                + (", or turn this off in config.json" if "config." in writer else "")
+            )
 
 
 def ignores_tensor(model: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
 from epiloq.formats.embeddings import TableOutline, as_table, untied
-from epiloq.formats.io.architecture import architecture, distinct, skeleton
+from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
@@ -82,8 +82,9 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
 def fill(layers: Layers) -> None:
     """Load all tensors into the layers' model, and replace linear layers by quantised ones.
 
-    Raises FormatError, naming file and layer, for tensors that disagree.
+    Raises FormatError, naming file and layer, for tensors that disagree, and for weights that the model changes.
     """
+    check_unchanged(layers.model, {name: layers.checkpoint.where(name) for name in layers.readers})
     targets = layers.model.state_dict(keep_vars=True)
     for name in layers.rest:
         if name in targets:

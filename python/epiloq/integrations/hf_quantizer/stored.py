@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.embeddings import TableOutline, checked, restore_
-from epiloq.formats.io.architecture import names_in
+from epiloq.formats.io.architecture import check_unchanged, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
@@ -22,7 +22,12 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
-from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, why_stacked
+from epiloq.models.mixtures import (
+    release_float_experts_,
+    restack_complete_experts_,
+    restack_experts_,
+    why_stacked,
+)
 from epiloq.models.subclasses import is_plain
 from epiloq.vocabulary import forget_ties
 
@@ -120,7 +125,8 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
 
     Experts stored as one matrix per expert become unstacked. Returns the layers' readers by their names in the model.
     Raises FormatError, which names the file and the tensor, for an unsupported configuration, a quantised layer that
-    the model does not have, and tensors that are missing, unknown, or have a wrong shape or dtype.
+    the model does not have or whose weight it changes, and tensors that are missing, unknown, or have a wrong shape or
+    dtype.
     """
     names, found = names_in(model, checkpoint), dict[str, Reader]()
 
@@ -145,7 +151,9 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     own_names = {layer: _own_name(names, layer) for layer in layers}
     # epiloq's own format uses the model's names of layers, other formats those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
-    _forget_ties_among(model, {own_names[layer] for layer, reader in found_readers.items() if reader is not None})
+    quantised = {own_names[layer] for layer, reader in found_readers.items() if reader is not None}
+    check_unchanged(model, {own: checkpoint.where(layer) for layer, own in own_names.items() if own in quantised})
+    _forget_ties_among(model, quantised)
     _ignore_unexpected(model, (name for parts in extra.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
@@ -269,3 +277,4 @@ def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
         setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
     restore_(model, sharing)
     restack_experts_(model)
+    release_float_experts_(model)

@@ -142,6 +142,9 @@ class ExpertLinears(nn.Module):
 
     part: range | None = None
     whole: int | None = None
+    before: nn.Module | None = None
+    """The module with stacked matrices that was taken apart, if there was one; no child, so that its tensors are not
+    counted."""
 
     def __init__(
         self,
@@ -156,6 +159,12 @@ class ExpertLinears(nn.Module):
         for number, layers in enumerate(experts):
             self.add_module(str(number), nn.ModuleDict(layers))
         self.act_fn, self.identities, self.post_expert_norm = act_fn, identities, post_expert_norm
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter of the module that was taken apart: models initialise such from a parent (Qwen3-Omni)."""
+        if self.before is not None and name in self.before._parameters:
+            return self.before._parameters[name]
+        return super().__getattr__(name)
 
     def others(self, experts: Sequence[Mapping[str, nn.Module]]) -> ExpertLinears:
         """Create a layer with other experts and the same settings."""
