@@ -74,7 +74,7 @@ class Layers:
     @property
     def format(self) -> str | None:
         """The name of the format, or of the method if epiloq can only read it; None in floating point."""
-        found = self.checkpoint.quantization
+        found = self.checkpoint.quantization if self.readers else None
         if found is not None and found.get("quant_method") == fp8.METHOD and self._has_fp4():
             return "deepseek-fp4"
         return None if found is None else METHODS.get(found["quant_method"], found["quant_method"])

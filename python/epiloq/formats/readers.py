@@ -33,6 +33,7 @@ from epiloq.nn.base.scaled_input import SCALE
 _OF_CACHES = re.compile(r"(.*\.)?([kqv]|kv|prob|prob_output|[kqv]_proj\.output|qkv_proj\.output)_scale")
 # Further ones that only a described cache has: these names have other meanings, too.
 _OF_DESCRIBED_CACHES = re.compile(r"(.*\.)?[kv]_(zero_point|bias)")
+UNUSED = "{} describes quantised layers, but the files have none"
 # Reasons why layers with certain tensors are not supported.
 _WHY = {SCALE: "no layer of that kind scales its inputs by channel first"}
 
@@ -110,9 +111,10 @@ def readers(checkpoint: Checkpoint, site: Site, ignores: Callable[[str], bool]) 
     """The reader of each quantised layer of a checkpoint, by its name there; layers with the same description share
     one. Layers that the model `ignores`, given by their names in the model, have none, however they are quantised.
 
-    Warns if the configuration has a quantised key-value cache, which is ignored, or if epiloq computes a layer
-    differently than described (`Description.loss`). Raises FormatError for an unsupported configuration, no quantised
-    layers, or quantised tensors of a layer that the configuration leaves in floating point.
+    Warns if the files have no quantised layer although there is a configuration, if the configuration has a quantised
+    key-value cache, which is ignored, or if epiloq computes a layer differently than described (`Description.loss`).
+    Raises FormatError for an unsupported configuration, quantised tensors of a layer that the configuration leaves in
+    floating point, or weights that are not in floating point where no layer has scales.
     """
     found = checkpoint.quantization or {}
     try:
@@ -130,7 +132,10 @@ def readers(checkpoint: Checkpoint, site: Site, ignores: Callable[[str], bool]) 
         raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from error
     layers = _described(checkpoint, rules, site, ignores)
     if not layers:
-        raise FormatError(f"{checkpoint.folder}: expected quantised linear layers, found none")
+        for name, entry in checkpoint.entries.items():
+            if name.endswith(".weight") and not entry.is_float:
+                raise FormatError(f"{checkpoint.where(name)}: {entry.dtype}: expected scales beside it, found none")
+        _warn(checkpoint, f"the model is in floating point: {UNUSED.format(checkpoint.described_by)}")
     if cache_of(found) is not None or any(map(_OF_CACHES.fullmatch, checkpoint.files)):
         _warn(checkpoint, "the key-value cache stays in the model's type, and its scales are not used")
     for loss in dict.fromkeys(described.loss for described in layers.values()):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from epiloq.files import Held
 from epiloq.formats.io.architecture import skeleton
 from epiloq.formats.io.checkpoint import Checkpoint
+from epiloq.formats.io.model import check_float
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layouts.base import FormatError
 from epiloq.models.conv1d import TransposedConv1D, transpose_
@@ -109,8 +110,7 @@ def check_model(settings: Settings, source: Checkpoint) -> Plan:
     Raises ValueError: a model that is already quantised, that has no perplexity although it is requested, no blocks
     or layers to quantise, a format that can represent few of them, or unknown names.
     """
-    if source.quantization is not None:
-        raise FormatError(f"{source.folder}: expected a model in floating point, but it is quantised already")
+    check_float(source)
     _ = source.other_files  # listed and checked before the work
     outline = transpose_(skeleton(source, "meta"))
     if settings.evaluation is not None or settings.budget is not None or settings.tune:

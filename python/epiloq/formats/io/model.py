@@ -14,10 +14,12 @@ from epiloq.formats.description import Description
 from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
+from epiloq.formats.io.described import KEY
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.readers import UNUSED
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
@@ -26,13 +28,22 @@ from epiloq.models.mixtures import restack_complete_experts_, restack_experts_, 
 from epiloq.weights.grid import QuantizedWeight
 
 
+def check_float(checkpoint: Checkpoint) -> None:
+    """Raise FormatError for a model that is quantised, or described as quantised."""
+    if checkpoint.quantization is None:
+        return
+    if all(entry.is_float for entry in checkpoint.entries.values()):
+        unused = UNUSED.format(checkpoint.described_by)
+        raise FormatError(f"{checkpoint.folder}: {unused}: expected a config.json without {KEY}")
+    raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
+
+
 def load_float(checkpoint: Checkpoint) -> nn.Module:
     """Load a model that is not quantised, in its own type and in evaluation mode.
 
     Raises FormatError if it is quantised, or if its tensors do not match its configuration. Warns of unused tensors.
     """
-    if checkpoint.quantization is not None:
-        raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
+    check_float(checkpoint)
     check_types(skeleton(checkpoint, "meta"), checkpoint)
     try:
         model, info = architecture(checkpoint).from_pretrained(
@@ -74,7 +85,8 @@ def load(checkpoint: Checkpoint) -> tuple[nn.Module, Quantization | None]:
     layers = Layers(checkpoint, skeleton(checkpoint))
     fill(layers)
     model = restack_experts_(layers.model)
-    describe_on_saving(model)
+    if layers.readers:
+        describe_on_saving(model)
     return model, layers.quantization
 
 

@@ -58,14 +58,23 @@ class Entry:
         """A tensor with this dtype and shape on the meta device."""
         return torch.empty(self.shape, dtype=DTYPES[self.dtype], device="meta")
 
+    @property
+    def is_float(self) -> bool:
+        """Whether its values are in floating point of 16 bits or more, and so mean what they are."""
+        return _is_float(DTYPES[self.dtype])
+
     def fits(self, target: Tensor) -> bool:
         """Whether this can be loaded into a model's tensor: equal shapes, and equal dtypes or both floating-point.
 
         FP8 values mean nothing without their scales, so they fit FP8 only.
         """
         dtype = DTYPES[self.dtype]
-        both_float = all(each.is_floating_point and each.itemsize > 1 for each in (dtype, target.dtype))
+        both_float = _is_float(dtype) and _is_float(target.dtype)
         return target.shape == self.shape and (dtype == target.dtype or both_float)
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def read_header(file: Path) -> dict[str, Entry]:

@@ -89,10 +89,10 @@ def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
     state = model.state_dict(keep_vars=True)
     for name, entry in checkpoint.entries.items():
         dtype, target = DTYPES[entry.dtype], state.get(name)
-        wide = dtype.is_floating_point and dtype.itemsize > 1
         weight = f"{split_name(name)[0]}.weight"
         instead = target is None and weight in state and weight not in checkpoint.entries
-        if not wide and (instead or (dtype.is_floating_point if target is None else target.is_floating_point())):
+        is_number = (dtype if target is None else target.dtype).is_floating_point
+        if not entry.is_float and (instead or is_number):
             near = [f" ({key}: expected {meant})" for key in checkpoint.config if (meant := misspelled(key, (KEY,)))]
             raise FormatError(
                 f"{checkpoint.where(name)}: expected numbers in floating point of 16 bits or more, got {entry.dtype}, "

@@ -78,18 +78,25 @@ class StoredExperts(nn.Module):
             raise FormatError(f"{self.origin}: {error}") from error
 
 
+def has_blocks(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has experts as GPT-OSS's own have them."""
+    return bool(_quantised(checkpoint))
+
+
+def _quantised(checkpoint: Checkpoint) -> list[str]:
+    """Names of the experts of a checkpoint that are in blocks of FP4."""
+    return [name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] == _MARKER]
+
+
 def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Replace experts that are quantised in a checkpoint by `StoredExperts`, into which transformers loads tensors.
 
     `config` is the ``quantization_config``. Raises FormatError, which names file and tensor, for unsupported entries,
-    no such experts, experts of other models than GPT-OSS, or tensors with wrong dtypes or shapes.
+    experts of other models than GPT-OSS, or tensors with wrong dtypes or shapes.
     """
     check_keys(config, KNOWN, METHOD)
     left = names(config, "modules_to_not_convert", METHOD)
-    found = [name.rpartition(".")[0] for name in checkpoint.files if name.rpartition(".")[2] == _MARKER]
-    if not found:
-        raise FormatError(f"{checkpoint.folder}: expected experts in blocks of FP4 ({_MARKER}), found none")
-    for name in found:
+    for name in _quantised(checkpoint):
         where = checkpoint.where(f"{name}.{_MARKER}")
         if excludes(left, name):
             raise FormatError(f"{where}: belongs to quantised experts, but config.json leaves them in floating point")

@@ -48,13 +48,16 @@ class EpiloqQuantizer(HfQuantizer):
         """Layers without a weight of their own, and the embeddings whose weights they share."""
         self.unstacked_weights: list[str] = []
         """Weights of unstacked experts, which transformers would stack."""
+        self.in_float = False
+        """Whether the files have no quantised layer, whatever config.json describes."""
         self.split: Split | None = None
         """The distribution of the model over ranks, if there are several."""
 
     @property
     def _is_mxfp4(self) -> bool:
         """Whether a directory was written as GPT-OSS's own are."""
-        return bool(self.pre_quantized and self.quantization_config.quant_method == mxfp4.METHOD)
+        method = self.quantization_config.quant_method
+        return bool(self.pre_quantized and method == mxfp4.METHOD and not self.in_float)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
@@ -94,17 +97,18 @@ class EpiloqQuantizer(HfQuantizer):
             # An error in one rank's files also ends the others.
             with together() if parallel else nullcontext():
                 checkpoint = self._store(model, Path(checkpoint_files[0]).parent)
-            self.split = Split(model, checkpoint) if parallel else None
+            self.split = Split(model, checkpoint) if parallel and not self.in_float else None
         return model
 
     def _store(self, model: Any, folder: Path) -> Checkpoint:
         """Let transformers load a directory's quantised layers as stored."""
         checkpoint = Checkpoint(folder)
-        if self._is_mxfp4:
+        if self._is_mxfp4 and mxfp4.has_blocks(checkpoint):
             mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
             return checkpoint
         self.readers = store_layers(model, checkpoint)
         self.scales = stored_scales(model, checkpoint, self.readers)
+        self.in_float = not self.readers
         self.unstacked_weights, self.sharing = unstacked_weights(model), shared(checkpoint)
         return checkpoint
 
@@ -116,6 +120,8 @@ class EpiloqQuantizer(HfQuantizer):
             return model
         if self.pre_quantized:
             open_layers(model, self.sharing)
+            if self.in_float:  # also when it is saved
+                self.remove_quantization_config(model)
             return model
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")
