@@ -146,6 +146,58 @@ def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "bench: --peer: expected one of torchao-int8" in capsys.readouterr().err
 
 
+class _FailsInDecode(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Linear, error: Exception) -> None:
+        super().__init__()
+        self.linear, self.error = linear, error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 1:
+            raise self.error
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("error", [AssertionError(), TypeError("no kernel\nfor this"), RuntimeError("out of memory")])
+@pytest.mark.parametrize("fails", ["quantised", "measured"])
+def test_a_peer_that_fails_is_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
+) -> None:
+    """By name and reason; what was measured of it before, and the others, are kept."""
+
+    def failing(model: Any) -> Any:
+        if fails == "quantised":
+            raise error
+        layer = model.model.layers[0].mlp
+        layer.up_proj = _FailsInDecode(layer.up_proj, error)
+        return model
+
+    monkeypatch.setitem(measure._REPEATS, "cpu", 1)
+    monkeypatch.setitem(PEERS, "failing", failing)
+    monkeypatch.setitem(PEERS, "other", lambda model: model)
+    beside, kept, text = Beside(), [], []
+    plan = Plan("tiny", [], ["eager"], [1], 8, peers=("failing", "other"), shares=True)
+    results = run_plan(plan, "cpu", text.append, beside, lambda rows: kept.append(len(rows)))
+    of_failing = [] if fails == "quantised" else ["prefill"]
+    assert [r.phase for r in results if r.scheme == "failing"] == of_failing
+    assert [r.scheme for r in results if r.phase == "decode"] == ["none", "other"]
+    assert kept == [2, 2 + len(of_failing), 4 + len(of_failing)]
+    kind = type(error).__name__
+    reason = {"": kind, "no kernel\nfor this": f"{kind}: no kernel"}.get(str(error), f"{kind}: {error}")
+    expected = reason if fails == "quantised" else f"eager, decode, batch 1: {reason}"
+    assert beside.left_out == {"failing": expected} and f"failing is left out: {expected}" in text
+    assert {share.contender for share in beside.shares} == {"none", "other"}
+
+
+def test_an_own_scheme_that_fails_stops_the_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(measure, "measure", fails)
+    with pytest.raises(RuntimeError, match="a defect"):
+        run_plan(Plan("tiny", [], ["eager"], [1], 8), "cpu", print)
+
+
 def test_bitsandbytes_layers(seed: int) -> None:
     package = pytest.importorskip("bitsandbytes")
     model = contenders.build("tiny", None, torch.bfloat16, "cpu")

@@ -34,6 +34,12 @@ def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str
     return made.to(dtype).eval()
 
 
+def reason_of(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = None) -> nn.Module:
     """Quantise the model by `scheme` (or by the package of that name, or not at all for "none") and optimise it.
 
@@ -42,8 +48,10 @@ def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = N
     if scheme in PEERS:
         try:
             return PEERS[scheme](model)
-        except (ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
-            raise Unavailable(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        except Unavailable:
+            raise
+        except Exception as error:
+            raise Unavailable(reason_of(error)) from error
     if scheme != "none":
         epiloq.quantize_(model, scheme, head=head)
         if optimized:

@@ -19,7 +19,7 @@ import torch
 
 import epiloq
 from epiloq.bench.contract import Unavailable
-from epiloq.bench.models.contenders import build, prepare
+from epiloq.bench.models.contenders import build, prepare, reason_of
 from epiloq.bench.models.plan import FORMS, Extras, Measured, Plan
 from epiloq.bench.models.shares import Share, profiled
 from epiloq.bench.peers.whole_models import PEERS
@@ -211,43 +211,71 @@ def run_plan(
 ) -> list[Measured]:
     """Measure every contender of a plan, the 16-bit model first.
 
-    `progress` receives a line per contender, `keep` all results so far after each one, and `extras` is filled in.
+    `progress` receives a line per contender, `keep` all results so far after each one, and `extras` is filled in. A
+    peer that fails while it is quantised or measured is left out from there on, with the reason.
     """
     extras = Extras() if extras is None else extras
     results: list[Measured] = []
     quantised = [(scheme, FORMS[form]) for scheme in plan.schemes for form in plan.forms]
     contenders = [("none", False), *quantised]
     for scheme, optimized in (*contenders, *((peer, False) for peer in plan.peers)):
-        ours = scheme != "none" and scheme not in PEERS
         model = build(plan.model, plan.layers, torch.bfloat16, device)
+        now = "quantising"
+
+        def tell(what: str, name: str = _name(scheme, optimized)) -> None:
+            nonlocal now
+            now = what
+            progress(f"{name}, {what}")
+
         try:
             model = prepare(model, scheme, optimized, plan.head)
-        except Unavailable as error:
-            extras.left_out[scheme] = str(error)
-            progress(f"{scheme} is left out: {error}")
-            continue
-        cache = plan.cache if ours else None
-        for mode in plan.modes:
-            prompt = plan.context if plan.prompt is None else plan.prompt
-            phases = [("prefill", 1, prompt), *(("decode", batch, plan.context) for batch in plan.batches)]
-            for phase, batch, tokens in phases:
-                progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, {phase}, batch {batch}")
-                row = measure(model, scheme, optimized, mode, phase, batch, tokens, cache)
-                results.append(replace(row, head=plan.head if ours else None))
-            if plan.generate is None or mode == "graph":  # `generate` cannot use a captured step
-                continue
-            for batch in plan.batches:
-                progress(f"{scheme}{' optimised' if optimized else ''}, {mode}, generate, batch {batch}")
-                row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache)
-                results.append(replace(row, head=plan.head if ours else None))
-        if plan.shares:
-            progress(f"{scheme}{' optimised' if optimized else ''}: share of time")
-            name = scheme + (" optimised" if optimized else "")
-            mode = "compile" if "compile" in plan.modes else "eager"
-            extras.shares += step_shares(model, name, mode, plan.batches[0], plan.context, cache)
+            for row in _measured(plan, model, scheme, optimized, tell):
+                results.append(row)
+            if plan.shares:
+                tell("share of time")
+                extras.shares += _shares(plan, model, scheme, optimized)
+        except Exception as error:
+            if scheme not in PEERS:
+                raise
+            reason = str(error) if isinstance(error, Unavailable) else f"{now}: {reason_of(error)}"
+            extras.left_out[scheme] = reason
+            progress(f"{scheme} is left out: {reason}")
         keep(results)
         del model
     return results
+
+
+def _name(scheme: str, optimized: bool) -> str:
+    return scheme + (" optimised" if optimized else "")
+
+
+def _cache_of(plan: Plan, scheme: str) -> str | None:
+    """The type of the cache of a contender: that of the plan, for our own quantised ones."""
+    return plan.cache if scheme != "none" and scheme not in PEERS else None
+
+
+def _measured(plan: Plan, model: Any, scheme: str, optimized: bool, tell: Callable[[str], None]) -> Iterator[Measured]:
+    """Measure a contender in each mode and phase; `tell` receives what comes next."""
+    ours, cache = scheme != "none" and scheme not in PEERS, _cache_of(plan, scheme)
+    head = plan.head if ours else None
+    for mode in plan.modes:
+        prompt = plan.context if plan.prompt is None else plan.prompt
+        phases = [("prefill", 1, prompt), *(("decode", batch, plan.context) for batch in plan.batches)]
+        for phase, batch, tokens in phases:
+            tell(f"{mode}, {phase}, batch {batch}")
+            yield replace(measure(model, scheme, optimized, mode, phase, batch, tokens, cache), head=head)
+        if plan.generate is None or mode == "graph":  # `generate` cannot use a captured step
+            continue
+        for batch in plan.batches:
+            tell(f"{mode}, generate, batch {batch}")
+            row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache)
+            yield replace(row, head=head)
+
+
+def _shares(plan: Plan, model: Any, scheme: str, optimized: bool) -> list[Share]:
+    mode = "compile" if "compile" in plan.modes else "eager"
+    cache = _cache_of(plan, scheme)
+    return step_shares(model, _name(scheme, optimized), mode, plan.batches[0], plan.context, cache)
 
 
 def step_shares(model: Any, name: str, mode: str, batch: int, tokens: int, cache: str | None = None) -> list[Share]:
