@@ -104,8 +104,6 @@ TensorView scale_rows(GroupwiseMm const& call, Checker const& check) {
 }
 
 void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
-  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
-  check.tensor("scale_b", call.scale_b, {DType::kFloat32});
   bool const known = (call.rows_per_scale == 1 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 128 && call.columns_per_scale == 128) ||
                      (call.rows_per_scale == 1 && call.columns_per_scale == 1);
@@ -138,6 +136,8 @@ void check_scales(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
 
 void check_out_and_bias(GroupwiseMm const& call, Checker const& check, Sizes& sizes) {
   check.tensor("out", call.out, kFloats);
+  check.tensor("scale_a", call.scale_a, {DType::kFloat32});
+  check.tensor("scale_b", call.scale_b, {DType::kFloat32});
   sizes.out = check.rows_like("out", call.out, "a", call.a, sizes.n);
   check.bias(call.bias, call.out, sizes.n);
   check.apart("out", call.out, "a", call.a);

@@ -20,12 +20,12 @@ Weight checked(Checker const& check, TableWeight const& w) {
   if (w.n < 0 || w.n >= kMostRows) check.fail("n", "expected 0 to 2^31 - 1, got ", w.n);
   if (w.k < 0 || w.k >= kMostRows) check.fail("k", "expected 0 to 2^31 - 1, got ", w.k);
   if (w.block_size < 1) check.fail("block_size", "expected at least 1, got ", w.block_size);
-  check.tensor("weight.codes", w.codes, {DType::kUInt8});
-  check.tensor("weight.table", w.table, {DType::kFloat32});
-  check.tensor("weight.scale", w.scale, {DType::kFloat32});
-  check.vector("weight.codes", w.codes, ceil_div(w.n * w.k, 2));
-  check.vector("weight.table", w.table, kEntries);
-  check.vector("weight.scale", w.scale, ceil_div(w.n * w.k, w.block_size));
+  check.tensor("codes", w.codes, {DType::kUInt8});
+  check.tensor("table", w.table, {DType::kFloat32});
+  check.tensor("scale", w.scale, {DType::kFloat32});
+  check.vector("codes", w.codes, ceil_div(w.n * w.k, 2));
+  check.vector("table", w.table, kEntries);
+  check.vector("scale", w.scale, ceil_div(w.n * w.k, w.block_size));
   return {w.n,
           w.k,
           w.block_size,
@@ -35,9 +35,9 @@ Weight checked(Checker const& check, TableWeight const& w) {
 }
 
 void check_apart(Checker const& check, TensorView const& out, TableWeight const& w) {
-  check.apart("out", out, "weight.codes", w.codes);
-  check.apart("out", out, "weight.table", w.table);
-  check.apart("out", out, "weight.scale", w.scale);
+  check.apart("out", out, "codes", w.codes);
+  check.apart("out", out, "table", w.table);
+  check.apart("out", out, "scale", w.scale);
 }
 
 Problem checked(TableMm const& call) {

@@ -95,7 +95,7 @@ bool is_direct(py::tuple const& required, py::tuple const& optional) {
     if (!tensor.is_none() && !is_plain(tensor)) return false;
   }
   py::handle const first = PyTuple_GET_ITEM(required.ptr(), 0);
-  if (is_true(read(torch->is_meta, first)) || is_true(read(torch->is_nested, first))) return false;
+  if (is_true(read(torch->is_meta, first))) return false;
   if (grad_enabled()) {
     for (py::tuple const& tensors : {required, optional}) {
       for (py::handle tensor : tensors) {
@@ -113,6 +113,7 @@ bool is_plain(py::handle tensor) {
   auto const is_type = [type](py::object const& plain) { return plain.ptr() == type; };
   if (std::none_of(torch->plain.begin(), torch->plain.end(), is_type)) return false;
   if (!read(torch->layout, tensor).is(torch->strided)) return false;
+  if (is_true(read(torch->is_nested, tensor))) return false;  // whose layout may be strided
   PyObject* arguments[] = {tensor.ptr()};
   PyObject* const negated = PyObject_Vectorcall(torch->is_neg.ptr(), arguments, 1, nullptr);
   if (negated == nullptr) throw py::error_already_set();

@@ -175,9 +175,9 @@ def test_a_peer_that_fails_is_left_out(
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     monkeypatch.setitem(PEERS, "failing", failing)
     monkeypatch.setitem(PEERS, "other", lambda model: model)
-    beside, kept, text = Beside(), [], []
+    extras, kept, text = Extras(), [], []
     plan = Plan("tiny", [], ["eager"], [1], 8, peers=("failing", "other"), shares=True)
-    results = run_plan(plan, "cpu", text.append, beside, lambda rows: kept.append(len(rows)))
+    results = run_plan(plan, "cpu", text.append, extras, lambda rows: kept.append(len(rows)))
     of_failing = [] if fails == "quantised" else ["prefill"]
     assert [r.phase for r in results if r.scheme == "failing"] == of_failing
     assert [r.scheme for r in results if r.phase == "decode"] == ["none", "other"]
@@ -185,8 +185,8 @@ def test_a_peer_that_fails_is_left_out(
     kind = type(error).__name__
     reason = {"": kind, "no kernel\nfor this": f"{kind}: no kernel"}.get(str(error), f"{kind}: {error}")
     expected = reason if fails == "quantised" else f"eager, decode, batch 1: {reason}"
-    assert beside.left_out == {"failing": expected} and f"failing is left out: {expected}" in text
-    assert {share.contender for share in beside.shares} == {"none", "other"}
+    assert extras.left_out == {"failing": expected} and f"failing is left out: {expected}" in text
+    assert {share.contender for share in extras.shares} == {"none", "other"}
 
 
 def test_an_own_scheme_that_fails_stops_the_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

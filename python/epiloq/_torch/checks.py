@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
@@ -53,6 +54,19 @@ def is_int32(number: object) -> TypeGuard[int]:
     if isinstance(number, (bool, torch.SymInt)):
         return not isinstance(number, bool)
     return isinstance(number, numbers.Integral) and _LEAST <= int(number) <= _MOST
+
+
+def expect_flags(operation: str, **flags: object) -> None:
+    """Raise ValueError unless arguments are True or False, as Python's, NumPy's or 0 and 1: any other object is true,
+    and what its author meant by it is not known."""
+    for argument, flag in flags.items():
+        if flag is not True and flag is not False and not _is_flag(flag):
+            raise ValueError(f"epiloq.{operation}: {argument}: expected True or False, got {flag!r}")
+
+
+def _is_flag(flag: object) -> bool:
+    kinds = (bool, torch.SymBool, *([numpy.bool_] if (numpy := sys.modules.get("numpy")) else []))
+    return isinstance(flag, kinds) or (isinstance(flag, numbers.Integral) and flag in (0, 1))
 
 
 def as_number(operation: str, argument: str, number: float) -> float:

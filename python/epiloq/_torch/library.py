@@ -13,7 +13,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from epiloq import _core
-from epiloq._torch import dtype_numbers, threads
+from epiloq._torch import dtype_numbers, flops, threads
 from epiloq._torch.parameters import FrozenParameter
 
 # define/impl rather than custom_op, which costs 10 us a call.
@@ -90,11 +90,18 @@ def _register_fake(name: str, fake: Callable[..., Any]) -> None:
 
 
 def register_product(
-    name: str, arguments: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], allocating: str = ""
+    name: str,
+    arguments: str,
+    run: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    allocating: str = "",
+    depth: Callable[..., int] | None = flops.columns,
 ) -> None:
     """Define ``name``, which returns ``run(*arguments)``, and ``name_out``, which is ``run(*arguments, out=out)``.
 
     ``allocating``: arguments by name that only the first has, such as the type of what it allocates.
+    ``depth``: of the arguments, the number of products that add up to an element, for torch's counter of operations;
+    None for an elementwise function.
     """
 
     def write(*args: Any, out: Tensor) -> None:
@@ -105,6 +112,8 @@ def register_product(
 
     register(name, f"{name}({arguments}{allocating and ', *, ' + allocating}) -> Tensor", run, fake)
     register(name, f"{name}_out({arguments}, *, Tensor(a!) out) -> ()", write, fake_out)
+    if depth is not None:
+        flops.count(name, depth)
 
 
 def empty_product(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -172,8 +181,8 @@ def reads_values() -> bool:
 
 
 def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:
-    """Raise unless arguments are tensors (or None, if `optional`): the dispatcher's own messages name neither the
-    operation nor the argument.
+    """Raise unless arguments are tensors (or None, if `optional`) on the first one's device: the dispatcher's own
+    messages name neither the operation nor the argument, and a fake implementation knows the operator's names only.
 
     ``writes``: the call has outputs to write into, which as elsewhere in torch excludes gradients.
     """
@@ -197,6 +206,13 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             )
         elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
+    tensors = {name: value for name, value in {**required, **optional}.items() if isinstance(value, Tensor)}
+    first = next(iter(tensors.values()), None)
+    for name, tensor in tensors.items():
+        if first is not None and tensor.device != first.device:
+            raise ValueError(
+                f"epiloq.{operation}: {name}: expected a tensor on {first.device}, got one on {tensor.device}"
+            )
 
 
 def parts_of(weight: Any, *names: str) -> dict[str, Any]:

@@ -26,10 +26,11 @@ from epiloq.ops.w4a8_mm import run as w4a8
 from epiloq.ops.weight_only_mm import explain as explain_weight_only
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
+from epiloq.weights.fp4 import FLOATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
-from epiloq.weights.tensor_checks import check_apart, check_memory
+from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described
 
 _NAME = "grouped_packed_mm"
 # Rows of an expert on average above which products of one expert after the other are faster than the kernel that
@@ -87,7 +88,10 @@ def grouped_packed_mm(
     w, (format, bits) = weight, _kind_of(weight)
     zero, offset, factor = (getattr(w, name, None) for name in _OPTIONAL)
     arguments = (x, w.q, w.scale, zero, offset, scale_a, offs, masked_m, bits, w.n, w.k, w.group_size, format, factor)
-    dtype = out_dtype or (x.dtype if scale_a is None and isinstance(x, Tensor) else torch.bfloat16)
+    if out_dtype is None:
+        dtype = x.dtype if scale_a is None and isinstance(x, Tensor) else torch.bfloat16
+    else:
+        dtype = out_dtype
     if not direct((x, w.q, w.scale), (zero, offset, factor, scale_a, offs, masked_m, out)):
         optional = {"scale_a": scale_a, "offs": offs, "masked_m": masked_m, "out": out}
         optional |= parts_of(w, *(name for name in _OPTIONAL if hasattr(w, name)))
@@ -129,10 +133,9 @@ def run(
         if tensor is not None:
             check_memory(name, tensor, x.device, _NAME)
     experts = _checked_experts(counts, n, x, masked_m is not None, k)
-    result = _empty(x, n // experts, out_dtype) if out is None else out
-    shape = (*x.shape[:-1], n // experts)
-    if result.shape != shape:
-        _refuse("out", list(shape), list(result.shape))
+    if out is not None:
+        _check_out(out, (*x.shape[:-1], n // experts))
+    argument, dtype = ("out_dtype", out_dtype) if out is None else ("out", out.dtype)
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
             _refuse("x", "int8 or float8_e4m3fn with scale_a", x.dtype)
@@ -140,15 +143,18 @@ def run(
         if list(scale_a.shape) not in shapes or scale_a.dtype != torch.float32:
             wanted = " or ".join(map(str, shapes))
             _refuse("scale_a", f"float32 {wanted}", f"{scale_a.dtype} {list(scale_a.shape)}")
-        check_out_dtype(x, result.dtype)
-    elif result.dtype != x.dtype:
-        _refuse("out_dtype", f"x's {x.dtype} without scale_a", result.dtype)
+        check_out_dtype(x, dtype, _NAME, argument)
+    elif x.dtype not in FLOATS:
+        _refuse("x", "float32, float16 or bfloat16 without scale_a", described(x))
+    elif dtype != x.dtype:
+        _refuse(argument, f"x's {x.dtype} without scale_a", dtype)
     if out is not None:
         check_apart("out", out, read, _NAME)
+    result = _empty(x, n // experts, dtype) if out is None else out
     rows, whole = n // experts, cast(Weight, PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size))
     if format != "int":
         whole = PackedFp4Weight(q, scale, global_scale, format, n, k)
-        check_parts(whole, x.device, experts, _NAME)
+    check_parts(whole, x.device, experts, _NAME)
     if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
         if out is not None:
             mark_written(out)
@@ -171,7 +177,14 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
         _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")
     if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
         _refuse("x", f"{wanted} with {k} columns", list(x.shape))
+    check_rows("x", x[0] if masked else x, _NAME)  # experts' rows may lie apart
     return experts
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
+    if out.shape != shape:
+        _refuse("out", list(shape), list(out.shape))
+    check_written("out", out if out.ndim == 2 else out[0], shape[-2:], _NAME)
 
 
 def _expect(weight: object, scale_a: Tensor | None) -> None:

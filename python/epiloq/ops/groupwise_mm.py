@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import bound_arguments
+from epiloq._torch.checks import bound_arguments, expect_flags
 from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 
@@ -66,6 +66,7 @@ def groupwise_mm(
         NotImplementedError: this build has no CUDA kernels; or in a backward pass, as there is no derivative.
     """
     rows, columns = granularity_of("groupwise_mm", recipe)
+    expect_flags("groupwise_mm", constant_b=constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("groupwise_mm", required, {"bias": bias, "out": out}, writes=out is not None)

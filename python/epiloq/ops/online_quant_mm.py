@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_operator, bound_arguments, for_operator, limits
+from epiloq._torch.checks import as_operator, bound_arguments, expect_flags, for_operator, is_int32, limits
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
@@ -65,6 +65,7 @@ def online_quant_mm(
         NotImplementedError: this build has no kernel for the device; or in a backward pass, as there is no derivative.
     """
     weight = _weight_of(x, w_q, w_scale, w_offset, group_size)
+    expect_flags(_NAME, staged=staged)
     lo, hi = limits(_NAME, clamp)
     parts = (x, weight.values, weight.parameters)
     if not direct(parts, (bias, out)):
@@ -86,7 +87,7 @@ def _weight_of(
         for name, value in (("w_scale", w_scale), ("w_offset", w_offset)):
             if value is not None:
                 raise ValueError(f"epiloq.online_quant_mm: {name}: expected None with a prepared weight, got a tensor")
-        if group_size not in (None, w_q.group_size):
+        if group_size is not None and (not is_int32(group_size) or group_size != w_q.group_size):
             raise ValueError(
                 f"epiloq.online_quant_mm: group_size: expected the weight's, {w_q.group_size}, got {group_size}"
             )

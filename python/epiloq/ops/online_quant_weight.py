@@ -34,12 +34,14 @@ def online_quant_weight(
         ValueError: an argument is invalid; the message names it.
     """
     expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
-    if bits not in RANGES:
-        raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits}")
+    if not is_int32(bits) or bits not in RANGES:
+        raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits!r}")
     if not is_int32(group_size) or not 1 <= group_size <= MAX_GROUP:
         raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {MAX_GROUP}, got {group_size!r}")
     if in_features is not None:
         expect_int32("online_quant_weight", in_features=in_features)
+        if in_features < 0:
+            raise ValueError(f"epiloq.online_quant_weight: in_features: expected at least 0, got {in_features}")
     if w_q.dtype != torch.int8 or w_q.ndim != 2:
         raise ValueError(
             f"epiloq.online_quant_weight: w_q: expected int8 with 2 dimensions, got {w_q.dtype} {list(w_q.shape)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import bound_arguments
+from epiloq._torch.checks import bound_arguments, expect_flags
 from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 
@@ -61,6 +61,7 @@ def scaled_mm(
         NotImplementedError: this build has no kernel for the device (float8 needs compute capability 8.9); or in a
             backward pass, as there is no derivative (a compiled graph stops the gradient instead).
     """
+    expect_flags("scaled_mm", fast_accum=fast_accum, constant_b=constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
@@ -104,6 +105,7 @@ def scaled_mm_azp(
     Raises:
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
     """
+    expect_flags("scaled_mm_azp", constant_b=constant_b)
     if not direct((a, b, scale_a, scale_b, azp_adj), (azp, bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "azp_adj": azp_adj}
         expect_tensors("scaled_mm_azp", required, {"azp": azp, "bias": bias, "out": out}, writes=out is not None)

@@ -59,7 +59,7 @@ def table_mm(
         TypeError: an argument is not a tensor.
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
-    expect_int32(_NAME, out_features=out_features, block_size=block_size)
+    _expect_sizes(out_features, block_size)
     if direct((x, codes, table, scale), (bias, out)):
         return run(x, codes, table, scale, bias, out_features, block_size, out=out)
     tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
@@ -69,6 +69,12 @@ def table_mm(
         return refuse_backward(_NAME, torch.ops.epiloq.table_mm(*arguments))
     torch.ops.epiloq.table_mm_out(*arguments, out=out)
     return out
+
+
+def _expect_sizes(out_features: int, block_size: int) -> None:
+    expect_int32(_NAME, out_features=out_features, block_size=block_size)
+    if out_features < 0:
+        raise ValueError(f"epiloq.{_NAME}: out_features: expected at least 0, got {out_features}")
 
 
 def run(
@@ -101,8 +107,6 @@ _Weight = tuple[Tensor, Tensor, Tensor]
 
 
 def _empty(x: Tensor, n: int) -> Tensor:
-    if n < 0:
-        raise ValueError(f"epiloq.{_NAME}: out_features: expected at least 0, got {n}")
     if x.ndim == 0:
         raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
     return x.new_empty((*x.shape[:-1], n))
@@ -165,7 +169,7 @@ def explain(
     out: Tensor | None = None,
 ) -> str:
     """`epiloq.explain` for `table_mm`, given the arguments of a call."""
-    expect_int32(_NAME, out_features=out_features, block_size=block_size)
+    _expect_sizes(out_features, block_size)
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
     result = _empty(x, out_features) if out is None else out
     return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)

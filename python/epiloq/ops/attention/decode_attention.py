@@ -160,4 +160,6 @@ def _fake(query: Tensor, *_: Any) -> Tensor:
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_scale, Tensor? value_scale"
-register_product(_NAME, f"{_TENSORS}, float scale", run, _fake)
+register_product(
+    _NAME, f"{_TENSORS}, float scale", run, _fake, depth=lambda query, key, *_: 2 * key.shape[-2]
+)  # scores, and weighted sums

@@ -50,11 +50,11 @@ def groups_of(k: int) -> int:
     return max(-(-k // GROUP), 1)
 
 
-def check_out_dtype(x_q: Tensor, dtype: torch.dtype) -> None:
+def check_out_dtype(x_q: Tensor, dtype: torch.dtype, operation: str = NAME, argument: str = "out_dtype") -> None:
     """Raise ValueError for an unsupported output type."""
     if dtype not in (_HALVES if x_q.is_cuda else (*_HALVES, torch.float32)):
         expected = "float16 or bfloat16" if x_q.is_cuda else "float16, bfloat16 or float32"
-        _refuse("out_dtype", expected, dtype)
+        _refuse(argument, expected, dtype, operation)
 
 
 def check(call: Call, out_given: bool) -> None:
@@ -102,8 +102,9 @@ def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operati
         expected = {**shapes_of_parts(weight.format, weight.n, weight.k), "global_scale": (factors,)}
         kinds = {"q": (torch.uint8,), "scale": (torch.uint8,), "global_scale": (torch.float32,)}
     else:
-        expected = shapes_of(4, weight.n, weight.k, weight.group_size)
+        expected = shapes_of(weight.bits, weight.n, weight.k, weight.group_size)
         kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
+        kinds["offset"] = (weight.scale.dtype,)
     for name, tensor in _parts(weight).items():
         check_memory(f"weight.{name}", tensor, device, operation)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():

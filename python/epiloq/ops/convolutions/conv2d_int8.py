@@ -19,6 +19,8 @@ from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weig
 _NAME = "conv2d_int8"
 _LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
 _OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
+# Products of 8-bit integers, one of them less a zero point, whose sums int32 holds (src/api/conv2d_int8.cpp).
+_MOST_TERMS = (2**31 - 1) // (255 * 128)
 
 
 def conv2d_int8(
@@ -152,8 +154,9 @@ def prepared(
     expect_tensors(operation, {"weight_scale": weight_scale}, {"bias": bias}, writes=False)
     if onto[0] is None and onto[1] is not None:
         raise ValueError(f"epiloq.{operation}: output_zero: expected None without output_scale, got {onto[1]}")
-    output = None if onto[0] is None else (onto[0], onto[1] or 0)
-    return PreparedInt8Weight.for_call(operation, weight, weight_scale, bias, (into[0], into[1] or 0), output)
+    output = None if onto[0] is None else (onto[0], 0 if onto[1] is None else onto[1])
+    zero = 0 if into[1] is None else into[1]
+    return PreparedInt8Weight.for_call(operation, weight, weight_scale, bias, (into[0], zero), output)
 
 
 def _call(
@@ -168,8 +171,15 @@ def _call(
     expect_tensors(operation, {"x_q": x}, {"out": out}, writes=False)
     dtype = out_dtype if out is None else out.dtype
     if dtype not in _OUT_DTYPES:
+        name = "out_dtype" if out is None else "out"
+        raise ValueError(f"epiloq.{operation}: {name}: expected torch.int8, float16, bfloat16 or float32, got {dtype}")
+    # C++ checks these too, and says conv2d_int8 and x.
+    if x.device != w.q.device:
+        raise ValueError(f"epiloq.{operation}: weight: expected a tensor on {x.device}, got one on {w.q.device}")
+    if (terms := math.prod(w.q.shape[1:])) > _MOST_TERMS:
         raise ValueError(
-            f"epiloq.{operation}: out_dtype: expected torch.int8, float16, bfloat16 or float32, got {dtype}"
+            f"epiloq.{operation}: weight: expected at most {_MOST_TERMS} values an output channel, where int32 sums"
+            f" are exact, got {terms}"
         )
     return convolve(
         operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out
@@ -204,6 +214,9 @@ def _run(
     x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
     check_input(_NAME, "x_q", x, (torch.int8,))
+    channels = _channels(weight, Geometry(*rest[7:]))
+    if rest[-1] > 0 and x.shape[1] != channels:  # C++ refuses other groups
+        raise ValueError(_wrong_channels(x, channels))
     if out is not None:
         check_output(_NAME, out)
     result = _empty(x, weight, Geometry(*rest[7:]), out_dtype) if out is None else out
@@ -263,11 +276,20 @@ def _empty(x: Tensor, weight: Tensor, where: Geometry, dtype: torch.dtype) -> Te
 def _fake(x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype) -> Tensor:
     where = Geometry(*rest[7:])
     result = _empty(x, weight, where, out_dtype)
-    torch._check_value(
-        x.shape[1] == weight.shape[-1] * where.groups,
-        lambda: f"epiloq.{_NAME}: x: expected {weight.shape[-1] * where.groups} channels, got {list(x.shape)}",
-    )
+    channels = _channels(weight, where)
+    torch._check_value(x.shape[1] == channels, lambda: _wrong_channels(x, channels))
     return result
+
+
+def _channels(weight: Tensor, where: Geometry) -> int:
+    """Number of channels of an input."""
+    return weight.shape[-1] * where.groups
+
+
+def _wrong_channels(x: Tensor, channels: int) -> str:
+    return (
+        f"epiloq.{_NAME}: x_q: expected {channels} channels (those of the weight in every group), got {list(x.shape)}"
+    )
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
@@ -315,4 +337,11 @@ _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? correction, int input_zero, int output_zero, "
     "float? lo, float? hi, int[] stride, int[] padding, int[] dilation, int groups"
 )
-register_product(_NAME, _ARGUMENTS, as_operator(_run, _LIMITS), _fake, allocating="ScalarType out_dtype")
+register_product(
+    _NAME,
+    _ARGUMENTS,
+    as_operator(_run, _LIMITS),
+    _fake,
+    allocating="ScalarType out_dtype",
+    depth=lambda x, weight, *_: math.prod(weight.shape[1:]),
+)

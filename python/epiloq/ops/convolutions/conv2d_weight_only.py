@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -229,4 +230,10 @@ _ARGUMENTS = (
     "int channels, int padded_channels, int group_size, float? lo, float? hi, "
     "int[] stride, int[] padding, int[] dilation, int groups"
 )
-register_product(_NAME, _ARGUMENTS, as_operator(_run_lists, _LIMITS), _fake)
+register_product(
+    _NAME,
+    _ARGUMENTS,
+    as_operator(_run_lists, _LIMITS),
+    _fake,
+    depth=lambda *arguments: math.prod(arguments[8]) * arguments[9],  # kernel, channels
+)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_positive
+from epiloq._torch.checks import expect_flags, expect_positive
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
@@ -44,6 +44,7 @@ def quantize_blockwise_int8(
         NotImplementedError: in a backward pass through a scale or an offset, which have no derivative.
     """
     expect_positive("quantize_blockwise_int8", group_size=group_size)
+    expect_flags("quantize_blockwise_int8", symmetric=symmetric)
     if out is None:
         if direct((x,)):
             return _quantise(x, group_size) if not symmetric else _with_none(*_quantise_symmetric(x, group_size))

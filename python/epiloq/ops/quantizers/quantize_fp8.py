@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_number
+from epiloq._torch.checks import as_number, expect_flags
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
@@ -112,11 +112,12 @@ def _expect(
     expect_choice("quantize_fp8", "granularity", granularity, _GRANULARITIES)
     expect_choice("quantize_fp8", "dtype", dtype, _FORMATS)
     expect_layout("quantize_fp8", granularity, group_size, scale_layout, pad_to)
+    expect_flags("quantize_fp8", ue8m0=ue8m0)
     eps = as_number("quantize_fp8", "eps", eps)
     if scale is not None:
         for argument, given in (("scale_ub", scale_ub is not None), ("eps", eps != 0), ("ue8m0", ue8m0)):
             if given:
-                raise ValueError(f"{error}{argument}: expected none with a static scale, which is used unchanged")
+                raise ValueError(f"{error}{argument}: expected none with a static scale, which is used as is, got one")
     if out is not None:
         if len(out) != 2:
             raise ValueError(f"{error}out: expected (q, scale), got {len(out)} elements")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_positive
+from epiloq._torch.checks import expect_flags, expect_positive
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -57,6 +57,7 @@ def quantize_int8(
         NotImplementedError: in a backward pass through a measured scale, which has no derivative.
     """
     _expect(x, scale, azp, symmetric, granularity, pad_to, out)
+    expect_flags("quantize_int8", range_includes_zero=range_includes_zero)
     if out is not None:
         q, out_scale, out_azp = out
         if direct((x, q, out_scale), (out_azp,)):
@@ -96,8 +97,11 @@ def _expect(
     if granularity not in ("token", "tensor"):
         raise ValueError(f'epiloq.quantize_int8: granularity: expected "token" or "tensor", got {granularity!r}')
     expect_positive("quantize_int8", pad_to=pad_to)
+    expect_flags("quantize_int8", symmetric=symmetric)
     if scale is None and azp is not None:
-        raise ValueError("epiloq.quantize_int8: azp: expected None where scale is None (both are measured)")
+        raise ValueError(
+            "epiloq.quantize_int8: azp: expected None where scale is None (both are measured), got a zero point"
+        )
     if scale is not None and azp is None and not symmetric:
         raise ValueError("epiloq.quantize_int8: azp: expected a zero point with scale and symmetric=False, got None")
     if out is not None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_number
+from epiloq._torch.checks import as_number, expect_flags
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
+GRANULARITIES = ("token", "group")
 
 
 @overload
@@ -91,7 +92,9 @@ def rms_norm_quant(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
+    expect_choice("rms_norm_quant", "granularity", granularity, GRANULARITIES)
     expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    expect_flags("rms_norm_quant", ue8m0=ue8m0)
     eps = as_number("rms_norm_quant", "eps", eps)
     if out is not None:
         _write_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
@@ -198,7 +201,9 @@ def explain(
 ) -> str:
     """`epiloq.explain` for `rms_norm_quant`."""
     expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
+    expect_choice("rms_norm_quant", "granularity", granularity, GRANULARITIES)
     expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
+    expect_flags("rms_norm_quant", ue8m0=ue8m0)
     eps = as_number("rms_norm_quant", "eps", eps)
     expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
     if out is None:

@@ -65,4 +65,4 @@ def _fake(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-register_product(_NAME, "Tensor x", run, _fake)
+register_product(_NAME, "Tensor x", run, _fake, depth=None)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import expect_flags
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
-from epiloq.ops.quantizers.rms_norm_quant import DTYPES
+from epiloq.ops.quantizers.rms_norm_quant import DTYPES, GRANULARITIES
 
 
 def silu_and_mul_quant(
@@ -48,7 +49,9 @@ def silu_and_mul_quant(
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
+    expect_choice("silu_and_mul_quant", "granularity", granularity, GRANULARITIES)
     expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
+    expect_flags("silu_and_mul_quant", ue8m0=ue8m0)
     if out is not None:
         if len(out) != 2:
             raise ValueError(f"epiloq.silu_and_mul_quant: out: expected (q, scale), got {len(out)} elements")
@@ -105,7 +108,9 @@ def explain(
 ) -> str:
     """`epiloq.explain` for `silu_and_mul_quant`."""
     expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
+    expect_choice("silu_and_mul_quant", "granularity", granularity, GRANULARITIES)
     expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
+    expect_flags("silu_and_mul_quant", ue8m0=ue8m0)
     expect_tensors("silu_and_mul_quant", {"x": x}, {}, writes=False)
     q, scale = out or _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
     return _core.explain_silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
