@@ -1,16 +1,22 @@
-"""Layers under torch's tools: make_fx, linearisation, ensembles by vmap, functions without gradient, dynamic shapes."""
+"""Layers under torch's tools: make_fx, linearisation, ensembles by vmap, functions without gradient, dynamic shapes,
+symbolic traces, counts of operations."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import epiloq
+from epiloq.ops.attention.decode_attention import decode_attention
 from every_layer import LAYERS, LINEAR, SIZES, arguments, run
+from every_operation import OPERATIONS
 
 FP8 = ("fp8", "fp8-block", "w4a8-fp8")
 
@@ -21,6 +27,66 @@ def test_make_fx(name: str, seed: int) -> None:
     layer, given = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
     graph = make_fx(lambda *x: run(name, layer, x))(*given)
     assert torch.equal(graph(*given), run(name, layer, given))
+
+
+class _Twice(nn.Module):
+    """A model that calls a layer twice, once with the result of an operation."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"layer": layer})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner["layer"](x.flip(0)), self.inner["layer"](x)
+
+
+class _RoutedTwice(_Twice):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.inner["layer"](x.flip(0), chosen, weights), self.inner["layer"](x, chosen, weights)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("rows")])
+def test_symbolic_traces_call_layers(name: str, seed: int) -> None:
+    """As they call torch's: a call is one node, and the graph holds for other sizes."""
+    layer, given = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
+    model = _Twice(layer) if len(given) == 1 else _RoutedTwice(layer)
+    graph: Any = torch.fx.symbolic_trace(model)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["inner.layer"] * 2
+    for values in (given, tuple(part[:2] for part in given)):
+        for found, expected in zip(graph(*values), model(*values), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_rows_of_experts_in_a_symbolic_trace(seed: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = LAYERS["rows-int8"](*SIZES[1])
+
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            y: Tensor = self.experts(x, offs=offs)
+            return y
+
+    model, x, offs = Model(), torch.randn(6, SIZES[1][0]), torch.tensor([2, 6], dtype=torch.int32)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x, offs), model(x, offs))
+
+
+@pytest.mark.parametrize("name", ["int8", "w4a16-scaled", "conv-int8", "table"])
+def test_what_a_symbolic_trace_cannot_hold_is_refused(name: str, seed: int) -> None:
+    layer, given = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
+    with pytest.raises(TypeError, match=r"expected to be part of the model that torch.fx traces.*Sequential"):
+        torch.fx.symbolic_trace(layer)
+    model = nn.Sequential(layer)
+    layer.register_forward_pre_hook(lambda _, x: (x[0] + 1,))
+    with pytest.raises(TypeError, match=r"without hooks.*is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return m is layer
+
+    graph = torch.fx.GraphModule(model, Leaves().trace(model))
+    assert torch.equal(graph(*given), model(*given))
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -110,3 +176,57 @@ def test_images_without_a_batch(name: str, seed: int) -> None:
         assert found.shape == image.shape and found.any()
     with pytest.raises(ValueError, match=r"x: expected \[B, 37, H, W\] or \[37, H, W\], got"):
         layer(x[0, 0])
+
+
+def operations_of(f: Any, *given: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        f(*given)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("table", "quantize")])
+def test_torch_counts_the_operations_of_a_layer(name: str, seed: int) -> None:
+    """As many as the float layer's; forward, and of the input's gradient where a layer has one."""
+    k, n = SIZES[0]
+    layer, (x, *rest) = LAYERS[name](k, n), arguments(name, k)
+    rows = x.numel() // k  # pixels of a convolution that keeps the size of an image
+    expected = 2 * rows * k * n * {"conv": 9, "expe": 2 * 3}.get(name[:4], 1)
+    found = operations_of(lambda: run(name, layer, (x, *rest)))
+    # Gate and up are each padded to a block of 128 rows, which are multiplied.
+    assert found > expected if name == "experts-fp8-block" else found == expected
+    if name in (*LINEAR, "conv-w4a16"):
+        x.requires_grad_()
+        assert operations_of(lambda: run(name, layer, (x,)).sum().backward()) == 2 * expected
+
+
+def test_torch_counts_the_operations_of_products(seed: int) -> None:
+    """Also of those that are written into `out`, and of attention as of torch's."""
+    for operation in OPERATIONS:
+        arguments = operation.arguments()
+        if not ("_mm" in operation.name or "bmm" in operation.name or "conv" in operation.name):
+            assert operations_of(lambda: operation.call(**arguments)) == 0  # noqa: B023
+        elif "out" in arguments:
+            total = operations_of(lambda: operation.call(**arguments))  # noqa: B023
+            without = arguments | {"out": None} | ({"scale_out": None} if "scale_out" in arguments else {})
+            assert total > 0 and total == operations_of(lambda: operation.call(**without))  # noqa: B023
+    query, key, value = torch.randn(2, 8, 16), *torch.randn(2, 2, 4, 7, 16)
+    keys, values = (part.repeat_interleave(2, 1) for part in (key, value))
+    in_full = operations_of(lambda: torch.softmax(query[:, :, None] @ keys.mT, -1) @ values)
+    assert operations_of(decode_attention, query, key, value) == in_full
+
+
+@pytest.mark.parametrize("first", ["import epiloq", "import torch.utils.flop_counter"])
+def test_operations_are_counted_whichever_is_imported_first(first: str) -> None:
+    code = f"""
+import sys, torch
+assert "torch.utils.flop_counter" not in sys.modules
+{first}
+import epiloq
+from torch.utils.flop_counter import FlopCounterMode
+a, one = torch.ones(3, 32, dtype=torch.int8), torch.ones(1)
+with FlopCounterMode(display=False) as counter:
+    epiloq.scaled_mm(a, a.t(), one, one)
+print(counter.get_total_flops(), *(f for f in sys.meta_path if "epiloq" in type(f).__module__))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(2 * 3 * 3 * 32), done.stderr

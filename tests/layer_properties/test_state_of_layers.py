@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from epiloq.nn import Int8Linear, OnlineQuantLinear, WeightOnlyLinear
-from every_layer import LAYERS, LINEAR, SIZES, WEIGHTED, arguments, run
+from every_layer import FROM_LINEAR, LAYERS, LINEAR, SIZES, WEIGHTED, arguments, run
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -210,6 +210,51 @@ def test_tensors_on_two_devices_are_named(seed: int) -> None:
     layer.load_state_dict({"weight_q": torch.zeros(21, 37, dtype=torch.int8)}, strict=False, assign=True)
     with pytest.raises(ValueError, match=r"Int8Linear: expected all tensors on one device, got .*weight_scale on meta"):
         layer(torch.randn(2, 37))
+
+
+BLOCK_NAMES = {"q": "out", "parameters": "w_scale"}
+"""By what name `online_quant_mm`, which knows a weight by its tensors alone, refuses those of a layer."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_tensors_of_other_shapes_are_refused_by_name(name: str, size: tuple[int, int], seed: int) -> None:
+    """However they come: by themselves, through ``data`` or from a state dict. A shorter one was padded as a whole one
+    is to the sizes of the kernels."""
+    given = arguments(name, size[0])
+    for key, tensor in LAYERS[name](*size).state_dict().items():
+        longer = torch.cat([tensor, tensor[-1:]])
+        for wrong in (tensor[:-1].clone(), longer, tensor[None].clone(), tensor.flatten()[:1].clone()):
+            if wrong.shape == tensor.shape or wrong.numel() == 0:
+                continue
+            for assign in (False, True):
+                layer = LAYERS[name](*size)
+                before = {other: value.clone() for other, value in layer.state_dict().items()}
+                with pytest.raises(RuntimeError, match=rf"{key}: expected"):
+                    layer.load_state_dict(before | {key: wrong}, assign=assign)
+                assert all(torch.equal(layer.state_dict()[other], value) for other, value in before.items())
+            if name in ("conv-int8",) and key != "bias":
+                continue
+            for through_data in (False, True):
+                layer = LAYERS[name](*size)
+                run(name, layer, given)
+                if through_data:
+                    layer.get_parameter(key).data = wrong
+                else:
+                    setattr(layer, key, nn.Parameter(wrong, requires_grad=False))
+                own_name = key.removeprefix("weight_")
+                found = BLOCK_NAMES.get(own_name, own_name) if name.endswith("a8-block") else own_name
+                with pytest.raises(ValueError, match=rf"({found}): expected"):
+                    run(name, layer, given)
+
+
+@pytest.mark.parametrize("name", FROM_LINEAR)
+def test_a_bias_that_torch_would_broadcast_is_not_converted(name: str, seed: int) -> None:
+    for bias in (torch.randn(15), torch.randn(1), torch.randn(1, 16), torch.randn(16, device="meta"), torch.arange(16)):
+        linear = nn.Linear(32, 16)
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+        with pytest.raises(ValueError, match=r"linear\.bias: expected a floating-point tensor \[16\] on cpu, got"):
+            FROM_LINEAR[name](linear)
 
 
 def test_float_weight_cannot_replace_quantised_one() -> None:

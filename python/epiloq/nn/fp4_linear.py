@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 import epiloq
 from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
 from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
 from epiloq.weights.fp4 import FORMATS, divisor_of
@@ -140,6 +141,8 @@ class Fp4Linear(PreparedLinear):
         return self._parameters.get(SCALE) is not None
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         if self._parameters.get(SCALE) is not None:
             input = scaled_input(self, input)
         if not is_dynamo_compiling() and (y := _core.fp4_linear(self, input)) is not None:

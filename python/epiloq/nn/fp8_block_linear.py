@@ -13,6 +13,7 @@ from epiloq import _core
 from epiloq._torch.float8 import multiplies_float8
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import (
     FP8_BLOCK,
     K_MULTIPLE,
@@ -91,6 +92,8 @@ class Fp8BlockLinear(PreparedLinear):
     def forward(self, input: Tensor) -> Tensor:
         if not is_dynamo_compiling() and (y := _core.fp8_block_linear(self, input)) is not None:
             return y
+        if is_symbolic(input):
+            return as_leaf(self, input)
         return self._call(convert_input(self, input), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:

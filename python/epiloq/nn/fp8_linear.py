@@ -14,6 +14,7 @@ from epiloq._torch.float8 import multiplies_float8
 from epiloq._torch.library import refuse_batch_invariant
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
     K_MULTIPLE,
@@ -125,6 +126,8 @@ class Fp8Linear(PreparedLinear):
         check_linear("Fp8Linear", linear)
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         limited = input if self.limit is None else self._limited(convert_input(self, input))
         if not is_dynamo_compiling() and (y := _core.fp8_linear(self, limited)) is not None:
             return y

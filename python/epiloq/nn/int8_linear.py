@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import (
     FLOAT32,
     K_MULTIPLE,
@@ -142,6 +143,8 @@ class Int8Linear(PreparedLinear):
     def forward(self, input: Tensor) -> Tensor:
         if not is_dynamo_compiling() and (y := _core.int8_linear(self, input)) is not None:
             return y
+        if is_symbolic(input):
+            return as_leaf(self, input)
         return self._call(convert_input(self, input), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
@@ -167,5 +170,5 @@ class Int8Linear(PreparedLinear):
             return super()._padded(name)
         if self.symmetric:
             return None
-        sums, zero_point = self.weight_q.sum(dim=1, dtype=torch.int32), self._stored("input_zero_point")
+        sums, zero_point = self.weight_q.sum(dim=1, dtype=torch.int32), super()._padded("input_zero_point")
         return padded(sums if zero_point is None else sums * zero_point, self._padded_shapes["weight_scale"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.quantized_layer import StoredTensors, expect_dense
 from epiloq.weights.prepared_int8_weight import Quantizer
 
@@ -28,6 +29,8 @@ class Int8Quantize(StoredTensors):
         self._store("zero_point", torch.tensor([output[1]], dtype=torch.int32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_symbolic(x):
+            return as_leaf(self, x)
         expect_dense(self, x)
         rows = x.permute(0, 2, 3, 1).contiguous() if x.ndim == 4 else x.contiguous()
         q, *_ = epiloq.quantize_int8(rows, scale=self.scale, azp=self.zero_point)
@@ -60,6 +63,8 @@ class Int8Table(StoredTensors):
         return layer
 
     def forward(self, q: Tensor) -> Tensor:
+        if is_symbolic(q):
+            return as_leaf(self, q)
         return epiloq.lookup_int8(q, self.table)
 
 

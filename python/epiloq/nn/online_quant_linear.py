@@ -13,10 +13,12 @@ import epiloq
 from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import check_linear
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.online_quant_weight import MAX_GROUP
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
+from epiloq.weights.computed import check_bias
 
 _NAME = "OnlineQuantLinear"
 _STORED = ("weight_q", "bias", "weight_parameters")
@@ -111,10 +113,7 @@ class OnlineQuantLinear(FrozenLinear):
     def from_prepared(cls, weight: BlockQuantWeight, bias: Tensor | None = None) -> OnlineQuantLinear:
         """Create a layer that shares the tensors of a prepared weight ``[out_features, in_features]``, and its bias."""
         device = weight.values.device
-        if bias is not None and (bias.shape != (weight.out_features,) or bias.device != device):
-            raise ValueError(
-                f"{_NAME}: bias: expected [{weight.out_features}] on {device}, got {list(bias.shape)} on {bias.device}"
-            )
+        check_bias(f"{_NAME}: bias", bias, weight.out_features, device)
         layer = cls(
             weight.in_features,
             weight.out_features,
@@ -160,6 +159,8 @@ class OnlineQuantLinear(FrozenLinear):
     def forward(self, input: Tensor) -> Tensor:
         if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, input)) is not None:
             return y
+        if is_symbolic(input):
+            return as_leaf(self, input)
         x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from epiloq._torch.library import PLAIN, reads_values
 from epiloq._torch.parameters import FrozenParameter
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
 from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
@@ -166,6 +167,8 @@ class QuantizedEmbedding(QuantizedLayer):
         return PackedWeight(q, scale, zero, offset, None, *numbers)
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         ids = input
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__

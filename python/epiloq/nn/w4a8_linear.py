@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
 from epiloq.nn.base.prepared_linear import check_choice
 from epiloq.nn.base.quantized_layer import convert_input
@@ -97,6 +98,8 @@ class W4A8Linear(PackedLinear, W4A8Layer):
     def forward(self, input: Tensor) -> Tensor:
         if not is_dynamo_compiling() and (y := _core.w4a8_linear(self, input)) is not None:
             return y
+        if is_symbolic(input):
+            return as_leaf(self, input)
         x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 import epiloq
 from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import PackedLinear, check_grid, packed_nearest
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
@@ -97,6 +98,8 @@ class WeightOnlyLinear(PackedLinear):
         return self._parameters.get(SCALE) is not None
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         if self._parameters.get(SCALE) is not None:
             input = scaled_input(self, input)
         if not is_dynamo_compiling() and (y := _core.weight_only_linear(self, input)) is not None:

@@ -131,6 +131,10 @@ def concatenated(layers: Sequence[Any]) -> Any:
         whole = torch.cat([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors], dimension)
         merged._store(name, whole.view(tensors[0].dtype) if whole.dtype != tensors[0].dtype else whole)
     if hasattr(first, "_padded_shapes"):
+        merged._stored_shapes = {
+            name: shape if (held := merged._parameters[name]) is None else tuple(held.shape)
+            for name, shape in first._stored_shapes.items()
+        }
         multiples = {"weight_scale_inv": 1} | (dict.fromkeys(first._parameters, 1) if kind in _NOT_PADDED else {})
         merged._padded_shapes = {
             name: (-(-held.shape[0] // (m := multiples.get(name, N_MULTIPLE))) * m, *first._padded_shapes[name][1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,18 @@ def check_readable(name: str, module: nn.Module, argument: str) -> None:
         expected = "one"
     dtypes = ", ".join(map(str, FLOAT_DTYPES))
     raise ValueError(f"{name}: {argument}.weight: expected {expected} of {dtypes}, got {kind}")
+
+
+def check_bias(where: str, bias: object, channels: int, device: torch.device) -> None:
+    """Raise ValueError, with the prefix `where`, unless a bias is None or floating-point ``[channels]`` on `device`.
+
+    torch would broadcast some others."""
+    if bias is None:
+        return
+    got = f"{bias.dtype} {list(bias.shape)} on {bias.device}" if isinstance(bias, Tensor) else type(bias).__name__
+    fits = isinstance(bias, Tensor) and bias.is_floating_point() and bias.shape == (channels,)
+    if not fits or cast(Tensor, bias).device != device:
+        raise ValueError(f"{where}: expected a floating-point tensor [{channels}] on {device}, got {got}")
 
 
 def check_finite(where: str, weight: Tensor) -> None:

@@ -15,6 +15,7 @@ from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
 from epiloq.nn.base.quantized_layer import expected
 from epiloq.nn.base.scaled_input import SCALE
 from epiloq.ops.checks.problems import explain_problem
+from epiloq.weights.computed import check_bias
 from epiloq.weights.packed.checks import check_sizes, checked_perm
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
@@ -70,11 +71,7 @@ class PackedLinear(FrozenLinear):
     @classmethod
     def _of_packed(cls: type[_Layer], weight: PackedWeight, bias: Tensor | None) -> _Layer:
         """Create a layer from a packed weight, without the additional state of a subclass."""
-        if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
-            raise ValueError(
-                f"{cls.__name__}: bias: expected [{weight.n}] on {weight.device}, "
-                f"got {list(bias.shape)} on {bias.device}"
-            )
+        check_bias(f"{cls.__name__}: bias", bias, weight.n, weight.device)
         layer = cls.__new__(cls)
         FrozenLinear.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())

@@ -13,9 +13,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from epiloq._torch.library import PLAIN, is_transformed
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
 from epiloq.weights.computed import FLOAT_DTYPES as FLOAT_DTYPES
-from epiloq.weights.computed import check_finite, check_readable, refresh
+from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 
 HALF_DTYPES = FLOAT_DTYPES[1:]
 FLOAT32 = torch.finfo(torch.float32)
@@ -46,6 +47,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
     if linear.weight.shape != (linear.out_features, linear.in_features):
         sizes, got = [linear.out_features, linear.in_features], list(linear.weight.shape)
         raise ValueError(f"{name}: linear.weight: expected [out_features, in_features], {sizes}, got {got}")
+    check_bias(f"{name}: linear.bias", linear.bias, linear.out_features, linear.weight.device)
     check_finite(f"{name}: linear.weight", linear.weight)
 
 
@@ -102,6 +104,7 @@ class PreparedLinear(FrozenLinear):
         super().__init__(dtype)
         _check_sizes(self._class(), in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
+        self._stored_shapes: dict[str, tuple[int, ...]] = {}
         self._padded_shapes: dict[str, tuple[int, ...]] = {}
 
     def _class(self) -> str:
@@ -124,6 +127,7 @@ class PreparedLinear(FrozenLinear):
         """Register a tensor of `shape` that kernels read padded to `multiples`; None unless `wanted`."""
         if dtype is not None and dtype.is_floating_point and dtype.itemsize == 1:
             dtype = torch.uint8
+        self._stored_shapes[name] = shape
         padding = zip(shape, multiples, strict=True)
         self._padded_shapes[name] = tuple(-(-size // multiple) * multiple for size, multiple in padding)
         self._store(name, torch.zeros(shape, dtype=dtype, device=device) if wanted else None)
@@ -152,9 +156,16 @@ class PreparedLinear(FrozenLinear):
 
     def _padded(self, name: str) -> Tensor | None:
         stored = self._values if name == "weight_q" else self._stored(name)
-        return None if stored is None else padded(stored, self._padded_shapes[name])
+        if stored is None:
+            return None
+        if stored.shape != self._stored_shapes[name]:  # it would be padded to a size that kernels accept
+            shape = list(self._stored_shapes[name])
+            raise ValueError(f"{self._class()}: {name}: expected shape {shape}, got {list(stored.shape)}")
+        return padded(stored, self._padded_shapes[name])
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         x = convert_input(self, input)
         self._check_width(x)
         if x.dtype not in FLOAT_DTYPES:

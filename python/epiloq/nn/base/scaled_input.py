@@ -25,6 +25,9 @@ def scaled_input(layer: Any, x: Tensor) -> Tensor:
     if scale.device != x.device:
         kind = type(layer).__name__
         raise ValueError(f"epiloq.nn.{kind}: {SCALE}: expected a tensor on {x.device}, got one on {scale.device}")
+    if scale.shape != (layer.in_features,):  # one element would be broadcast
+        kind = type(layer).__name__
+        raise ValueError(f"epiloq.nn.{kind}: {SCALE}: expected shape [{layer.in_features}], got {list(scale.shape)}")
     if torch.is_grad_enabled():
         layer._refuse_gradients()
     scaled: Tensor = (x.float() * scale).to(x.dtype)

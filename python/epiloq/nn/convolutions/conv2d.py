@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d, pad
 
 from epiloq.nn.base.frozen import Frozen
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
-from epiloq.weights.computed import check_finite, check_readable, refresh
+from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 
 Clamp = tuple[float, float]
 
@@ -32,6 +33,7 @@ def check_conv2d(name: str, conv: nn.Module) -> None:
         raise ValueError(f"{name}: conv.weight: expected {list(sizes)}, got {list(conv.weight.shape)}")
     if conv.padding_mode != "zeros":
         raise ValueError(f"{name}: conv.padding_mode: expected zeros, got {conv.padding_mode}")
+    check_bias(f"{name}: conv.bias", conv.bias, conv.out_channels, conv.weight.device)
     check_finite(f"{name}: conv.weight", conv.weight)
 
 
@@ -107,6 +109,8 @@ class QuantizedConv2d(Frozen):
         return whole[:, :, top : top + height, left : left + width].to(dy.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_symbolic(input):
+            return as_leaf(self, input)
         x = convert_input(self, input)
         if x.ndim not in (3, 4) or x.shape[-3] != self.in_channels:
             channels = self.in_channels

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
 from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
+from epiloq.weights.computed import check_bias
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, pack_conv2d_weight, parameter_shape
 
 _PARTS = ("q", "scale", "zero", "offset")
@@ -51,11 +52,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
     ) -> WeightOnlyConv2d:
         """Create a layer that shares the tensors of a packed weight ``[out_channels, Kh, Kw, in_channels /
         groups]``."""
-        if bias is not None and (bias.shape != (weight.n,) or bias.device != weight.device):
-            raise ValueError(
-                f"WeightOnlyConv2d: bias: expected [{weight.n}] on {weight.device}, "
-                f"got {list(bias.shape)} on {bias.device}"
-            )
+        check_bias("WeightOnlyConv2d: bias", bias, weight.n, weight.device)
         layer = cls(weight.channels * groups, weight.n, weight.kernel, stride, padding, dilation, groups, clamp)
         layer._dtype = weight.scale.dtype
         layer.bits, layer.group_size, layer.padded_channels = weight.bits, weight.group_size, weight.padded_channels

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epiloq._torch.library import reads_values
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.experts.gating import gated
 
 
@@ -177,6 +178,8 @@ class ExpertLinears(nn.Module):
         return tuple(found[name] for name in self.projections.names)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if is_symbolic(hidden_states):
+            return as_leaf(self, hidden_states, top_k_index, top_k_weights)
         hidden = getattr(self.layers(0)[0], "in_features", None)
         count = self.whole or self.experts
         check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, count + self.identities)

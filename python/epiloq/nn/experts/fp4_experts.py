@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.quantized_layer import StoredTensors, convert_input
 from epiloq.nn.experts.expert_linears import Routing, check_routing
 from epiloq.weights.fp4 import FORMATS, NAN
@@ -143,6 +144,8 @@ class Fp4Experts(StoredTensors):
         return found
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        if is_symbolic(hidden_states):
+            return as_leaf(self, hidden_states, router_indices, routing_weights)
         x = convert_input(self, hidden_states)
         check_routing("Fp4Experts", x, router_indices, routing_weights, self.hidden, self.whole or self.experts)
         routing = Routing.of(router_indices, self.experts, self.part)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import epiloq
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.frozen import wants_gradient
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.experts.biases import BIAS, NAMES, added, fitting_bias, register
@@ -153,6 +154,8 @@ class GatedExperts(nn.Module):
         return found
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if is_symbolic(hidden_states):
+            return as_leaf(self, hidden_states, top_k_index, top_k_weights)
         hidden_states = convert_input(self, hidden_states)
         # The width is checked here, since kernels see only padded widths and would accept some others.
         count = self.whole or self.experts

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
+from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
@@ -139,6 +140,8 @@ class Experts(PreparedLinear):
         return self.experts, self.out_features, self.in_features
 
     def forward(self, x: Tensor, *, offs: Tensor | None = None, masked_m: Tensor | None = None) -> Tensor:
+        if is_symbolic(x):
+            return as_leaf(self, x, offs=offs, masked_m=masked_m)
         x = convert_input(self, x)
         self._check_width(x)
         return self._call(x, (*self._made, offs, masked_m))
