@@ -57,10 +57,10 @@ CASES = [(256, 160, (0, 128, 256), (0, 80, 160)), (301, 213, (0, 37, 170, 301), 
 
 
 def weight(layer: Any) -> Tensor:
-    """The float weight of a shard without what it shares with its neighbours, or of a layer."""
-    whole = layer.dequantized_weight()
-    shard = getattr(layer, "shard", None)
-    return whole if shard is None else whole[shard.above :, shard.head : whole.shape[1] - shard.tail]
+    """The float weight of a layer, or of a shard, without what it shares with its neighbours."""
+    found: Tensor = layer.dequantized_weight()
+    assert layer.weight.shape == layer.weight_shape == found.shape
+    return found
 
 
 def parts(ends: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -50,10 +50,9 @@ def test_any_size_and_cut(seed: int, scheme: str, along: str) -> None:
         for begin, end in cuts(n if along == "rows" else k):
             part: Any = (shard_rows if along == "rows" else shard_columns)(layer, begin, end)
             parts.append(part)
-            held, shard = part.dequantized_weight(), part.shard
-            held = held[shard.above :, shard.head : held.shape[1] - shard.tail]
             own = weight[begin:end] if along == "rows" else weight[:, begin:end]
-            assert torch.equal(held, own), (*case, begin, end)
+            assert torch.equal(part.dequantized_weight(), own), (*case, begin, end)
+            assert part.weight.shape == own.shape and torch.equal(part.weight.float(), own.to(dtype).float())
             given = x if along == "rows" else x[:, begin:end]
             y = part(given)
             if along == "rows" and "int8" in scheme:

@@ -109,7 +109,9 @@ def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Te
         tensors, group = _reordered(blocked, order, columns, layer.group_size)
         width = tensors["q"].shape[1]
         made = cut.make(layer, tensors, n, width, {**options, "group_size": group})
-        made.shard = Shard(n, k, rows, columns, options, tail=width - len(columns), order=order.detach().clone())
+        _place_in_layer(
+            made, Shard(n, k, rows, columns, options, tail=width - len(columns), order=order.detach().clone())
+        )
         return made, bias
     step = math.lcm(*(p.columns for p in blocked.values() if p.columns))
     left = columns.start // step * step
@@ -119,10 +121,18 @@ def _cut(layer: Any, rows: range | None, columns: range | None) -> tuple[Any, Te
         found["perm"] = order.detach().clone()
     made = cut.make(layer, found, rows.stop - first, right - left, options)
     gaps: dict[str, Any] = {"head": columns.start - left, "tail": right - columns.stop, "above": rows.start - first}
-    made.shard = Shard(n, k, rows, columns, options, **gaps)
+    _place_in_layer(made, Shard(n, k, rows, columns, options, **gaps))
     if bias is not None and not whole_columns:
         return made, bias
     return made, None if bias is None else bias[first : rows.stop]
+
+
+def _place_in_layer(made: Any, shard: Shard) -> None:
+    """Tell a shard which part it is, so that its weight is that part, whatever else it has for the kernels."""
+    made.shard = shard
+    if shard.head or shard.tail or shard.above:
+        rows = range(shard.above, shard.above + len(shard.rows))
+        made._own = rows, range(shard.head, shard.head + len(shard.columns))
 
 
 def _finish(made: Any, bias: Tensor | None, of_sum: bool) -> None:

@@ -180,6 +180,8 @@ class FrozenLinear(Frozen):
 
     in_features: int
     out_features: int
+    _own: tuple[range, range] | None = None
+    """Of a shard that also has rows or columns of the whole layer which are not its own, its own ones."""
 
     @classmethod
     def _like(cls: type[_Linear], linear: nn.Linear, **options: Any) -> _Linear:
@@ -191,7 +193,9 @@ class FrozenLinear(Frozen):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """``[out_features, in_features]``."""
+        """``[out_features, in_features]``; of a shard, the part of the whole weight that is its own."""
+        if self._own is not None:
+            return len(self._own[0]), len(self._own[1])
         return self.out_features, self.in_features
 
     def _check_width(self, x: Tensor) -> None:
@@ -215,7 +219,11 @@ class FrozenLinear(Frozen):
         rows = [self._rows(*chunk, *parts) for chunk in self._chunks()]
         weight = rows[0] if len(rows) == 1 else torch.cat(rows)
         scale = self._parameters.get("pre_quant_scale")
-        return weight if scale is None else weight * scale
+        weight = weight if scale is None else weight * scale
+        if self._own is None:
+            return weight
+        rows, columns = self._own
+        return weight[rows.start : rows.stop, columns.start : columns.stop].contiguous()
 
     def _spread(self, bias: Tensor) -> Tensor:
         return bias
