@@ -121,7 +121,7 @@ class EpiloqQuantizer(HfQuantizer):
         if self.pre_quantized:
             open_layers(model, self.sharing)
             if self.in_float:  # also when it is saved
-                self.remove_quantization_config(model)
+                self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
             return model
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError(f"{_NAME}: device_map: expected every layer on a device, but some are offloaded")

@@ -216,8 +216,8 @@ class FrozenLinear(Frozen):
 
     def dequantized_weight(self) -> Tensor:
         parts = self._parts()
-        rows = [self._rows(*chunk, *parts) for chunk in self._chunks()]
-        weight = rows[0] if len(rows) == 1 else torch.cat(rows)
+        chunks = [self._rows(*chunk, *parts) for chunk in self._chunks()]
+        weight = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         scale = self._parameters.get("pre_quant_scale")
         weight = weight if scale is None else weight * scale
         if self._own is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Proxy
 
 
@@ -13,7 +13,7 @@ def is_symbolic(x: object) -> bool:
     return isinstance(x, Proxy)
 
 
-def as_leaf(layer: nn.Module, *inputs: Any, **named: Any) -> Any:
+def as_leaf(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
     """Record a call of `layer`, whose ``forward`` depends on values that a `Proxy` does not have.
 
     A tracer asks only torch's own layers to be leaves, and enters others. Raises TypeError for a layer with hooks:
@@ -35,4 +35,5 @@ def as_leaf(layer: nn.Module, *inputs: Any, **named: Any) -> Any:
             f"{type(layer).__name__}: expected to be part of the model that torch.fx traces, got a layer on its own; "
             "trace a module that contains it, such as torch.nn.Sequential(layer)"
         )
-    return tracer.create_proxy("call_module", path, inputs, named)
+    recorded: Tensor = tracer.create_proxy("call_module", path, inputs, named)
+    return recorded
