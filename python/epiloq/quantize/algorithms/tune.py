@@ -26,7 +26,7 @@ from epiloq.weights.grid import InputGrid, QuantizedWeight
 RATE = 1e-3
 """Peak learning rate of Adam, relative to each scale and norm weight, after `WARMING` steps of linear warm-up."""
 WARMING, BETAS = 8, (0.9, 0.95)
-CHECKED = 8
+CHECKED = 4
 """Windows on which the divergence before and after is measured."""
 
 Inputs = Literal["int8", "int8-azp", "int8-static"]
