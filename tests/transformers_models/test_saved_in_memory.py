@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,48 @@ def test_heads_and_a_second_scheme(tmp_path: Path) -> None:
     epiloq.quantize_(model, "w8a8-int8", ignore="*.o_proj")
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def gemma3() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 16}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **heads))
+
+
+def shieldgemma2() -> Any:
+    """Its files name layers otherwise than the model."""
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    config = transformers.ShieldGemma2Config(
+        text_config=gemma3().config.to_dict(),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        yes_token_index=5,
+        no_token_index=6,
+        **tokens,
+    )
+    return transformers.ShieldGemma2ForImageClassification(config)
+
+
+def mbart() -> Any:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "scale_embedding": True, "vocab_size": 96}
+    return transformers.MBartForConditionalGeneration(transformers.MBartConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("make", [gemma3, shieldgemma2, mbart])
+def test_embeddings_that_scale_their_rows(make: Callable[[], Any], seed: int, tmp_path: Path) -> None:
+    """Found out by running them, which transformers' own defaults must not disturb."""
+    model = epiloq.quantize_(make().eval(), "w8a16", embedding="w8a16")
+    given: dict[str, torch.Tensor] = {"input_ids": torch.arange(3, 19)[None]}
+    if make is shieldgemma2:
+        given["input_ids"][0, 2:6] = 90
+        given["pixel_values"] = torch.randn(1, 3, 28, 28)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(**given).logits
+        for again in (type(model).from_pretrained(tmp_path), from_directory(tmp_path)):
+            assert any(isinstance(module, epiloq.nn.QuantizedEmbedding) for module in again.modules())
+            assert torch.equal(again(**given).logits, expected)
 
 
 def test_importing_registers_nothing() -> None:

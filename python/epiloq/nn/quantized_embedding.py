@@ -250,7 +250,15 @@ def factor_of(embedding: nn.Module) -> tuple[float, bool]:
 
 @torch.no_grad()
 def _probed(embedding: nn.Embedding) -> tuple[float, bool] | None:
-    """`factor_of` for a subclass, found with a copy that has few rows; None if it computes something else."""
+    """`factor_of` for a subclass, found with a copy that has few rows; None if it computes something else.
+
+    Tested on the CPU, regardless of defaults: transformers opens models with the meta device as default.
+    """
+    with torch.device("cpu"):
+        return _probed_here(embedding)
+
+
+def _probed_here(embedding: nn.Embedding) -> tuple[float, bool] | None:
     scale = getattr(embedding, "embed_scale", 1.0)
     if isinstance(scale, Tensor) and scale.is_meta:
         scale = getattr(embedding, "scalar_embed_scale", None)
