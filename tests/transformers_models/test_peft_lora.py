@@ -124,6 +124,31 @@ def test_operations_that_need_a_float_weight_are_refused(seed: int) -> None:
         lora(model).merge_and_unload()
 
 
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_merging_is_refused_before_anything_changes(merge: str, seed: int) -> None:
+    """PEFT merges layer by layer: the embedding's adapter would be merged already."""
+    adapted = lora(epiloq.quantize_(tiny(), "w4a16-g32"), ["embed_tokens", "q_proj"], init_lora_weights=False)
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    with pytest.raises(NotImplementedError, match="merge it into the floating-point model and quantise that"):
+        getattr(adapted, merge)()
+    after = adapted.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not any(getattr(module, "merged", False) for module in adapted.modules())
+
+
+def test_adapters_of_float_layers_are_merged(seed: int) -> None:
+    """Beside quantised layers that have none."""
+    model, ids = tiny(), sequences()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    adapted = lora(epiloq.quantize_(model, "w4a16-g32"), ["embed_tokens"], init_lora_weights=False)
+    with torch.no_grad():
+        expected = adapted(ids[0]).logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(ids[0]).logits, expected, rtol=1e-3, atol=1e-3)
+    assert not any("lora" in name for name in merged.state_dict())
+
+
 def test_all_linear_layers_are_those_of_the_float_model(seed: int) -> None:
     base = tiny()
     names = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules="all-linear"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, LoraModel
 from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import Linear
 from peft.utils.constants import SEQ_CLS_HEAD_NAMES
@@ -28,10 +28,15 @@ _NAME = "epiloq.integrations.peft"
 _WEIGHTLESS = (True, False, "gaussian", "eva", "orthogonal")
 _OF_WEIGHTS = ("use_dora", "kasa_config", "corda_config", "lora_ga_config", "loftq_config", "use_qalora")
 _ALL_LINEAR = "all-linear"
+_MERGING = (
+    f"{_NAME}: merge: adapters cannot be merged into quantised weights; save the adapter by itself, or merge it into"
+    " the floating-point model and quantise that"
+)
 
 _post_init: Any = LoraConfig.__post_init__
 _check_module: Any = ModulesToSaveWrapper.check_module
 _resolve_all_linear: Any = tuners_utils._maybe_include_all_linear_layers
+_check_merge: Any = LoraModel._check_merge_allowed
 
 
 class LoraLinear(Linear):
@@ -65,10 +70,7 @@ class LoraLinear(Linear):
                 adapters[adapter_name] = adapters[adapter_name].to(target)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
-        raise NotImplementedError(
-            f"{_NAME}: merge: adapters cannot be merged into quantised weights; save the adapter by itself, or merge it"
-            " into the floating-point model and quantise that"
-        )
+        raise NotImplementedError(_MERGING)
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -129,6 +131,13 @@ def _include_quantized(config: Any, model: nn.Module) -> Any:
     return config
 
 
+def _refuse_merging(model: LoraModel) -> None:
+    """PEFT's check before it merges, layer by layer, and that no layer would refuse after others were merged."""
+    if any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise NotImplementedError(_MERGING)
+    _check_merge(model)
+
+
 def _is_left_out(config: Any, model: Any, name: str) -> bool:
     """Whether PEFT leaves such a layer out of "all-linear": the output head, or the head of a classifier."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -141,6 +150,7 @@ def _is_left_out(config: Any, model: Any, name: str) -> bool:
 _REPLACED: tuple[tuple[Any, str, Any, Any], ...] = (
     (LoraConfig, "__post_init__", _post_init, _support_linear_layers),
     (ModulesToSaveWrapper, "check_module", _check_module, _refuse_quantized),
+    (LoraModel, "_check_merge_allowed", _check_merge, _refuse_merging),
     (tuners_utils, "_maybe_include_all_linear_layers", _resolve_all_linear, _include_quantized),
 )
 
