@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+from bitsandbytes_layers import KINDS
 from epiloq import optimize_
 from epiloq.integrations.transformers import EpiloqConfig
 from epiloq.schemes import quantize_
@@ -252,3 +253,18 @@ def test_saving_offloaded_layers(tmp_path: Path, scheme: str) -> None:
     accelerate.hooks.remove_hook_from_submodules(model)
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(logits(opened(tmp_path / "out")), expected)
+
+
+@pytest.mark.parametrize("tool", ["gptq", "nf4"])
+def test_files_beside_those_of_the_directory_are_refused(seed: int, tmp_path: Path, tool: str) -> None:
+    """Some tensors are not read by transformers (scales of bitsandbytes): they would be those of the other file."""
+    pack, config = (foreign.TOOLS | KINDS)[tool]
+    for name in ("model", "other"):
+        foreign.write_as(tmp_path / name, foreign.llama(), lambda _, linear: pack(linear), config, shards=1)
+    shutil.copy(tmp_path / "other" / WEIGHTS, tmp_path / "model" / "model.fp16.safetensors")
+    opened(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"to load model\.safetensors, got model\.fp16\.safetensors; leave out"):
+        opened(tmp_path / "model", variant="fp16")
+    torch.save(load_file(tmp_path / "other" / WEIGHTS), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"to load model\.safetensors, got pytorch_model\.bin; leave out"):
+        opened(tmp_path / "model", use_safetensors=False)

@@ -36,7 +36,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
     if found.get("quant_method") != METHOD:
         raise FormatError(f"{_WHERE}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
     check_keys(found, _KNOWN, _WHERE, _NOTES)
-    one_of(found, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"), _WHERE)
+    one_of(found, "fmt", "e4m3", ("e4m3", "float8_e4m3fn", None), _WHERE)
     one_of(found, "scale_fmt", "float", ("float", "ue8m0"), _WHERE)
     in_fp4 = one_of(found, "expert_dtype", "fp8", ("fp8", "fp4", None), _WHERE) == "fp4"
     scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)

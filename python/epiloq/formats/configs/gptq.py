@@ -32,7 +32,11 @@ def parse(found: Mapping[str, Any]) -> Rules:
     one_of(found, "act_bits", None, (None, 16, 32), METHOD)
     if found.get("bits") is None or found.get("group_size") is None:
         raise FormatError(f"{METHOD}: quantization_config: expected bits and group_size")
-    version = found.get("checkpoint_format") or found.get("format") or "gptq"
+    named = {key: found[key] for key in ("checkpoint_format", "format") if found.get(key)}
+    if len(set(map(str, named.values()))) > 1:
+        both = " and ".join(map(repr, named.values()))
+        raise FormatError(f"{METHOD}: {', '.join(named)}: expected one version of the zero points, got {both}")
+    version = next(iter(named.values()), "gptq")
     if version not in VERSIONS:
         raise FormatError(f"{METHOD}: checkpoint_format: expected one of {', '.join(VERSIONS)}, got {version!r}")
     base = changed(Description(version), found, METHOD)

@@ -96,21 +96,20 @@ class EpiloqQuantizer(HfQuantizer):
                 raise ValueError(f"{_NAME}: state_dict: expected a directory to open instead")
             # An error in one rank's files also ends the others.
             with together() if parallel else nullcontext():
-                checkpoint = self._store(model, Path(checkpoint_files[0]).parent)
+                checkpoint = _checkpoint([Path(file) for file in checkpoint_files])
+                self._store(model, checkpoint)
             self.split = Split(model, checkpoint) if parallel and not self.in_float else None
         return model
 
-    def _store(self, model: Any, folder: Path) -> Checkpoint:
+    def _store(self, model: Any, checkpoint: Checkpoint) -> None:
         """Let transformers load a directory's quantised layers as stored."""
-        checkpoint = Checkpoint(folder)
         if self._is_mxfp4 and mxfp4.has_blocks(checkpoint):
             mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
-            return checkpoint
+            return
         self.readers = store_layers(model, checkpoint)
         self.scales = stored_scales(model, checkpoint, self.readers)
         self.in_float = not self.readers
         self.unstacked_weights, self.sharing = unstacked_weights(model), shared(checkpoint)
-        return checkpoint
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.split is not None:
@@ -191,3 +190,16 @@ class EpiloqQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _checkpoint(files: list[Path]) -> Checkpoint:
+    """The directory of the files that transformers loads. Raises FormatError unless they are those that epiloq reads:
+    it reads some tensors itself, and checks all of them before."""
+    checkpoint = Checkpoint(files[0].parent)
+    loaded, read = {file.name for file in files}, set(checkpoint.files.values())
+    if loaded != read:
+        raise FormatError(
+            f"{checkpoint.folder}: expected transformers to load {min(read)}, got {min(loaded - read or loaded)}; "
+            "leave out variant= and use_safetensors=, and name a directory that holds these files alone"
+        )
+    return checkpoint
