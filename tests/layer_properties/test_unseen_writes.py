@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
-from every_layer import LAYERS, LINEAR, SIZES, arguments, run
+from every_layer import LAYERS, LINEAR, SIZES, WEIGHTED, arguments, run
 
 
 def _copy(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -97,3 +98,62 @@ def test_the_float_weight_is_read_only_and_readable(name: str, seed: int) -> Non
     copied = copy.deepcopy(weight)
     assert type(copied) is torch.Tensor and torch.equal(copied, values)
     assert weight.tolist() == weight.numpy().tolist() == values.tolist()
+
+
+class _Twice(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+@pytest.mark.parametrize("how", ["attribute", "parametrisation"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_attributes_may_take_the_place_of_parameters(name: str, size: tuple[int, int], how: str, seed: int) -> None:
+    """As FSDP's flat parameters, hooks that compute a tensor and torch's parametrisations make them: what is computed
+    follows the attribute's changes, which no layer sees."""
+    original, given = LAYERS[name](*size), arguments(name, size[0])
+    for key, values in original.named_parameters():
+        if not values.is_floating_point():
+            continue
+        layer = copy.deepcopy(original)
+        run(name, layer, given)
+        if how == "parametrisation":
+            register_parametrization(layer, key, _Twice())
+        else:
+            delattr(layer, key)
+            vars(layer)[key] = values.detach().clone()
+        for _ in range(2):  # the second call finds what the first one derived
+            run(name, layer, given)
+        with torch.no_grad():
+            if how == "parametrisation":
+                layer.get_parameter(f"parametrizations.{key}.original").mul_(1.5)
+            else:
+                vars(layer)[key] = 3 * values
+        expected = copy.deepcopy(original)
+        expected.get_parameter(key).data.copy_(3 * values)
+        assert torch.equal(run(name, layer, given), run(name, expected, given)), key
+
+
+def replica_of(model: nn.Module) -> nn.Module:
+    """A replica as torch.nn.DataParallel makes it: its parameters are attributes."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in made.items():
+        for key, child in module._modules.items():
+            replica._modules[key] = None if child is None else made[child]
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[key] = None
+            else:
+                setattr(replica, key, parameter.clone())
+    return made[model]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_replicas_compute_the_same(name: str, size: tuple[int, int], seed: int) -> None:
+    layer, (x, *rest) = LAYERS[name](*size), arguments(name, size[0])
+    assert torch.equal(run(name, replica_of(layer), (x, *rest)), run(name, layer, (x, *rest)))
+    if name in LINEAR:
+        x.requires_grad_()
+        found, expected = (torch.autograd.grad(each(x).sum(), x)[0] for each in (replica_of(layer), layer))
+        assert torch.equal(found, expected)

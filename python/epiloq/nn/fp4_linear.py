@@ -99,6 +99,7 @@ class Fp4Linear(PreparedLinear):
         chosen = FORMATS[format]
         self._hold("weight_global_scale", (1,), (1,), torch.float32, device, wanted=chosen.has_global_scale)
         self._hold("bias", (out_features,), (1,), dtype, device, wanted=bias)
+        self._store(SCALE, None)
         if scaled_input:
             begin(self, in_features, device)
 
@@ -138,12 +139,12 @@ class Fp4Linear(PreparedLinear):
     @property
     def scaled_input(self) -> bool:
         """Whether inputs are multiplied by `pre_quant_scale`."""
-        return self._parameters.get(SCALE) is not None
+        return self._stored(SCALE) is not None
 
     def forward(self, input: Tensor) -> Tensor:
         if is_symbolic(input):
             return as_leaf(self, input)
-        if self._parameters.get(SCALE) is not None:
+        if self._parameters.get(SCALE, self) is not None:  # also where it is an attribute instead
             input = scaled_input(self, input)
         if not is_dynamo_compiling() and (y := _core.fp4_linear(self, input)) is not None:
             return y

@@ -95,12 +95,12 @@ class WeightOnlyLinear(PackedLinear):
     @property
     def scaled_input(self) -> bool:
         """Whether inputs are multiplied by `pre_quant_scale`."""
-        return self._parameters.get(SCALE) is not None
+        return self._stored(SCALE) is not None
 
     def forward(self, input: Tensor) -> Tensor:
         if is_symbolic(input):
             return as_leaf(self, input)
-        if self._parameters.get(SCALE) is not None:
+        if self._parameters.get(SCALE, self) is not None:  # also where it is an attribute instead
             input = scaled_input(self, input)
         if not is_dynamo_compiling() and (y := _core.weight_only_linear(self, input)) is not None:
             return y

@@ -92,7 +92,7 @@ def _packed_take(layer: Any) -> dict[str, BlockedTensor]:
 
 def _scaled_take(layer: Any) -> dict[str, BlockedTensor]:
     """The vector that scales inputs; it has one element per column of the weight."""
-    scale = layer._parameters.get(SCALE)
+    scale = layer._stored(SCALE)
     return {} if scale is None else {SCALE: BlockedTensor(scale.detach()[None], 0, 1)}
 
 

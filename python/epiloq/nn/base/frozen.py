@@ -218,7 +218,7 @@ class FrozenLinear(Frozen):
         parts = self._parts()
         chunks = [self._rows(*chunk, *parts) for chunk in self._chunks()]
         weight = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        scale = self._parameters.get("pre_quant_scale")
+        scale = getattr(self, "pre_quant_scale", None)
         weight = weight if scale is None else weight * scale
         if self._own is None:
             return weight

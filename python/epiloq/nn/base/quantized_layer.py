@@ -51,8 +51,10 @@ class StoredTensors(nn.Module):
         super().__init__()
         self._dtype = torch.get_default_dtype() if dtype is None else dtype
         self._held: _Made | None = None
+        self._names: frozenset[str] = frozenset()
 
     def _store(self, name: str, tensor: Tensor | None) -> None:
+        self._names |= {name}
         self.register_parameter(name, None if tensor is None else FrozenParameter(tensor.detach()))
 
     def _stored(self, name: str) -> Tensor | None:
@@ -102,6 +104,11 @@ class StoredTensors(nn.Module):
         with torch.no_grad(), torch.inference_mode(False):
             value = self._make()
             if is_transformed() or not all(type(tensor) in PLAIN for tensor in present.values()):
+                return value
+            if not self._names <= self._parameters.keys():
+                # Others have replaced parameters by attributes, whose changes cannot be seen: replicas of
+                # DataParallel, FSDP's views of flat parameters, parametrisations, hooks that compute a tensor.
+                self._held = None
                 return value
             stored = {tensor.untyped_storage()._cdata for tensor in present.values()}
             own = _apart_from(stored, value)

@@ -17,9 +17,12 @@ SCALE = "pre_quant_scale"
 def scaled_input(layer: Any, x: Tensor) -> Tensor:
     """``x * pre_quant_scale``, in float32 and rounded once to the dtype of `x`, which autocast may have cast.
 
-    An input that the layer will refuse is returned unchanged.
+    An input that the layer will refuse is returned unchanged, as is any if there is no scale.
     """
-    scale, x = layer._stored(SCALE), convert_input(layer, x)
+    scale = layer._stored(SCALE)
+    if scale is None:
+        return x
+    x = convert_input(layer, x)
     if x.dim() == 0 or x.shape[-1] != layer.in_features or x.dtype not in FLOAT_DTYPES:
         return x
     if scale.device != x.device:
