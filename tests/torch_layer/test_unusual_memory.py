@@ -106,3 +106,18 @@ def test_the_imaginary_part_of_a_conjugate(seed: int) -> None:
     assert part.is_neg()
     got, expected = epiloq.quantize_fp8(part), epiloq.quantize_fp8(part.clone())
     assert torch.equal(got[0].float(), expected[0].float()) and torch.equal(got[1], expected[1])
+
+
+def test_lazy_signs_of_what_is_written_are_refused_by_name(seed: int) -> None:
+    """torch computes into a copy, and says "Expected Tensor but got None" when it wants to write it back."""
+    x, q = torch.randn(4, 64), torch.empty(4, 64, dtype=torch.int8)
+    scale = lazily_negated(-torch.rand(4, 1) - 0.1)
+    for call in (
+        lambda: epiloq.quantize_int8(x, out=(q, scale, None)),
+        lambda: epiloq.quantize_int8(x, scale=scale, out=(q, scale, None)),
+        lambda: epiloq.rms_norm_quant(x, torch.ones(64), out=(q, scale)),
+        lambda: epiloq.silu_and_mul_quant(torch.randn(4, 128), out=(q, scale)),
+    ):
+        with pytest.raises(ValueError, match=r"scale: expected no lazily negated tensor with out, got one; .*resolve"):
+            call()
+    assert torch.equal(epiloq.quantize_int8(x, scale=scale)[0], epiloq.quantize_int8(x, scale=scale.clone())[0])

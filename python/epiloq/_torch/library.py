@@ -180,6 +180,10 @@ def reads_values() -> bool:
     return not is_compiling() and not is_transformed()
 
 
+# Arguments of operations that write into them; some only read those that are given.
+_WRITTEN = frozenset({"out", "scale", "azp", "offset", "sum", "residual_out"})
+
+
 def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], *, writes: bool) -> None:
     """Raise unless arguments are tensors (or None, if `optional`) on the first one's device: the dispatcher's own
     messages name neither the operation nor the argument, and a fake implementation knows the operator's names only.
@@ -203,6 +207,10 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             raise ValueError(
                 f"epiloq.{operation}: {name}: expected no tensor that requires grad with out, got one;"
                 " call under torch.no_grad()"
+            )
+        elif writes and name in _WRITTEN and value.is_neg():  # the dispatcher fails to write the values back
+            raise ValueError(
+                f"epiloq.{operation}: {name}: expected no lazily negated tensor with out, got one; call resolve_neg()"
             )
         elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
