@@ -222,8 +222,8 @@ class FrozenLinear(Frozen):
         weight = weight if scale is None else weight * scale
         if self._own is None:
             return weight
-        rows, columns = self._own
-        return weight[rows.start : rows.stop, columns.start : columns.stop].contiguous()
+        own_rows, columns = self._own
+        return weight[own_rows.start : own_rows.stop, columns.start : columns.stop].contiguous()
 
     def _spread(self, bias: Tensor) -> Tensor:
         return bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -35,5 +35,4 @@ def as_leaf(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
             f"{type(layer).__name__}: expected to be part of the model that torch.fx traces, got a layer on its own; "
             "trace a module that contains it, such as torch.nn.Sequential(layer)"
         )
-    recorded: Tensor = tracer.create_proxy("call_module", path, inputs, named)
-    return recorded
+    return cast(Tensor, tracer.create_proxy("call_module", path, inputs, named))
