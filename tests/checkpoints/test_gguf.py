@@ -102,7 +102,7 @@ def test_mismatching_values_are_named(seed: int) -> None:
         arguments: dict[str, Any] = {"q": q, "scale": one, "bits": 4, "group_size": 32, **changes}
         with pytest.raises(FormatError, match=message):
             gguf.from_packed(epiloq.pack_weight(**arguments))
-    with pytest.raises(ValueError, match=r"OnlineQuantLinear: bias: expected \[4\] on cpu"):
+    with pytest.raises(ValueError, match=r"OnlineQuantLinear: bias: expected a floating-point tensor \[4\] on cpu"):
         OnlineQuantLinear.from_prepared(gguf.to_online(data, kind="Q4_0"), torch.zeros(5))
 
 
