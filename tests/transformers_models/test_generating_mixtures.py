@@ -112,8 +112,18 @@ def test_each_layer_with_8_bit_tokens_as_on_the_cpu(
     assert {name for name, _, _ in calls} == layers.keys() and any(name.endswith("experts") for name in layers)
     # CUDA rounds scaled tokens and sums to bfloat16, each within 2^-9. So what experts quantise between their products
     # may differ by 2^-8, a sixteenth of the least step of float8 (2^-4 to 2^-3 of a value): then one value in sixteen
-    # moves by up to 2^-3, whose root of the mean square is 2^-5.
-    bounds = {name: 2**-8 if isinstance(layer, W4A8Layer) else 2**-5 for name, layer in layers.items()}
+    # moves by a step, of at most 2^-3 of it. Of a typical token the root of the mean square is 2^-5. A single token may
+    # have its largest value, which gates make much larger than others, among those that moved, and a call of one step
+    # has two tokens; but no value moves by more than a step, so that no call's typical error is above 2^-3. The
+    # typical error of all tokens of a layer is stable: with these roundings made on the CPU, of 112 layers it was
+    # 0.006 to 0.016, where that of a call reached 0.031; a wrong scale, zero point or K made both 0.3 or more.
+    found_of: dict[str, list[Tensor]] = {name: [] for name in layers}
+    expected_of: dict[str, list[Tensor]] = {name: [] for name in layers}
     for name, arguments, y in calls:
-        expected = model.get_submodule(name)(*(argument.cpu() for argument in arguments))
-        assert typical_error(y.cpu().float(), expected.float()) < bounds[name], name
+        expected = model.get_submodule(name)(*(argument.cpu() for argument in arguments)).float()
+        bound = 2**-8 if isinstance(layers[name], W4A8Layer) else 2**-3
+        assert typical_error(y.cpu().float(), expected) < bound, name
+        found_of[name].append(y.cpu().float().flatten(0, -2))
+        expected_of[name].append(expected.flatten(0, -2))
+    for name in layers:
+        assert typical_error(torch.cat(found_of[name]), torch.cat(expected_of[name])) < 2**-5, name
