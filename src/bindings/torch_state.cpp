@@ -89,10 +89,10 @@ void use_torch(py::dict const& of) {
 
 bool is_direct(py::tuple const& required, py::tuple const& optional) {
   for (py::handle tensor : required) {
-    if (!is_plain(tensor)) return false;
+    if (!is_plain(tensor) || is_nested(tensor)) return false;
   }
   for (py::handle tensor : optional) {
-    if (!tensor.is_none() && !is_plain(tensor)) return false;
+    if (!tensor.is_none() && (!is_plain(tensor) || is_nested(tensor))) return false;
   }
   py::handle const first = PyTuple_GET_ITEM(required.ptr(), 0);
   if (is_true(read(torch->is_meta, first))) return false;
@@ -113,12 +113,13 @@ bool is_plain(py::handle tensor) {
   auto const is_type = [type](py::object const& plain) { return plain.ptr() == type; };
   if (std::none_of(torch->plain.begin(), torch->plain.end(), is_type)) return false;
   if (!read(torch->layout, tensor).is(torch->strided)) return false;
-  if (is_true(read(torch->is_nested, tensor))) return false;  // whose layout may be strided
   PyObject* arguments[] = {tensor.ptr()};
   PyObject* const negated = PyObject_Vectorcall(torch->is_neg.ptr(), arguments, 1, nullptr);
   if (negated == nullptr) throw py::error_already_set();
   return !is_true(py::reinterpret_steal<py::object>(negated));
 }
+
+bool is_nested(py::handle tensor) { return is_true(read(torch->is_nested, tensor)); }
 
 bool is_watched() {
   static PyObject* const level = PyUnicode_InternFromString("_current_level");

@@ -10,6 +10,9 @@ namespace epiloq::bindings {
 // Whether a tensor's values are those of its memory: of no other subclass than parameters, strided, not lazily negated.
 bool is_plain(py::handle tensor);
 
+// Whether a tensor is nested, which one with a strided layout may be, too.
+bool is_nested(py::handle tensor);
+
 // Whether a mode, a transform, a tracer or a forward derivative of torch is active, so that torch must be called.
 bool is_watched();
 

@@ -43,7 +43,7 @@ LayerCall::LayerCall(py::handle layer, py::handle x) : x_object_(py::reinterpret
   py::handle const held = attribute(parameters);
   if (!held || !PyDict_Check(held.ptr())) return;
   parameters_ = py::reinterpret_borrow<py::dict>(held);
-  if (is_forked() || autocast_enabled() || !is_plain(x) || !lend(x, x_)) return;
+  if (is_forked() || autocast_enabled() || !is_plain(x) || is_nested(x) || !lend(x, x_)) return;
   TensorView const& view = x_.view;
   if (view.rank < 2 || view.rank > TensorView::kMaxRank || view.size(-1) != number(in_features)) return;
   if (view.stride(-1) != 1 || !is_contiguous(view)) return;
