@@ -125,7 +125,7 @@ def test_tensors_that_disagree(
     ("tool", "change", "message"),
     [
         ("gptq", {"bits": 8}, f"{WEIGHTS}: model.layers.0.*: qweight: expected torch.int32"),
-        ("gptq", {"bits": 9}, "config.json: Grid: bits: expected 2 to 8, got 9"),
+        ("gptq", {"bits": 9}, "config.json: quantization_config: bits: expected 2 to 8, got 9"),
         ("gptq", {"bits": None}, "config.json: gptq: quantization_config: expected bits and group_size"),
         ("gptq", {"checkpoint_format": "marlin"}, "config.json: gptq: checkpoint_format: expected one of"),
         ("awq", {"bits": 3}, "config.json: awq: quantization_config: expected 4 bits"),

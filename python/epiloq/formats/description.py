@@ -102,10 +102,14 @@ class Description:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of integer weights with integer zero points or none; None for other weights."""
+        """The grid of integer weights with integer zero points or none; None for other weights. Raises FormatError for
+        bits or groups that no grid has."""
         if self.kind != "int" or self.layout == OFFSETS:
             return None
-        return Grid(self.bits, self.group_size, self.symmetric)
+        try:
+            return Grid(self.bits, self.group_size, self.symmetric)
+        except ValueError as error:
+            raise FormatError(f"quantization_config: {str(error).removeprefix('Grid: ')}") from None
 
     @property
     def quantization(self) -> Quantization | None:

@@ -61,7 +61,7 @@ def described(found: Mapping[str, Any], version: str = "gemm") -> Description:
     if version not in VERSIONS:
         raise FormatError(f"{METHOD}: version: expected one of {', '.join(VERSIONS)}, got {named!r}")
     made = Description(version, "int", BITS, "channel" if size == -1 else "group", size, symmetric=False)
-    _ = made.grid  # Raises ValueError for a size that no grid has.
+    _ = made.grid  # raises FormatError for a size that no grid has
     return made
 
 

@@ -52,9 +52,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
     _check_neighbours(found)
-    groups = mapping(found, "config_groups", METHOD)
+    groups = found.get("config_groups") or {}
     only_cache = not groups and bool(found.get("kv_cache_scheme"))
-    if not (groups or only_cache) or not all(isinstance(group, dict) for group in groups.values()):
+    usable = isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values())
+    if not usable or not (groups or only_cache):
         raise FormatError(f"{METHOD}: config_groups: expected one or more objects, got {found.get('config_groups')!r}")
     # Among equal targets the last group applies, as in the package.
     targets: dict[str, Description | None] = {}

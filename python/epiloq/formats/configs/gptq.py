@@ -62,7 +62,7 @@ def changed(base: Description, entry: Mapping[str, Any], where: str) -> Descript
         flag(entry, key, True, where)
     size = found.get("group_size", base.group_size)
     described = replace(base, **found, strategy="channel" if size == -1 else "group")
-    _ = described.grid  # raises ValueError for numbers that no grid supports
+    _ = described.grid  # raises FormatError for numbers that no grid has
     return described
 
 
