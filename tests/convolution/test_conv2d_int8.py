@@ -195,7 +195,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out_dtype": torch.float32}, ValueError, "output_scale: expected None with floating-point output"),
     ({"out_dtype": torch.int32}, ValueError, "out_dtype: expected torch.int8"),
     ({"groups": 3}, ValueError, "groups: expected a divisor of 8 output channels"),
-    ({"groups": 2}, ValueError, "x: expected 8 channels"),
+    ({"groups": 2}, ValueError, "x_q: expected 8 channels"),
     ({"groups": 0}, ValueError, "groups: expected values from 1"),
     ({"stride": 0}, ValueError, "stride: expected values from 1"),
     ({"stride": (1, 2, 3)}, ValueError, r"stride: expected an integer below 2\^31, or two"),

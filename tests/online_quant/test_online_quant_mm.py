@@ -220,7 +220,7 @@ def test_bad_arguments_beside_a_prepared_weight(seed: int) -> None:
         ({"x": torch.randn(3, 99)}, r"x: expected \[…, 100\]"),
         ({"out": torch.empty(3, 24).as_strided((3, 24), (0, 1))}, "out: expected rows"),
         ({"out": weight.parameters.view(-1)[:72].view(3, 24)}, "out: expected memory apart from w_scale"),
-        ({"x": torch.randn(3, 100, device="meta")}, "values: expected a tensor on meta"),
+        ({"x": torch.randn(3, 100, device="meta")}, "w_q: expected a tensor on meta"),
     ):
         with pytest.raises(ValueError, match=text):
             epiloq.online_quant_mm(**({"x": x, "w_q": weight} | arguments))  # type: ignore[arg-type]

@@ -215,7 +215,7 @@ def _run(
 ) -> Tensor:
     check_input(_NAME, "x_q", x, (torch.int8,))
     channels = _channels(weight, Geometry(*rest[7:]))
-    if rest[-1] > 0 and x.shape[1] != channels:  # C++ refuses other groups
+    if rest[-1] > 0 and weight.shape[0] % rest[-1] == 0 and x.shape[1] != channels:  # C++ refuses other groups
         raise ValueError(_wrong_channels(x, channels))
     if out is not None:
         check_output(_NAME, out)
