@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 FLOAT = "floating point"
 # SmolLM2's 576 channels are not a multiple of 128, which only this format can represent.
 SHORT_GROUPS = ("--format", "gptq")
-TUNED = ("--tune", "64")
+TUNED, SHORTLY_TUNED = ("--tune", "64"), ("--tune", "40")
 ALGORITHMS, BUDGET = "algorithms", "budget"
 NO_ROWS = ("speed", "about", ALGORITHMS, BUDGET)
 """Keys of the results file that are not rows."""
@@ -35,6 +35,7 @@ ROWS = (
     Row("w4a16-g64", "gptq"),
     Row("w4a16-g64", "awq+gptq"),
     Row("w4a16-g64", "awq"),
+    Row("w4a16-g64", "gptq", SHORTLY_TUNED),
     Row("w4a16-g64", "gptq", TUNED),
     *(Row("w4a16-g64", algorithm) for algorithm in ("gptq+refine", "gptq-guided", "awq+gptq-guided")),
     Row("w8a8-int8-static", "smoothquant-search"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scheme_rows import BUDGET, FLOAT, SHORT_GROUPS, TUNED, Row
+from scheme_rows import BUDGET, FLOAT, SHORT_GROUPS, SHORTLY_TUNED, TUNED, Row
 
 Results = dict[str, Any]
 
@@ -50,8 +50,10 @@ TARGETS = (
     Target(
         "`w4a16-g64`, gap closed",
         "92 %",
-        tuple(
-            Row("w4a16-g64", algorithm, options).name for options in ((), TUNED) for algorithm in ("gptq", "awq+gptq")
+        (
+            *(Row("w4a16-g64", algorithm).name for algorithm in ("gptq", "awq+gptq")),
+            Row("w4a16-g64", "gptq", SHORTLY_TUNED).name,
+            *(Row("w4a16-g64", algorithm, TUNED).name for algorithm in ("gptq", "awq+gptq")),
         ),
         _gap_closed,
         lambda value: value >= 92,

@@ -208,7 +208,8 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
                 f"epiloq.{operation}: {name}: expected no tensor that requires grad with out, got one;"
                 " call under torch.no_grad()"
             )
-        elif writes and name in _WRITTEN and value.is_neg():  # the dispatcher fails to write the values back
+        # The dispatcher fails to write its values back; dynamo cannot trace the question.
+        elif writes and name in _WRITTEN and not is_dynamo_compiling() and value.is_neg():
             raise ValueError(
                 f"epiloq.{operation}: {name}: expected no lazily negated tensor with out, got one; call resolve_neg()"
             )
