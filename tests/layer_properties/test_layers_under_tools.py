@@ -215,7 +215,10 @@ def test_torch_counts_the_operations_of_products(seed: int) -> None:
     assert operations_of(decode_attention, query, key, value) == in_full
 
 
-@pytest.mark.parametrize("first", ["import epiloq", "import torch.utils.flop_counter"])
+LOOKED_FOR = "import epiloq; from importlib.util import find_spec; assert find_spec('torch.utils.flop_counter')"
+
+
+@pytest.mark.parametrize("first", ["import epiloq", "import torch.utils.flop_counter", LOOKED_FOR])
 def test_operations_are_counted_whichever_is_imported_first(first: str) -> None:
     code = f"""
 import sys, torch

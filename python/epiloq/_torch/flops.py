@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -42,22 +41,24 @@ def _register(counter: ModuleType, name: str) -> None:
     counter.register_flop_formula(operators, get_raw=True)(flops)
 
 
-class _WhenImported(MetaPathFinder):
-    """Finds the counter's module as the others do, and registers the formulas once it has been executed."""
+class _WhenExecuted(MetaPathFinder):
+    """Finds the counter's module as Python does, with a loader that registers the formulas after executing it.
+
+    It stays until then, since others may ask for the module without importing it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _COUNTER else None
         if spec is None or spec.loader is None:
-            return spec
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             for name in _depths:
                 _register(module, name)
 
@@ -66,4 +67,4 @@ class _WhenImported(MetaPathFinder):
 
 
 if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _WhenImported())
+    sys.meta_path.insert(0, _WhenExecuted())

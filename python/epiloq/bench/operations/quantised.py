@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,9 +63,11 @@ def quantiser(
     error: Callable[[Case, Inputs, Any, torch.Generator], float],
     in_torch: Mapping[str, Callable[..., object]],
     peers: Mapping[str, Binder],
+    variants: Iterable[str] = (),
 ) -> Operation:
     """An operation without a product. `in_torch` has its variants in torch's operations, which take the inputs in
-    order: peers with and without ``torch.compile``, besides a copy of as many bytes."""
+    order: peers with and without ``torch.compile``, besides a copy of as many bytes. If it is empty, there are no such
+    peers, and `variants` has their names."""
 
     def eager(case: Case, sets: Sequence[Inputs]) -> Bound:
         return Bound([partial(in_torch[case.variant], *s.values()) for s in sets])
@@ -78,13 +80,13 @@ def quantiser(
 
     operation = Operation(
         name=name,
-        variants=tuple(in_torch),
+        variants=tuple(in_torch) or tuple(variants),
         has_weight=False,
         inputs=inputs,
         bind=bind,
         error=error,
         work=lambda case: 0,
         ceiling="",
-        peers={"eager": eager, "compiled": compiled, **peers},
+        peers={**({"eager": eager, "compiled": compiled} if in_torch else {}), **peers},
     )
     return replace(operation, peers={"copy": copy_of(operation), **operation.peers})

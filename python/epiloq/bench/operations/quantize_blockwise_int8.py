@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
-from epiloq.bench.operations.quantised import SMALLEST_SCALE, by_group, copy_of
+from epiloq.bench.contract import Bound, Inputs, sample, worst
+from epiloq.bench.operations.quantised import SMALLEST_SCALE, by_group, quantiser
 
 # Variant -> values per block, and whether symmetric.
 VARIANTS = {"g32": (32, False), "g128": (128, False), "g128_symmetric": (128, True)}
@@ -63,15 +62,4 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return float(torch.tensor(errors).max())
 
 
-_OPERATION = Operation(
-    name="quantize_blockwise_int8",
-    variants=tuple(VARIANTS),
-    has_weight=False,
-    inputs=_inputs,
-    bind=_ours,
-    error=_error,
-    work=lambda case: 0,
-    ceiling="",
-    peers={},
-)
-OPERATION = replace(_OPERATION, peers={"copy": copy_of(_OPERATION)})
+OPERATION = quantiser("quantize_blockwise_int8", _inputs, _ours, _error, {}, {}, VARIANTS)

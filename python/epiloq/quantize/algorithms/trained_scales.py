@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epiloq._torch.dense import row_chunks
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Parameters, expand_parameters
 from epiloq.weights.scales import scales_in
@@ -45,7 +46,7 @@ class TrainedScales:
         return exact + (scales_in(exact.detach(), self.grid.scale_dtype).float() - exact).detach()
 
     def product(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """``x W^T + bias`` for ``x [..., K]``, computed and returned in `dtype`."""
+        """``x W^T + bias`` for ``x […, K]``, computed and returned in `dtype`."""
         x = (x if self.order is None else x[..., self.order]).to(dtype)
         y: Tensor = _Product.apply(x, self.scales(), self.codes, self.grid)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias.to(dtype)
@@ -82,8 +83,7 @@ class _Product(torch.autograd.Function):
 def _row_blocks(codes: Tensor) -> Iterator[slice]:
     """Rows of a weight that are computed at once."""
     count, columns = codes.shape
-    step = max(1, CACHED // columns) if codes.device.type == "cpu" else count
-    return (slice(begin, begin + step) for begin in range(0, count, step))
+    return row_chunks(count, columns, CACHED if codes.device.type == "cpu" else codes.numel())
 
 
 def _multiply_groups(codes: Tensor, scales: Tensor, grid: Grid, out: Tensor) -> None:

@@ -207,8 +207,8 @@ class _State:
         before = {name: module.__dict__.get("forward") for name, module in modules.items()}
         for name, module in modules.items():
 
-            def forward(x: Tensor, name: str = name, bias: Tensor | None = module.bias) -> Tensor:
-                x = x if self.inputs is None else self._rounded(name, x)
+            def forward(input: Tensor, name: str = name, bias: Tensor | None = module.bias) -> Tensor:
+                x = input if self.inputs is None else self._rounded(name, input)
                 dtype = torch.bfloat16 if self._rough() else torch.float32
                 return self.layers[name].product(x, bias, dtype)
 
@@ -217,7 +217,7 @@ class _State:
             yield
         finally:
             for name, module in modules.items():
-                del module.forward
+                module.__dict__.pop("forward", None)
                 if before[name] is not None:
                     module.forward = before[name]
 
