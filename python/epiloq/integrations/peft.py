@@ -20,7 +20,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from epiloq.nn.base.frozen import FrozenLinear
-from epiloq.nn.base.quantized_layer import StoredTensors
+from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.nn.experts.row_experts import Experts
 
 _NAME = "epiloq.integrations.peft"

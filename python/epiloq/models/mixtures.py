@@ -29,7 +29,7 @@ from epiloq.models.stacked_experts import (
 )
 from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES
-from epiloq.nn.base.quantized_layer import StoredTensors
+from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.nn.experts.expert_linears import Projections
 
 

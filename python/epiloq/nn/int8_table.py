@@ -9,7 +9,8 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.quantized_layer import StoredTensors, expect_dense
+from epiloq.nn.base.quantized_layer import expect_dense
+from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.weights.prepared_int8_weight import Quantizer
 
 

@@ -11,7 +11,8 @@ from epiloq._torch.library import PLAIN, reads_values
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.base.quantized_layer import QuantizedLayer, expected
+from epiloq.nn.base.quantized_layer import QuantizedLayer
+from epiloq.nn.base.stored_tensors import expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 from epiloq.weights.computed import check_finite, check_readable
 from epiloq.weights.packed.rows import rows_of

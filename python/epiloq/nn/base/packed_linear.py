@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from epiloq._torch.library import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
-from epiloq.nn.base.quantized_layer import expected
 from epiloq.nn.base.scaled_input import SCALE
+from epiloq.nn.base.stored_tensors import expected
 from epiloq.ops.checks.problems import explain_problem
 from epiloq.weights.computed import check_bias
 from epiloq.weights.packed.checks import check_sizes, checked_perm

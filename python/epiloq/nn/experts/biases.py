@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq._torch.parameters import FrozenParameter
-from epiloq.nn.base.quantized_layer import expected
+from epiloq.nn.base.stored_tensors import expected
 
 BIAS = "bias"
 NAMES = ("gate_up_bias", "down_bias")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.quantized_layer import StoredTensors, convert_input
+from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.nn.experts.expert_linears import Routing, check_routing
 from epiloq.weights.fp4 import FORMATS, NAN
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
