@@ -51,6 +51,19 @@ function(epiloq_kernels name)
   target_sources(epiloq PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
+# epiloq_epilogues(<out variable> <list>): the epilogues of a list in src/epilogue/library.h, which is the table of what is
+# compiled.
+function(epiloq_epilogues result list)
+  set(library ${PROJECT_SOURCE_DIR}/src/epilogue/library.h)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${library})
+  file(STRINGS ${library} line REGEX "^using ${list} = ")
+  if(NOT line MATCHES "= List<([A-Za-z0-9, ]+)>")
+    message(FATAL_ERROR "${library}: expected one line 'using ${list} = List<Epilogue, ...>;', got '${line}'")
+  endif()
+  string(REPLACE ", " ";" epilogues "${CMAKE_MATCH_1}")
+  set(${result} ${epilogues} PARENT_SCOPE)
+endfunction()
+
 # compute:code lists. PTX goes with all code but SM90's, so that newer GPUs than this build knows can run it.
 # From SM90 on, hand-written kernels are launched while the kernel before them may still run (device_code.cuh): what was
 # compiled for less, and does not wait for it, must not run there.

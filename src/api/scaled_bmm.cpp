@@ -201,7 +201,7 @@ void scaled_bmm(ScaledBmm const& call, Stream stream) {
   Sizes const sizes = checked(call);
   expect_device("scaled_bmm", "a", call.a, Device::Type::kCuda);
   if (call.out.numel() == 0) return;
-  ops::scaled_mm::launch(choice_of(call, problem_of(call, sizes)), types_of(call), false, arguments_of(call, sizes),
+  ops::scaled_mm::launch(choice_of(call, problem_of(call, sizes)), types_of(call), arguments_of(call, sizes),
                          call.a.device.index, stream);
 }
 
@@ -209,7 +209,7 @@ void scaled_bmm(ScaledBmm const& call) {
   Sizes const sizes = checked(call);
   expect_device("scaled_bmm", "a", call.a, Device::Type::kCpu);
   if (call.out.numel() == 0) return;
-  ops::scaled_mm::run_on_host(arguments_of(call, sizes), types_of(call), false, call.threads);
+  ops::scaled_mm::run_on_host(arguments_of(call, sizes), types_of(call), call.threads);
 }
 
 std::string explain(ScaledBmm const& call) {

@@ -163,15 +163,18 @@ gemm::Problem arguments_of(ScaledMm const& call, Sizes const& sizes) {
           operands_of(call)};
 }
 
-template <class Epilogue, class Sum>
-void evaluate(TensorView const& acc, ScaledMm const& call) {
-  auto const expr = Epilogue::template make<float>(operands_of(call));
-  std::int64_t const m = acc.size(0), n = acc.size(1);
-  for (std::int64_t i = 0; i < m; ++i) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      call.out.as<float>()[i * n + j] = epilogue::eval(expr, acc.as<Sum>()[i * n + j], i, j);
+template <class Sum, class Epilogues>
+void evaluate(Epilogues list, TensorView const& acc, ScaledMm const& call) {
+  epilogue::Operands const operands = operands_of(call);
+  epilogue::with_epilogue(list, operands, [&]<class Epilogue>() {
+    auto const expr = Epilogue::template make<float>(operands);
+    std::int64_t const m = acc.size(0), n = acc.size(1);
+    for (std::int64_t i = 0; i < m; ++i) {
+      for (std::int64_t j = 0; j < n; ++j) {
+        call.out.as<float>()[i * n + j] = epilogue::eval(expr, acc.as<Sum>()[i * n + j], i, j);
+      }
     }
-  }
+  });
 }
 
 }  // namespace
@@ -182,7 +185,7 @@ void scaled_mm(ScaledMm const& call, Stream stream) {
   Sizes const sizes = checked(call);
   expect_device("scaled_mm", "a", call.a, Device::Type::kCuda);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ops::scaled_mm::launch(choice_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype}, call.azp_adj.has_value(),
+  ops::scaled_mm::launch(choice_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype},
                          arguments_of(call, sizes), call.a.device.index, stream, call.constant_b);
 }
 
@@ -190,8 +193,7 @@ void scaled_mm(ScaledMm const& call) {
   Sizes const sizes = checked(call);
   expect_device("scaled_mm", "a", call.a, Device::Type::kCpu);
   if (sizes.a.rows == 0 || sizes.weight.rows == 0) return;
-  ops::scaled_mm::run_on_host(arguments_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype},
-                              call.azp_adj.has_value(), call.threads);
+  ops::scaled_mm::run_on_host(arguments_of(call, sizes), {call.a.dtype, call.b.dtype, call.out.dtype}, call.threads);
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int sm_count, bool terms) {
@@ -242,10 +244,9 @@ void evaluate_epilogue(TensorView const& acc, ScaledMm const& call) {
   check_epilogue(call, check, acc, rows.cols);
   if (acc.dtype == DType::kFloat32) {
     if (call.azp_adj) check.fail("acc", "expected int32 with a zero point, got ", describe(acc));
-    return evaluate<epilogue::Scaled, float>(acc, call);
+    return evaluate<float>(epilogue::Float8Epilogues{}, acc, call);
   }
-  call.azp_adj ? evaluate<epilogue::ScaledAzp, std::int32_t>(acc, call)
-               : evaluate<epilogue::Scaled, std::int32_t>(acc, call);
+  evaluate<std::int32_t>(epilogue::Int8Epilogues{}, acc, call);
 }
 
 }  // namespace epiloq

@@ -1,7 +1,13 @@
 #pragma once
 
-// Each epilogue, once. D is the output's type, Out the one that scaled_mm's own kernels write; a null bias adds
-// nothing, a null zero point counts as 1.
+// Each epilogue, once, and the tables from which CMake, dispatch and the CPU backend derive what they compile and run.
+//
+// An epilogue consists of
+//   Out            the type of D that scaled_mm's own kernels write (Half: float16 or bfloat16)
+//   kHasZeroPoint  whether it reads azp and azp_adj
+//   applies(p)     whether it is the one for these operands
+//   make<D>(p)     its expression, D being the type of the output
+// A null bias adds nothing, a null zero point counts as 1.
 
 #include <type_traits>
 
@@ -58,6 +64,9 @@ EPILOQ_HD auto rounded_fma(A a, B b, C c, Operands const& p) {
 // ScaledEpilogue and ScaledEpilogueBias: sa (sb acc) + bias
 struct Scaled {
   using Out = Half;
+  static constexpr bool kHasZeroPoint = false;
+  static bool applies(Operands const&) { return true; }
+
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};
@@ -70,6 +79,9 @@ struct Scaled {
 // sa (sb (acc - azp azp_adj)) + bias, the difference exact in int32
 struct ScaledAzp {
   using Out = Half;
+  static constexpr bool kHasZeroPoint = true;
+  static bool applies(Operands const& p) { return p.azp_adj != nullptr; }
+
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector};
@@ -84,6 +96,9 @@ struct ScaledAzp {
 // sa (sb acc) / so to an integer: ties to even, saturated.
 struct Requantized {
   using Out = std::int8_t;
+  static constexpr bool kHasZeroPoint = false;
+  static bool applies(Operands const& p) { return p.scale_out != nullptr; }
+
   template <class D>
   EPILOQ_HD static auto make(Operands const& p) {
     Col<float> const scale_a{p.scale_a, p.scale_a_is_vector, 0, p.scale_a_batch};
@@ -92,6 +107,23 @@ struct Requantized {
     return div<D, float>(mul<float>(scale_a, mul<float>(scale_b, Acc{})), scale_out);
   }
 };
+
+// The epilogues of scaled_mm's products by type of A and B and of D. A call uses the first one that applies to its
+// operands. One line each: cmake/kernels.cmake reads them.
+template <class... Epilogues>
+struct List {};
+using Int8Epilogues = List<ScaledAzp, Scaled>;
+using Int8OutEpilogues = List<Requantized>;
+using Float8Epilogues = List<Scaled>;
+
+// Returns f.operator()<Epilogue>() of the first epilogue of a list that applies; the last one is not asked.
+template <class First, class... Rest, class F>
+decltype(auto) with_epilogue(List<First, Rest...>, Operands const& p, F const& f) {
+  if constexpr (sizeof...(Rest) > 0) {
+    if (!First::applies(p)) return with_epilogue(List<Rest...>{}, p, f);
+  }
+  return f.template operator()<First>();
+}
 
 // Of products that requantise: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
 struct Restored {

@@ -58,7 +58,7 @@ void multiply_rows(GroupwiseProblem const& p, gemm::Types types, int threads) {
                                            .bias = p.bias,
                                            .scale_a_is_vector = true,
                                            .scale_b_is_vector = true}};
-  scaled_mm::run_on_host(product, types, false, threads);
+  scaled_mm::run_on_host(product, types, threads);
 }
 
 // The rows from `first` on of an expert.

@@ -34,14 +34,14 @@ struct Panel {
 
   // Epilogue operands of a row of D: per column, or of the row.
   [[gnu::always_inline]] epilogue::Operands of_row(std::int64_t m) const {
-    epilogue::Operands const& o = p.operands;
-    return {.scale_a = o.scale_a + (o.scale_a_is_vector ? m : 0),
-            .scale_b = scale_b,
-            .bias = o.bias == nullptr ? nullptr : bias,
-            .azp = o.azp == nullptr ? nullptr : o.azp + (o.azp_is_vector ? m : 0),
-            .azp_adj = azp_adj,
-            .scale_b_is_vector = true,
-            .scale_out = o.scale_out};
+    epilogue::Operands of_row = p.operands;
+    if (of_row.scale_a_is_vector) of_row.scale_a += m;
+    if (of_row.azp != nullptr && of_row.azp_is_vector) of_row.azp += m;
+    of_row.scale_a_is_vector = of_row.azp_is_vector = false;
+    of_row.scale_b = scale_b, of_row.scale_b_is_vector = true;
+    if (of_row.bias != nullptr) of_row.bias = bias;
+    if (of_row.azp_adj != nullptr) of_row.azp_adj = azp_adj;
+    return of_row;
   }
 };
 
@@ -79,13 +79,14 @@ void finish_as(Panel<Sum> const& panel) {
 template <class Epilogue, class Sum>
 void finish(gemm::Problem const& p, DType out, PanelSums<Sum> const& sums) {
   Panel<Sum> const panel(p, out, sums);
-  switch (out) {
-    case DType::kFloat16:
-      return finish_as<Epilogue, Sum, DType::kFloat16>(panel);
-    case DType::kBFloat16:
-      return finish_as<Epilogue, Sum, DType::kBFloat16>(panel);
-    default:
-      return finish_as<Epilogue, Sum, DType::kFloat32>(panel);
+  if constexpr (std::is_same_v<typename Epilogue::Out, std::int8_t>) {
+    finish_as<Epilogue, Sum, DType::kInt8>(panel);
+  } else if (out == DType::kFloat16) {
+    finish_as<Epilogue, Sum, DType::kFloat16>(panel);
+  } else if (out == DType::kBFloat16) {
+    finish_as<Epilogue, Sum, DType::kBFloat16>(panel);
+  } else {
+    finish_as<Epilogue, Sum, DType::kFloat32>(panel);
   }
 }
 
@@ -94,10 +95,16 @@ ScaledFloat8 matrix(void const* values, DType dtype, std::int64_t rows, std::int
   return {static_cast<std::uint8_t const*>(values), rows, k, stride, dtype == DType::kFloat8E5M2};
 }
 
-void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
+// The epilogue of a call, of those for its types.
+template <class Epilogues, class Sum>
+void finish_with(Epilogues list, gemm::Problem const& p, DType out, PanelSums<Sum> const& sums) {
+  epilogue::with_epilogue(list, p.operands, [&]<class Epilogue>() { finish<Epilogue>(p, out, sums); });
+}
+
+void multiply(gemm::Problem const& p, gemm::Types types, int threads) {
   if (types.inputs().is_float8()) {
     multiply_float8(matrix(p.a, types.a, p.m, p.k, p.stride_a), matrix(p.b, types.b, p.n, p.k, p.stride_b), threads,
-                    [&](Float8Sums const& sums) { finish<epilogue::Scaled>(p, types.out, sums); });
+                    [&](Float8Sums const& sums) { finish_with(epilogue::Float8Epilogues{}, p, types.out, sums); });
     return;
   }
   Int8Product const product{
@@ -105,11 +112,9 @@ void multiply(gemm::Problem const& p, gemm::Types types, bool has_zero_point, in
       p.stride_a, p.stride_b};
   multiply_int8(product, threads, [&](Int8Sums const& sums) {
     if (types.out == DType::kInt8) {
-      finish_as<epilogue::Requantized, std::int32_t, DType::kInt8>({p, types.out, sums});
-    } else if (has_zero_point) {
-      finish<epilogue::ScaledAzp>(p, types.out, sums);
+      finish_with(epilogue::Int8OutEpilogues{}, p, types.out, sums);
     } else {
-      finish<epilogue::Scaled>(p, types.out, sums);
+      finish_with(epilogue::Int8Epilogues{}, p, types.out, sums);
     }
   });
 }
@@ -125,12 +130,12 @@ gemm::Problem of_batch(gemm::Problem const& p, DType out, std::int64_t batch) {
 
 }  // namespace
 
-void run_on_host(gemm::Problem const& p, gemm::Types types, bool has_zero_point, int threads) {
+void run_on_host(gemm::Problem const& p, gemm::Types types, int threads) {
   threads = threads_for_products(std::int64_t{p.batches} * p.m * p.n * p.k, threads);
   bool const by_batches = p.batches >= threads;  // each by one thread
   share(p.batches, by_batches ? threads : 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
-      multiply(of_batch(p, types.out, i), types, has_zero_point, by_batches ? 1 : threads);
+      multiply(of_batch(p, types.out, i), types, by_batches ? 1 : threads);
     }
   });
 }

@@ -28,10 +28,11 @@ gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows.
   return kTable[row][column_of(out)];
 }
 
-// The types of D that each epilogue is compiled for, as in CMakeLists.txt.
+// The types of D that each epilogue is compiled for, as in CMakeLists.txt: float32 is of groupwise_mm, which only
+// scales.
 template <int kRow, DType kElement, DType kOut, class Epilogue>
 constexpr gemm::GroupwiseLaunch row_launch_of() {
-  if constexpr (kOut == DType::kFloat32 && std::is_same_v<Epilogue, epilogue::ScaledAzp>) {
+  if constexpr (kOut == DType::kFloat32 && !std::is_same_v<Epilogue, epilogue::Scaled>) {
     return nullptr;
   } else {
     return &Sm90PerRow<kRow, kElement, kOut, Epilogue>::launch;
@@ -77,7 +78,8 @@ void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType o
 
 }  // namespace
 
-void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream) {
+void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element, DType out, int device, Stream stream,
+            epilogue::Operands const& operands) {
   DeviceGuard const guard(device);
   problem.split_k = choice.split_k;
   switch (choice.family) {
@@ -91,14 +93,15 @@ void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element,
                                                                                                       stream);
     case Family::kSm90Int8Rows: {
       constexpr auto kRows = std::make_index_sequence<kInt8RowTiles.size()>{};
-      auto const run = problem.azp_adj != nullptr
-                           ? rows_launch<DType::kInt8, epilogue::ScaledAzp>(choice.row, out, kRows)
-                           : rows_launch<DType::kInt8, epilogue::Scaled>(choice.row, out, kRows);
-      return run(problem, device, stream);
+      return epilogue::with_epilogue(epilogue::Int8Epilogues{}, operands, [&]<class Epilogue>() {
+        rows_launch<DType::kInt8, Epilogue>(choice.row, out, kRows)(problem, device, stream);
+      });
     }
     case Family::kSm90Float8Rows: {
       constexpr auto kRows = std::make_index_sequence<kFloat8RowTiles.size()>{};
-      return rows_launch<DType::kFloat8E4M3, epilogue::Scaled>(choice.row, out, kRows)(problem, device, stream);
+      return epilogue::with_epilogue(epilogue::Float8Epilogues{}, operands, [&]<class Epilogue>() {
+        rows_launch<DType::kFloat8E4M3, Epilogue>(choice.row, out, kRows)(problem, device, stream);
+      });
     }
 #endif
     case Family::kGeneric:
@@ -108,7 +111,9 @@ void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element,
   }
 }
 #else
-void launch(Choice const&, gemm::GroupwiseProblem, DType, DType, int device, Stream) { device_properties(device); }
+void launch(Choice const&, gemm::GroupwiseProblem, DType, DType, int device, Stream, epilogue::Operands const&) {
+  device_properties(device);
+}
 #endif
 
 }  // namespace epiloq::ops::groupwise_mm

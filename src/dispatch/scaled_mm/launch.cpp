@@ -17,49 +17,46 @@ namespace epiloq::ops::scaled_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
+// A kernel of a table row, compiled for operand types and an epilogue.
 struct Variant {
   Inputs inputs;
-  bool has_zero_point, writes_int8;
+  bool writes_int8;
+  bool (*applies)(epilogue::Operands const&);
   gemm::Launch launch;
 
-  constexpr bool supports(gemm::Types types, bool zero_point) const {
+  bool supports(gemm::Types types, epilogue::Operands const& operands) const {
     bool const is_half = types.out == DType::kFloat16 || types.out == DType::kBFloat16;
-    return inputs == types.inputs() && has_zero_point == zero_point &&
-           (writes_int8 ? types.out == DType::kInt8 : is_half);
+    return inputs == types.inputs() && (writes_int8 ? types.out == DType::kInt8 : is_half) && applies(operands);
   }
 };
 
-template <template <int, Inputs, class> class Kernel, int kRow, DType kA, DType kB, class Epilogue = epilogue::Scaled>
-constexpr Variant kVariant{{kA, kB},
-                           std::is_same_v<Epilogue, epilogue::ScaledAzp>,
-                           std::is_same_v<typename Epilogue::Out, std::int8_t>,
-                           &Kernel<kRow, Inputs{kA, kB}, Epilogue>::launch};
+// The variants of a row, in the order of the epilogues.
+template <template <int, Inputs, class> class Kernel, int kRow, class Epilogues, Inputs... kInputs>
+struct Compiled;
+template <template <int, Inputs, class> class Kernel, int kRow, class... Epilogues, Inputs... kInputs>
+struct Compiled<Kernel, kRow, epilogue::List<Epilogues...>, kInputs...> {
+  template <class Epilogue>
+  static constexpr std::array kOfEpilogue{Variant{kInputs, std::is_same_v<typename Epilogue::Out, std::int8_t>,
+                                                  &Epilogue::applies, &Kernel<kRow, kInputs, Epilogue>::launch}...};
+  static constexpr auto kVariants = std::to_array<std::span<Variant const>>({kOfEpilogue<Epilogues>...});
+};
 
 constexpr auto kI8 = DType::kInt8, kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 
-// Operand types and epilogues for which the rows of each table are compiled, as in CMakeLists.txt.
+// Operand types for which the rows of each table are compiled, as in CMakeLists.txt.
 template <template <int, Inputs, class> class Kernel, int kRow>
-struct Int8 {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8>,
-                                        kVariant<Kernel, kRow, kI8, kI8, epilogue::ScaledAzp>};
-};
+struct Int8 : Compiled<Kernel, kRow, epilogue::Int8Epilogues, Inputs{kI8, kI8}> {};
 template <template <int, Inputs, class> class Kernel, int kRow>
-struct Int8Out {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, kI8, kI8, epilogue::Requantized>};
-};
+struct Int8Out : Compiled<Kernel, kRow, epilogue::Int8OutEpilogues, Inputs{kI8, kI8}> {};
 template <template <int, Inputs, class> class Kernel, int kRow>
-struct E4M3 {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>};
-};
+struct E4M3 : Compiled<Kernel, kRow, epilogue::Float8Epilogues, Inputs{kE4M3, kE4M3}> {};
 template <template <int, Inputs, class> class Kernel, int kRow>
-struct AnyFloat8 {
-  static constexpr std::array kVariants{kVariant<Kernel, kRow, kE4M3, kE4M3>, kVariant<Kernel, kRow, kE4M3, kE5M2>,
-                                        kVariant<Kernel, kRow, kE5M2, kE4M3>, kVariant<Kernel, kRow, kE5M2, kE5M2>};
-};
+struct AnyFloat8 : Compiled<Kernel, kRow, epilogue::Float8Epilogues, Inputs{kE4M3, kE4M3}, Inputs{kE4M3, kE5M2},
+                            Inputs{kE5M2, kE4M3}, Inputs{kE5M2, kE5M2}> {};
 template <template <int, Inputs, class> class Kernel, int kRow>
 struct Float8 : std::conditional_t<kRow == kE5M2Row, AnyFloat8<Kernel, kRow>, E4M3<Kernel, kRow>> {};
 
-using Variants = std::span<Variant const>;
+using Variants = std::span<std::span<Variant const> const>;  // by epilogue
 
 template <template <template <int, Inputs, class> class, int> class List, template <int, Inputs, class> class Kernel,
           int kFirst = 0, std::size_t... kRows>
@@ -138,25 +135,27 @@ void launch_per_row_scales(groupwise_mm::Choice const& choice, gemm::Types types
       .azp_stride = with.azp_is_vector ? 1 : 0,
       .constant_b = constant_b,
   };
-  groupwise_mm::launch(choice, product, types.a, types.out, device, stream);
+  groupwise_mm::launch(choice, product, types.a, types.out, device, stream, with);
 }
 
 }  // namespace
 
-void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
-            Stream stream, bool constant_b) {
+void launch(Choice const& choice, gemm::Types types, gemm::Problem problem, int device, Stream stream,
+            bool constant_b) {
   if (auto const rows = groupwise_choice(choice)) {
     return launch_per_row_scales(*rows, types, problem, constant_b, device, stream);
   }
   DeviceGuard const guard(device);
   problem.operands.is_bfloat16 = types.out == DType::kBFloat16;
-  for (Variant const& variant : variants_of(choice)) {
-    if (variant.supports(types, has_zero_point)) return variant.launch(problem, device, stream);
+  for (std::span<Variant const> const of_epilogue : variants_of(choice)) {
+    for (Variant const& variant : of_epilogue) {
+      if (variant.supports(types, problem.operands)) return variant.launch(problem, device, stream);
+    }
   }
   throw Unsupported("epiloq.scaled_mm: no kernel for these operands");
 }
 #else
-void launch(Choice const&, gemm::Types, bool, gemm::Problem, int device, Stream, bool) { device_properties(device); }
+void launch(Choice const&, gemm::Types, gemm::Problem, int device, Stream, bool) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::scaled_mm

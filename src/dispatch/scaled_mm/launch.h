@@ -7,7 +7,7 @@
 namespace epiloq::ops::scaled_mm {
 
 // `constant_b`: see epiloq/scaled_mm.h.
-void launch(Choice const& choice, gemm::Types types, bool has_zero_point, gemm::Problem problem, int device,
-            Stream stream, bool constant_b = false);
+void launch(Choice const& choice, gemm::Types types, gemm::Problem problem, int device, Stream stream,
+            bool constant_b = false);
 
 }  // namespace epiloq::ops::scaled_mm

@@ -48,7 +48,7 @@ struct Groupwise {
   static constexpr bool kPerRowScales =
       kScales_ == Scales::kPerRowScales;  // scales cover all of K and are applied in the epilogue
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
-  static constexpr bool kHasZeroPoint = std::is_same_v<Epilogue, epilogue::ScaledAzp>;
+  static constexpr bool kHasZeroPoint = Epilogue::kHasZeroPoint;
   static_assert((!kExact || kPerRowScales) && (!kHasZeroPoint || kExact));
   using Sum = std::conditional_t<kExact, std::uint32_t, float>;  // unsigned, as in wgmma's wrappers for int32
   // wgmma's N; for int8 a multiple of 16 from 32 on: the last 8 columns may read past the weights, and are ignored.

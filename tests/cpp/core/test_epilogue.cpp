@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "check.h"
 #include "core/half.h"
@@ -66,12 +67,32 @@ void halves_are_rounded_floats(std::mt19937& random) {
   }
 }
 
+template <class... Epilogues>
+void halves_of_each_are_rounded_floats(ep::List<Epilogues...>, std::mt19937& random) {
+  (halves_are_rounded_floats<Epilogues>(random), ...);
+}
+
+// Whether a call with these operands uses an epilogue of a list.
+template <class Expected, class Epilogues>
+bool uses(Epilogues list, ep::Operands const& operands) {
+  return ep::with_epilogue(list, operands, []<class Found>() { return std::is_same_v<Expected, Found>; });
+}
+
+void the_first_that_applies_is_used() {
+  std::int32_t const azp_adj = 1;
+  ep::Operands const plain, with_zero_point{.azp_adj = &azp_adj};
+  CHECK((uses<ep::Scaled>(ep::Int8Epilogues{}, plain)));
+  CHECK((uses<ep::ScaledAzp>(ep::Int8Epilogues{}, with_zero_point)));
+  CHECK((uses<ep::ScaledAzp>(ep::List<ep::Requantized, ep::ScaledAzp, ep::Scaled>{}, with_zero_point)));
+  CHECK((uses<ep::Scaled>(ep::Float8Epilogues{}, plain)));
+}
+
 }  // namespace
 
 int main() {
   every_half_is_widened_and_comes_back();
   std::mt19937 random = test::generator();
-  halves_are_rounded_floats<ep::Scaled>(random);
-  halves_are_rounded_floats<ep::ScaledAzp>(random);
+  halves_of_each_are_rounded_floats(ep::Int8Epilogues{}, random);
+  the_first_that_applies_is_used();
   return test::failures != 0;
 }
