@@ -61,7 +61,7 @@ EPILOQ_API bool has_host_kernel(Conv2dInt8 const& call);
 // Name of the kernel that a call would use.
 EPILOQ_API std::string explain(Conv2dInt8 const& call);
 
-// The epilogue alone, on the CPU: out [.., Co] from acc int32 of the same shape, both contiguous. The geometry, x and
+// The epilogue alone, on the CPU: out […, Co] from acc int32 of the same shape, both contiguous. The geometry, x and
 // weight of `call` are not used.
 EPILOQ_API void finish_conv2d_int8(TensorView const& acc, Conv2dInt8 const& call);
 

@@ -38,7 +38,7 @@ EPILOQ_API std::int64_t decode_attention_workspace(DecodeAttentionSizes const& s
 EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 
 // Rotary embedding as in Llama (coordinates i and i + D / 2 of a head are rotated together), and a cache's
-// update, in one launch: query = heads[.., :H] rotated; keys, rotated, and values are written to their caches from
+// update, in one launch: query = heads[…, :H] rotated; keys, rotated, and values are written to their caches from
 // `position` (0 if not given) on, and T is added to `position`. Each product and each sum is rounded to the type, as
 // torch does. A token past the end of a cache is a CUDA error. On a CUDA device.
 struct RotateAndStore {

@@ -19,8 +19,8 @@ struct Fp8Weight {
 // out = x W^T + bias: q is multiplied by x without rounding, sums are fp32, a block's scale multiplies its sum, and one
 // rounding follows.
 struct Fp8WeightMm {
-  TensorView out;  // [.., n] of x's dtype, rows dense
-  TensorView x;    // [.., k] float16, bfloat16 or float32, rows dense
+  TensorView out;  // […, n] of x's dtype, rows dense
+  TensorView x;    // […, k] float16, bfloat16 or float32, rows dense
   Fp8Weight weight;
   std::optional<TensorView> bias{};  // [n] of x's dtype, added in fp32
 };

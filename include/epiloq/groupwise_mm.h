@@ -20,17 +20,17 @@ namespace epiloq {
 // Supported (rows, columns, depth) per scale: (1, 128, 128), (128, 128, 128) and (1, 1, 128), with experts (1, 128,
 // 128), (1, 1, 128) and (1, 1, -1). Messages call this the `recipe`, as Python does.
 struct GroupwiseMm {
-  TensorView out;      // [.., M, N] float16, bfloat16 or float32, rows dense
-  TensorView a;        // [.., M, K] float8 E4M3, or int8 with scales per row; rows dense
+  TensorView out;      // […, M, N] float16, bfloat16 or float32, rows dense
+  TensorView a;        // […, M, K] float8 E4M3, or int8 with scales per row; rows dense
   TensorView b;        // [K, N] of a's kind, columns dense; with experts [E, K, N]
-  TensorView scale_a;  // float32 [.., M, K/128 rounded up], or one a block of rows, any strides
-  TensorView scale_b;  // float32 [K/128, N/128 rounded up] or [K/128, N], any strides; with experts [E, ..]
+  TensorView scale_a;  // float32 […, M, K/128 rounded up], or one a block of rows, any strides
+  TensorView scale_b;  // float32 [K/128, N/128 rounded up] or [K/128, N], any strides; with experts [E, …]
   std::optional<TensorView> bias{};      // [N], out's dtype
   int rows_per_scale = 1;                // of A: 1 or 128
   int columns_per_scale = 128;           // of B: 1 or 128
   int depth_per_scale = 128;             // of K: 128, or -1 for all of it (scale_a [M, 1], scale_b [E, 1, N])
   std::optional<TensorView> offs{};      // int32 [E], ascending, the last at most M
-  std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, ..] then
+  std::optional<TensorView> masked_m{};  // int32 [E], at most M each; a and out are [E, M, …] then
   // B is a model's weight, as in scaled_mm.h; without experts. Unsafe if a preceding kernel that triggers programmatic
   // dependent launch may still be writing B.
   bool constant_b = false;

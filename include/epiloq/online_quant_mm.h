@@ -33,8 +33,8 @@ struct OnlineQuantKernel {
 // counted on Kp (Gp), otherwise on K. At 4 bits (values -8 to 7) 32 values take 16 bytes: byte b holds value b in its
 // low half and value b + 16 in its high half.
 struct OnlineQuantMm {
-  TensorView out;                    // [.., M, N] x's dtype, rows dense
-  TensorView x;                      // [.., M, K] float32, float16 or bfloat16, rows dense
+  TensorView out;                    // […, M, N] x's dtype, rows dense
+  TensorView x;                      // […, M, K] float32, float16 or bfloat16, rows dense
   TensorView values;                 // int8 [N, Kp], or [N, Kp / 2] at 4 bits, contiguous
   TensorView parameters;             // float32 [Gp, 2 or 3, Np], N rounded up to 4: scale, total and offset (if any)
   std::optional<TensorView> bias{};  // [N], x's dtype

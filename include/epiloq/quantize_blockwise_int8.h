@@ -15,11 +15,11 @@ namespace epiloq {
 // A constant block (symmetric: of zeros) has scale 1 and offset hi. The scale is never below 2^-126. A block with NaN,
 // an infinity, or a range past the largest float has NaN for parameters, and q = 0.
 struct QuantizeBlockwiseInt8 {
-  TensorView q;                        // [.., K] int8, rows dense
-  TensorView x;                        // [.., K] float32, float16 or bfloat16, rows dense
-  TensorView scale;                    // [.., G] float32, contiguous, G = ceil(K / group_size)
-  std::optional<TensorView> offset{};  // [.., G] float32; none when symmetric
-  TensorView sum;                      // [.., G] int32
+  TensorView q;                        // […, K] int8, rows dense
+  TensorView x;                        // […, K] float32, float16 or bfloat16, rows dense
+  TensorView scale;                    // […, G] float32, contiguous, G = ceil(K / group_size)
+  std::optional<TensorView> offset{};  // […, G] float32; none when symmetric
+  TensorView sum;                      // […, G] int32
   std::int64_t group_size = 128;
 };
 

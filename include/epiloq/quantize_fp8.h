@@ -18,9 +18,9 @@ namespace epiloq {
 // a NaN scale, what holds Inf an infinite one, so that everything computed from it is NaN. A static scale lets NaN
 // through as NaN (0x7f) and saturates infinities.
 struct QuantizeFp8 {
-  TensorView q;  // [.., Kp] float8_e4m3fn or float8_e5m2, rows dense, Kp >= K; columns past K are set to 0
-  TensorView x;  // [.., K] float32, float16 or bfloat16, rows dense; for blocks [N, K]
-  // float32: 1 element; [M], [M, 1] or [.., 1]; [.., ceil(K / g)]; [ceil(N / g), ceil(K / g)]. The last two may lie
+  TensorView q;  // […, Kp] float8_e4m3fn or float8_e5m2, rows dense, Kp >= K; columns past K are set to 0
+  TensorView x;  // […, K] float32, float16 or bfloat16, rows dense; for blocks [N, K]
+  // float32: 1 element; [M], [M, 1] or […, 1]; […, ceil(K / g)]; [ceil(N / g), ceil(K / g)]. The last two may lie
   // either way round, their rows dense or their columns.
   TensorView scale;
   Granularity granularity = Granularity::kTensor;

@@ -15,8 +15,8 @@ namespace epiloq {
 // and never below 2^-126, so a row of zeros gives zeros. A row with NaN or Inf gets a scale that is not finite, so
 // what is computed from that row is NaN, as it would be in floating point.
 struct QuantizeInt8 {
-  TensorView q;  // [.., Kp] int8, rows dense, Kp >= K; columns past K are set to 0
-  TensorView x;  // [.., K] float32, float16 or bfloat16, rows dense
+  TensorView q;  // […, Kp] int8, rows dense, Kp >= K; columns past K are set to 0
+  TensorView x;  // […, K] float32, float16 or bfloat16, rows dense
   // float32, one a row: [M], [M, 1] or x's leading dimensions, then 1; static: or one element.
   TensorView scale;
   std::optional<TensorView> azp{};  // int32, alike

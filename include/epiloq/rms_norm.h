@@ -12,7 +12,7 @@ namespace epiloq {
 // out = r / sqrt(mean(r^2) + eps) * weight, in fp32 from r on and rounded once. One pass over memory.
 struct RmsNorm {
   TensorView out;                            // x's shape and dtype, rows dense
-  TensorView x;                              // [.., K] float32, float16 or bfloat16, rows dense
+  TensorView x;                              // […, K] float32, float16 or bfloat16, rows dense
   TensorView weight;                         // [K] of x's dtype or float32
   std::optional<TensorView> residual{};      // x's shape and dtype
   std::optional<TensorView> residual_out{};  // with residual; may be the same memory

@@ -13,10 +13,10 @@ namespace epiloq {
 // q = the quantised r / sqrt(mean(r^2) + eps) * weight, in fp32 from r to q, with scales as quantize_fp8 measures them.
 // One pass over memory.
 struct RmsNormQuant {
-  TensorView q;       // [.., Kp] int8 (tokens) or float8_e4m3fn, rows dense, Kp >= K; columns past K are set to 0
-  TensorView x;       // [.., K] float32, float16 or bfloat16, rows dense
+  TensorView q;       // […, Kp] int8 (tokens) or float8_e4m3fn, rows dense, Kp >= K; columns past K are set to 0
+  TensorView x;       // […, K] float32, float16 or bfloat16, rows dense
   TensorView weight;  // [K] of x's dtype
-  TensorView scale;   // float32: one a row, or [.., ceil(K / g)] in dense rows or dense columns
+  TensorView scale;   // float32: one a row, or […, ceil(K / g)] in dense rows or dense columns
   std::optional<TensorView> residual{};      // x's shape and dtype
   std::optional<TensorView> residual_out{};  // with residual; may be the same memory
   float eps = 1e-6f;

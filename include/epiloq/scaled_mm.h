@@ -20,8 +20,8 @@ namespace epiloq {
 //   ScaledEpilogueAzp           azp_adj [N] = azp * column sums of B, multiplied ahead of time (static activations)
 //   ScaledEpilogueAzpPerToken   azp_adj [N] = column sums of B, and azp, one zero point a row of A
 struct ScaledMm {
-  TensorView out;                       // [.., M, N] float16 or bfloat16, rows dense (on the CPU float32 too)
-  TensorView a;                         // [.., M, K] int8, or float8 (E4M3, E5M2), rows dense
+  TensorView out;                       // […, M, N] float16 or bfloat16, rows dense (on the CPU float32 too)
+  TensorView a;                         // […, M, K] int8, or float8 (E4M3, E5M2), rows dense
   TensorView b;                         // [K, N] of a's kind, columns dense: transposed(weight [N, K])
   TensorView scale_a;                   // float32: one element; [M], [M, 1], or A's leading dimensions, then 1
   TensorView scale_b;                   // float32: one element; [N], [1, N] or [N, 1]

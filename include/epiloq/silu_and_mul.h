@@ -7,10 +7,10 @@
 
 namespace epiloq {
 
-// out = silu(x[.., :K]) * x[.., K:], silu(g) = g / (1 + exp(-g)), in fp32 and rounded once.
+// out = silu(x[…, :K]) * x[…, K:], silu(g) = g / (1 + exp(-g)), in fp32 and rounded once.
 struct SiluAndMul {
-  TensorView out;   // [.., K] of x's dtype, rows dense
-  TensorView x;     // [.., 2 K] float32, float16 or bfloat16, rows dense
+  TensorView out;   // […, K] of x's dtype, rows dense
+  TensorView x;     // […, 2 K] float32, float16 or bfloat16, rows dense
   int threads = 1;  // on the CPU, at most (threads.h)
 };
 

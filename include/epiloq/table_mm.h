@@ -19,8 +19,8 @@ struct TableWeight {
 
 // out = x W^T + bias, accumulated in fp32: the table is rounded to x's dtype, and a block's scale multiplies its sum.
 struct TableMm {
-  TensorView out;  // [.., n] of x's dtype, rows dense
-  TensorView x;    // [.., k] float16, bfloat16 or float32, rows dense
+  TensorView out;  // […, n] of x's dtype, rows dense
+  TensorView x;    // […, k] float16, bfloat16 or float32, rows dense
   TableWeight weight;
   std::optional<TensorView> bias{};  // [n] of x's dtype, added in fp32
 };

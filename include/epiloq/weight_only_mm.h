@@ -50,8 +50,8 @@ struct WeightOnlyMmKernel {
 
 // D = min(max(X W^T + bias, lo), hi), summed in fp32 and rounded once.
 struct WeightOnlyMm {
-  TensorView out;  // [.., M, N], x's dtype, rows dense
-  TensorView x;    // [.., M, K] float16, bfloat16 or float32, rows dense
+  TensorView out;  // […, M, N], x's dtype, rows dense
+  TensorView x;    // […, M, K] float16, bfloat16 or float32, rows dense
   PackedWeight weight;
   std::optional<TensorView> bias{};  // [N], x's dtype
   float lo = -__builtin_inff(), hi = __builtin_inff();

@@ -63,7 +63,7 @@ std::string describe(TensorView const& view) {
   std::ostringstream text;
   text << name(view.dtype) << " [";
   for (int i = 0; i < std::min(view.rank, TensorView::kMaxRank); ++i) text << (i ? ", " : "") << view.shape[i];
-  text << (view.rank > TensorView::kMaxRank ? ", ..] on " : "] on ") << describe(view.device);
+  text << (view.rank > TensorView::kMaxRank ? ", …] on " : "] on ") << describe(view.device);
   return text.str();
 }
 

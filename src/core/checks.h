@@ -65,7 +65,7 @@ class Checker {
   // rows() of a result: the leading dimensions of `of`, and `cols` columns, or at least as many if it may be padded.
   Matrix rows_like(char const* argument, TensorView const& view, char const* of_argument, TensorView const& of,
                    std::int64_t cols, bool may_be_padded = false) const;
-  // x [.., k] and out [.., n] of x's dtype, in memory apart, and bias() of a product.
+  // x […, k] and out […, n] of x's dtype, in memory apart, and bias() of a product.
   ProductRows product(TensorView const& x, TensorView const& out, std::optional<TensorView> const& bias, std::int64_t n,
                       std::int64_t k) const;
   // A product's bias, if there is one: [count] of out's dtype, in memory apart from it.

@@ -112,8 +112,8 @@ struct FloatTokens {
 };
 
 // A few tokens by 16 rows of a matrix, whose codes are widened in registers. Each word of four codes lies in a lane,
-// and a shift takes one of each: of a K block of 4 * kLanes columns a token has the columns 0, 4, 8 .. first, then 1,
-// 5, 9 .. and so on. Tokens are there up to a multiple of kTokens.
+// and a shift takes one of each: of a K block of 4 * kLanes columns a token has the columns 0, 4, 8, … first, then 1,
+// 5, 9, … and so on. Tokens are there up to a multiple of kTokens.
 template <class Format, int kLanes>
 struct SmallMFloat8 {
   // Accumulators that fit the registers of every instruction set.

@@ -28,7 +28,7 @@ template <class V, class T>
   std::memcpy(&out, from, sizeof(out));
 }
 
-// a[0] b[0] a[1] b[1] .., of the lower or the higher halves of 16.
+// a[0] b[0] a[1] b[1] …, of the lower or the higher halves of 16.
 template <class V>
 [[gnu::always_inline]] inline void zip_low(V& out, V const& a, V const& b) {
   out = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

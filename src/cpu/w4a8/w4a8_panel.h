@@ -26,7 +26,7 @@ struct PanelByTokens {
   std::int32_t const* x;     // [m, words of a token], blocks filled up to whole words
   TokenBlock const* tokens;  // [m, blocks]
   int m;
-  void* words;  // columns(..) columns
+  void* words;  // columns(…) columns
 
   int group_words() const { return (group + 3) / 4; }
   int words_of(int block) const { return (std::min(group, k - block * group) + 3) / 4; }
