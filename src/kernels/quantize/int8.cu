@@ -1,5 +1,8 @@
 // int8 quantisation of rows with a scale and, if asymmetric, a zero point, static or measured: q = round(x / scale) +
 // azp. One CTA per row: one pass over rows that fit in registers, otherwise two.
+//
+// In this order: a row's range and its scale (measure), three equivalent ways to quantise a value (quantize_exactly,
+// and two without divisions), the two kernels, and the choice between them (launch_typed).
 
 #include <algorithm>
 
@@ -27,6 +30,8 @@ struct Parameters {
   float azp;  // an integer
 };
 
+// The scale and zero point that map a row's range to [-127, 127], or [-128, 127] if asymmetric. Zero is included in an
+// asymmetric range if the caller asks for it or the range is a single value.
 __device__ Parameters measure(Range range, bool symmetric, bool range_includes_zero) {
   float const amax = max_nan(-range.lo, range.hi);
   if (!symmetric && (range_includes_zero || range.lo == range.hi)) range = merge(range, {0.f, 0.f});
@@ -37,8 +42,8 @@ __device__ Parameters measure(Range range, bool symmetric, bool range_includes_z
   return {scale, azp == azp ? azp : 0.f};
 }
 
-// The definition: divide, round ties to even, NaN becomes 0.
-__device__ int define(float x, Parameters p) {
+// By the definition: divide, round ties to even, NaN becomes 0.
+__device__ int quantize_exactly(float x, Parameters p) {
   float const rounded = rintf(__fdiv_rn(x, p.scale));
   float const shifted = (rounded == rounded ? rounded : 0.f) + p.azp;
   return static_cast<int>(fminf(fmaxf(shifted, -128.f), 127.f));
@@ -48,8 +53,9 @@ __device__ int define(float x, Parameters p) {
 constexpr float kRound = 12582912.f;  // 1.5 * 2^23
 constexpr int kRoundBits = 0x4b400000;
 
-// The definition's values, unsaturated, without divisions: below 512, x times 1 / scale is within 1e-4 of x / scale, so
-// both round alike unless x is that close to a tie, larger or NaN.
+// The same values, unsaturated (`pack` saturates), without divisions: below 512, x times 1 / scale is within 1e-4 of
+// x / scale, so both round alike unless x is that close to a tie, larger or NaN. If one of the vector is, all of it is
+// divided.
 __device__ __forceinline__ void quantize_any(float const (&x)[kVector], Parameters p, float inverse,
                                              int (&q)[kVector]) {
   int const shift = __float2int_rn(p.azp) - kRoundBits;
@@ -62,7 +68,7 @@ __device__ __forceinline__ void quantize_any(float const (&x)[kVector], Paramete
   }
   if (!certain) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) q[i] = define(x[i], p);
+    for (int i = 0; i < kVector; ++i) q[i] = quantize_exactly(x[i], p);
   }
 }
 
@@ -148,7 +154,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   }
   pdl_trigger();  // not sooner: CTAs that wait would displace CTAs that read
   Divisor const divisor = divide_by(parameters.scale);
-  // Quotients by a measured scale, from zero on: at most 255.
+  // No quotient by a measured scale exceeds 255 if zero is in the range, as it is if symmetric.
   bool const is_small = divisor.in_range && !p.is_static && (p.azp == nullptr || p.range_includes_zero);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -178,7 +184,7 @@ __global__ void __launch_bounds__(kMaxThreads) two_pass(__grid_constant__ Proble
   }
   pdl_trigger();
   for (int c = threadIdx.x; c < p.cols; c += blockDim.x) {
-    q[c] = static_cast<std::int8_t>(define(static_cast<float>(x[c]), parameters));
+    q[c] = static_cast<std::int8_t>(quantize_exactly(static_cast<float>(x[c]), parameters));
   }
   zero_padding(p, q);
 }

@@ -16,12 +16,29 @@ struct GemvPipeline {
   StageLayout weights;
   int bytes;  // of a stage: weights and tokens
   int stages;
-  int scratch;                    // bytes behind the stages
+  int scratch;                    // bytes behind the stages, for Products
   int received;                   // before all pipelines, for other CTAs' sums
   float const* factor = nullptr;  // of all sums of FP4 weights; null: 1
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
+
+// A lane's part of a token's K step: 8 columns from `from` on and 8 columns a 128-byte line further. The row has `left`
+// columns from there on; zeros follow.
+template <class T>
+__device__ __forceinline__ void issue_token(Problem const& p, SharedAddress to, T const* from, int left) {
+  constexpr int kLineColumns = 64;
+  if (left >= kLineColumns + 8) {
+    cp_async16(to, from);
+    cp_async16(to + kLineColumns * 2, from + kLineColumns);
+    return;
+  }
+  void const* const any = p.x;
+#pragma unroll
+  for (int line = 0; line < kStep; line += kLineColumns) {
+    cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
+  }
+}
 
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
@@ -36,7 +53,7 @@ struct HalfProducts {
 
   // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of the fourth token
   // after it. Whole lines, as every SM reads the same ones from L2.
-  static constexpr int kAtOnce = 4, kLineColumns = 64;
+  static constexpr int kAtOnce = 4;
   Problem const& p;
   int token, column;
   T const* x;
@@ -56,22 +73,8 @@ struct HalfProducts {
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
-    if (token < p.m) issue_token(to + offset, from, left);
-    if (token + kAtOnce < p.m) issue_token(to + second_offset, from + kAtOnce * p.stride_x, left);
-  }
-
-  // The row has `left` columns from there on.
-  __device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left) const {
-    if (left >= kLineColumns + 8) {
-      cp_async16(to, from);
-      cp_async16(to + kLineColumns * 2, from + kLineColumns);
-      return;
-    }
-    void const* const any = p.x;
-#pragma unroll
-    for (int line = 0; line < kStep; line += kLineColumns) {
-      cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
-    }
+    if (token < p.m) issue_token(p, to + offset, from, left);
+    if (token + kAtOnce < p.m) issue_token(p, to + second_offset, from + kAtOnce * p.stride_x, left);
   }
 
   __device__ __forceinline__ void multiply(Sums& sums, StageLayout const& layout, std::uint8_t const* stage,
@@ -93,9 +96,10 @@ struct Gemv {
   static constexpr int kSumBytes = kWarps * kWarpSums * 4;
 };
 
-// sums: [kWarps][kTokens][kSumStride] in shared memory, complete.
+// Adds up the warps' sums, [kWarps][kTokens][kSumStride] in shared memory, and stores them to D; with split-K after a
+// reduction through DSMEM, in which each CTA of the cluster completes and stores its own subtiles.
 template <class T, class S>
-__device__ void finish_parts(Problem const& p, float* sums, int first_row, SubtileReduction const& reduction) {
+__device__ void reduce_and_store(Problem const& p, float* sums, int first_row, SubtileReduction const& reduction) {
   int const elements = p.m * S::kRows;
   auto const sum_at = [&](int i) { return sums + i / S::kRows * S::kSumStride + i % S::kRows; };
   __syncthreads();
@@ -112,7 +116,7 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
   }
   if (reduction.split == 1) return;
   __syncthreads();
-  // A lane has four rows of a token.
+  // Split-K: a lane has four rows of a token; partial sums of other CTAs' subtiles are sent to them.
   int const subtiles = gemv_subtiles(p.m, S::kRows), lane = threadIdx.x % 32;
   auto const for_subtiles = [&](auto const& act) {
     for (int i = threadIdx.x / 32; i < subtiles; i += S::kWarps) {
@@ -131,7 +135,9 @@ __device__ void finish_parts(Problem const& p, float* sums, int first_row, Subti
   });
 }
 
-// A column of CTAs splits K. Weights are loaded before pdl_wait (problems/weight_only.h).
+// A CTA per kRows weight rows along x; the CTAs along y, a cluster, split K. Weights are loaded before pdl_wait
+// (problems/weight_only.h). A warp's pipeline: `to` is its first stage; `read` and `write` are the byte offsets of the
+// stage to multiply and of the one to refill.
 template <class S, class T>
 __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
                                                                        __grid_constant__ GemvPipeline const pipeline) {
@@ -172,6 +178,8 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   }
   pdl_wait();
 
+  // One cp.async group per K step, empty past the last one, so that a constant counts the groups to wait for. The first
+  // also holds the early weights of all stages.
   Products const products(p);
 #pragma unroll 1
   for (int iteration = 0; iteration < kAhead; ++iteration) {
@@ -198,7 +206,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   __syncthreads();  // the sums replace the pipelines
   auto* const all_sums = reinterpret_cast<float*>(shared);
   Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums, pipeline);
-  finish_parts<T, S>(p, all_sums, blockIdx.x * S::kRows, reduction);
+  reduce_and_store<T, S>(p, all_sums, blockIdx.x * S::kRows, reduction);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -25,6 +25,8 @@
 
 namespace epiloq::gemm {
 
+// A consumer warpgroup's persistent loop over tiles: main loop, exchange of sums where K is split, epilogue and store.
+// `group`: of the consumer warpgroups; `warp`: of its four.
 template <class C>
 __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared const& shared, int group, int warp,
                                int lane) {
@@ -32,9 +34,10 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   int const group_m = C::kKGroups > 1 ? 0 : group, group_k = C::kKGroups > 1 ? group : 0;
   KRange<C> const k_range(params);
   typename Mainloop::StageAddresses addresses(params, shared, group_m, group_k, warp, lane, k_range.first_of_all());
-  int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;
+  int const first_row = group_m * 64 + warp * 16 + group_k * C::kWarpRows;  // of the tile: the warp's in the epilogue
   GroupwiseStore<C> out(params, shared, group * 4 + warp, first_row, lane);
   int before = 0;  // K steps of the tiles done so far
+  // After the main loop: completes the sums of split K, and stores, unless the other CTA does that for these rows.
   auto const finish = [&](auto& sums, GroupwiseTile const& tile, int depth, bool is_last) {
     typename GroupwiseStore<C>::Exchange exchange{};
     if constexpr (C::kMaySplitK) {
@@ -56,9 +59,11 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
   for (bool more = scheduler.next(tile); warp_uniform(more); tile = following) {
     int const depth = k_range.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
+    // Columns of the tile before the next 128-column scale group.
     int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
     if constexpr (C::kMulticast) addresses.select_empty(warp_uniform(tile.is_alone));
     out.load_operands(tile);
+    // What the main loop does while products are in flight: stores parts of the previous tile, finds the next one.
     auto const store_part = [&] { out.store_pending(); };
     auto const fetch_next_tile = [&] { more = scheduler.next(following); };
     auto const fill = [&] {
@@ -97,6 +102,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
   __syncthreads();
   bool const in_cluster = (C::kMulticast && params.tiles.multicast) || (C::kMaySplitK && params.p.split_k > 1);
   if (in_cluster) cluster_arrive();
+  // Before the preceding kernel has finished (PDL): weights, if that kernel cannot be writing them, or prefetches.
   TileProducer<C> const producer(params, shared);
   int early = 0;  // K steps whose weights have been issued
   if (C::kSmallM && params.p.constant_b) {
@@ -105,12 +111,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
     producer.prefetch();
   }
   pdl_trigger();
-  if (in_cluster) {
+  if (in_cluster) {  // until the other CTA's barriers are initialised
     __syncwarp();
     cluster_wait();
   }
   pdl_wait();
-  if (group == C::kConsumerGroups) {
+  if (group == C::kConsumerGroups) {  // the last warpgroup is the producer
     if constexpr (C::kReallocatesRegisters) cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
     if constexpr (C::kSeparateProducers) {
       producer.run_separate(warp >= C::kProducerWarps, warp % C::kProducerWarps, early);
@@ -133,21 +139,17 @@ __global__ __launch_bounds__(C::kThreads, 1) void groupwise_kernel(__grid_consta
 template <class C>
 struct GroupwiseGemm {
   static GroupwiseParams params_of(GroupwiseProblem const& p, int sm_count) {
-    bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     std::int64_t const token_rows = p.masked_m != nullptr ? std::int64_t{p.experts} * p.m : p.m;
-    GroupwiseParams params{
-        row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense),
-        row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n),
-        {},
-        {},
-        {},
-        {},
-        p,
-        GroupwiseScheduler<C>::tiles_of(p, p.split_k == 1 ? 0 : split_tile_count(p, sm_count), multicast(p, sm_count)),
-        C::kProducerMayLoadScales && can_copy_scales(p),
-        may_copy_all_scales(p, sm_count),
-        GroupwiseStore<C>::can_store_boxes(p),
-        steps_of_first(p)};
+    int const split_count = p.split_k == 1 ? 0 : split_tile_count(p, sm_count);
+    GroupwiseParams params{};
+    params.tokens = row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense(p));
+    params.weights = row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n);
+    params.p = p;
+    params.tiles = GroupwiseScheduler<C>::tiles_of(p, split_count, multicast(p, sm_count));
+    params.copies_scales = C::kProducerMayLoadScales && can_copy_scales(p);
+    params.copies_all_scales = may_copy_all_scales(p, sm_count);
+    params.stores_boxes = GroupwiseStore<C>::can_store_boxes(p);
+    params.steps_of_first = steps_of_first(p);
     if (params.copies_scales || params.copies_all_scales) {
       params.scales = encode_tensor_map(
           p.scale_a.ptr,
@@ -204,9 +206,10 @@ struct GroupwiseGemm {
     return static_cast<int>(split_tiles(C::kConfig, tiles(p.m, C::kM) * tiles(p.n, C::kN), sm_count));
   }
 
-  // Not with experts, whose rows and tiles are known only on the device.
+  // Without experts, whose rows and tiles are known only on the device.
+  static bool is_dense(GroupwiseProblem const& p) { return p.offs == nullptr && p.masked_m == nullptr; }
   static bool multicast(GroupwiseProblem const& p, int sm_count) {
-    return C::kMulticast && p.offs == nullptr && p.masked_m == nullptr && sm_count > 1;
+    return C::kMulticast && is_dense(p) && sm_count > 1;
   }
   static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
@@ -220,11 +223,10 @@ struct GroupwiseGemm {
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });
-    bool const is_dense = p.offs == nullptr && p.masked_m == nullptr;
     int const cluster = multicast(p, sm_count) ? 2 : p.split_k;
     std::int64_t const clusters = tiles(tiles(p.m, C::kM) * tiles(p.n, C::kN) * p.split_k, cluster);
-    std::int64_t const blocks = is_dense ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
-    if (p.split_k > 1 && !(is_dense && split_tile_count(p, sm_count) > 0)) {
+    std::int64_t const blocks = is_dense(p) ? std::min<std::int64_t>(sm_count / cluster, clusters) * cluster : sm_count;
+    if (p.split_k > 1 && !(is_dense(p) && split_tile_count(p, sm_count) > 0)) {
       throw std::logic_error("epiloq.groupwise_mm: K cannot be split here");
     }
     cuda_check(

@@ -36,13 +36,13 @@ struct GroupwiseMainloop {
   // A thread's addresses within the first stage, as 32-bit shared addresses; those for wgmma and the barriers stay in
   // uniform registers, as there is no time to compute them between two products.
   struct StageAddresses {
-    SharedAddress full, empty;            // the latter in the CTA that this lane signals
-    SharedAddress own_empty, pair_empty;  // this CTA's; with multicast, that of the CTA to signal
-    std::uint32_t tokens, weights;        // as descriptors: 64 rows of each round; all weights
-    SharedAddress of_row, of_column;      // scales of the thread's first row and columns
-    bool releases;                        // whether this lane releases stages
-    int first_step;                       // K step
-    bool in_quads;                        // weight scales of four K steps lie together
+    SharedAddress full, empty;                // the latter in the CTA that this lane signals
+    SharedAddress own_empty, pair_empty;      // this CTA's; with multicast, that of the CTA to signal
+    std::uint32_t tokens, weights;            // as descriptors: 64 rows of each round; all weights
+    SharedAddress row_scales, column_scales;  // of the thread's first row and columns
+    bool releases;                            // whether this lane releases stages
+    int first_step;                           // K step
+    bool in_quads;                            // weight scales of four K steps lie together
 
     __device__ StageAddresses(GroupwiseParams const& params, typename C::Shared const& shared, int group_m, int group_k,
                               int warp, int lane, int first)
@@ -52,8 +52,8 @@ struct GroupwiseMainloop {
           pair_empty(empty),
           tokens(warp_uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
           weights(warp_uniform(swizzled_address(shared_address(shared.weights(0))))),
-          of_row(in_register(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
-          of_column(
+          row_scales(in_register(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
+          column_scales(
               in_register(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane < (C::kMulticast ? 2 : 1)),
           first_step(first + group_k),
@@ -77,39 +77,41 @@ struct GroupwiseMainloop {
     float2 columns[C::kColumnScales ? kSums / 4 : 1];
   };
 
-  static __device__ __forceinline__ void read(Factors& factors, StageAddresses const& of, Position<C> const& at,
+  static __device__ __forceinline__ void read(Factors& factors, StageAddresses const& addresses, Position<C> const& at,
                                               int step) {
     if constexpr (C::kPerRowScales) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRounds; ++i) {
-      factors.row[i / 2][i % 2] = load_shared(of.of_row + stage + (i / 2 * C::kRoundRows + i % 2 * 8) * 4);
+      factors.row[i / 2][i % 2] = load_shared(addresses.row_scales + stage + (i / 2 * C::kRoundRows + i % 2 * 8) * 4);
     }
     if constexpr (C::kMayCopyAllScales) {
-      SharedAddress const first = of.of_column + stage + (of.in_quads ? step % C::kQuad * 4 : 0);
-      factors.columns[0] = {load_shared(first), load_shared(first + (of.in_quads ? C::kQuad * 4 : 4))};
+      SharedAddress const first = addresses.column_scales + stage + (addresses.in_quads ? step % C::kQuad * 4 : 0);
+      factors.columns[0] = {load_shared(first), load_shared(first + (addresses.in_quads ? C::kQuad * 4 : 4))};
       return;
     }
     constexpr int kColumnPairs = sizeof(factors.columns) / sizeof(float2);
 #pragma unroll
-    for (int j = 0; j < kColumnPairs; ++j) factors.columns[j] = load_shared_pair(of.of_column + stage + j * 8 * 4);
+    for (int j = 0; j < kColumnPairs; ++j)
+      factors.columns[j] = load_shared_pair(addresses.column_scales + stage + j * 8 * 4);
   }
 
-  static __device__ __forceinline__ void wait(StageAddresses const& of, Position<C> const& at) {
-    mbarrier_wait(of.full + at.stage * 8, at.parity);
+  static __device__ __forceinline__ void wait(StageAddresses const& addresses, Position<C> const& at) {
+    mbarrier_wait(addresses.full + at.stage * 8, at.parity);
   }
 
-  // Issues the products of one round of a stage, accumulating or from zero.
-  static __device__ __forceinline__ void begin(Sum (&product)[kSums], StageAddresses const& of, Position<C> const& at,
-                                               int round, bool onto) {
-    auto const a = of.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
-    auto const b = of.weights + at.stage * (C::kWeightBytes >> 4);
+  // Issues the products of one round of a stage, four wgmma of 32 bytes of K, accumulating or from zero. Descriptors
+  // count in units of 16 bytes.
+  static __device__ __forceinline__ void issue(Sum (&product)[kSums], StageAddresses const& addresses,
+                                               Position<C> const& at, int round, bool accumulates) {
+    auto const a = addresses.tokens + at.token_stage() * (C::kTokenBytes >> 4) + round * (kRoundBytes >> 4);
+    auto const b = addresses.weights + at.stage * (C::kWeightBytes >> 4);
     fence(product);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kGroupDepth / kInstructionDepth; ++k) {
       constexpr int kStep = kInstructionDepth >> 4;
-      wgmma_fma<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, onto || k != 0,
+      wgmma_fma<Instruction>(descriptor_of(a + k * kStep), descriptor_of(b + k * kStep), product, accumulates || k != 0,
                              std::make_index_sequence<kSums>{});
     }
     cute::warpgroup_commit_batch();
@@ -123,19 +125,19 @@ struct GroupwiseMainloop {
   }
 
   // Releases a stage once all lanes have read their scales.
-  static __device__ __forceinline__ void release(StageAddresses const& of, Position<C> const& at) {
+  static __device__ __forceinline__ void release(StageAddresses const& addresses, Position<C> const& at) {
     __syncwarp();
-    if (!of.releases) return;
+    if (!addresses.releases) return;
     if constexpr (C::kMulticast) {
-      mbarrier_arrive_cluster(of.empty + at.stage * 8);
+      mbarrier_arrive_cluster(addresses.empty + at.stage * 8);
     } else {
-      mbarrier_arrive(of.empty + at.stage * 8);
+      mbarrier_arrive(addresses.empty + at.stage * 8);
     }
   }
 
   // FP32 promotion: sums += scale_a scale_b product.
-  static __device__ __forceinline__ void add(float (&sums)[kSums], float const (&product)[kSums],
-                                             Factors const& factors, int round, int boundary) {
+  static __device__ __forceinline__ void promote(float (&sums)[kSums], float const (&product)[kSums],
+                                                 Factors const& factors, int round, int boundary) {
     float const(&row)[2] = factors.row[round];
     if constexpr (C::kPerRowScales) {
 #pragma unroll
@@ -166,59 +168,60 @@ struct GroupwiseMainloop {
   // called at least kParts times while wgmma is in flight, `fetch_next_tile` once, and `fill` once the sums of the
   // first round are complete.
   template <class StorePart, class FetchNextTile, class Fill>
-  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], StageAddresses const& of, Position<C> at,
-                                             int steps, int boundary, StorePart store_part,
+  static __device__ __forceinline__ void sum(Sum (&sums)[C::kRounds][kSums], StageAddresses const& addresses,
+                                             Position<C> at, int steps, int boundary, StorePart store_part,
                                              FetchNextTile fetch_next_tile, Fill fill) {
     if (C::kKGroups > 1 && steps <= 0) return;
     if constexpr (C::kExact) {
-      sum_in_place(sums[0], of, at, steps, store_part, fetch_next_tile);
+      sum_in_place(sums[0], addresses, at, steps, store_part, fetch_next_tile);
     } else if constexpr (C::kOverlaps) {
-      sum_overlapped(sums[0], of, at, steps, boundary);
+      sum_overlapped(sums[0], addresses, at, steps, boundary);
     } else {
-      sum_serial(sums, of, at, steps, boundary, store_part, fetch_next_tile, fill);
+      sum_serial(sums, addresses, at, steps, boundary, store_part, fetch_next_tile, fill);
     }
   }
 
   // int8: accumulates in place; a stage is released once the next one's product has been issued.
   template <class StorePart, class FetchNextTile>
-  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], StageAddresses const& of, Position<C> at,
-                                                      int steps, StorePart store_part, FetchNextTile fetch_next_tile) {
+  static __device__ __forceinline__ void sum_in_place(Sum (&sums)[kSums], StageAddresses const& addresses,
+                                                      Position<C> at, int steps, StorePart store_part,
+                                                      FetchNextTile fetch_next_tile) {
     Position<C> behind = at;
     for (int i = 0; i < steps; ++i) {
-      wait(of, at);
-      begin(sums, of, at, 0, true);
+      wait(addresses, at);
+      issue(sums, addresses, at, 0, true);
       at.advance(C::kKGroups);
       store_part();
       if (i == 0) continue;
       await<1>(sums);
-      release(of, behind);
+      release(addresses, behind);
       behind.advance(C::kKGroups);
     }
     if constexpr (C::kDefersStores) fetch_next_tile();
     await<0>(sums);
-    release(of, behind);
+    release(addresses, behind);
   }
 
   // One product at a time, promoted while other warpgroups multiply. The loop is unrolled so that ptxas polls the next
   // full barrier before the promotion and hides its latency; one step in four stores a part of the previous tile.
   template <class StorePart, class FetchNextTile, class Fill>
-  static __device__ __forceinline__ void sum_serial(float (&sums)[C::kRounds][kSums], StageAddresses const& of,
+  static __device__ __forceinline__ void sum_serial(float (&sums)[C::kRounds][kSums], StageAddresses const& addresses,
                                                     Position<C> at, int steps, int boundary, StorePart store_part,
                                                     FetchNextTile fetch_next_tile, Fill fill) {
     float product[kSums];
     Factors factors;
     auto const run_step = [&](int step, auto beside_first, auto beside_last) {
-      wait(of, at);
+      wait(addresses, at);
 #pragma unroll
       for (int round = 0; round < C::kRounds; ++round) {
         bool const is_last = round == C::kRounds - 1;
-        begin(product, of, at, round, false);
-        if (round == 0) read(factors, of, at, of.first_step + step * C::kKGroups);
+        issue(product, addresses, at, round, false);
+        if (round == 0) read(factors, addresses, at, addresses.first_step + step * C::kKGroups);
         if (round == 0) beside_first();
         if (is_last) beside_last();
         await<0>(product);
-        if (is_last) release(of, at);
-        add(sums[round], product, factors, round, boundary);
+        if (is_last) release(addresses, at);
+        promote(sums[round], product, factors, round, boundary);
       }
       at.advance(C::kKGroups);
     };
@@ -243,43 +246,43 @@ struct GroupwiseMainloop {
 
   // Promotes one product while the next is in flight. Without the last branch ptxas 13.0 serialises wgmma (C7514).
   // Unrolled as above, except for per-row scales.
-  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], StageAddresses const& of, Position<C> at,
-                                                        int steps, int boundary) {
+  static __device__ __forceinline__ void sum_overlapped(float (&sums)[kSums], StageAddresses const& addresses,
+                                                        Position<C> at, int steps, int boundary) {
     struct Product {
       float sums[kSums];
       Factors factors;
     } one, other;
     Position<C> ahead = at;
-    auto const begin_next = [&](Product& product) {
-      wait(of, ahead);
-      begin(product.sums, of, ahead, 0, false);
-      read(product.factors, of, ahead, 0);
+    auto const issue_next = [&](Product& product) {
+      wait(addresses, ahead);
+      issue(product.sums, addresses, ahead, 0, false);
+      read(product.factors, addresses, ahead, 0);
       ahead.advance(1);
     };
-    auto const finish_next = [&]<int kUnderWay>(Product& product, std::integral_constant<int, kUnderWay>) {
+    auto const promote_next = [&]<int kUnderWay>(Product& product, std::integral_constant<int, kUnderWay>) {
       await<kUnderWay>(product.sums);
-      release(of, at);
-      add(sums, product.sums, product.factors, 0, boundary);
+      release(addresses, at);
+      promote(sums, product.sums, product.factors, 0, boundary);
       at.advance(1);
     };
     constexpr std::integral_constant<int, 1> kOne{};
     constexpr std::integral_constant<int, 0> kNone{};
-    begin_next(one);
+    issue_next(one);
     int left = steps - 1;
     constexpr int kTogether = C::kPerRowScales ? 1 : 2;
 #pragma unroll kTogether
     for (; left >= 2; left -= 2) {
-      begin_next(other);
-      finish_next(one, kOne);
-      begin_next(one);
-      finish_next(other, kOne);
+      issue_next(other);
+      promote_next(one, kOne);
+      issue_next(one);
+      promote_next(other, kOne);
     }
     if (left == 1) {
-      begin_next(other);
-      finish_next(one, kOne);
-      finish_next(other, kNone);
+      issue_next(other);
+      promote_next(one, kOne);
+      promote_next(other, kNone);
     } else {
-      finish_next(one, kNone);
+      promote_next(one, kNone);
     }
   }
 

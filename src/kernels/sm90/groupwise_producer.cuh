@@ -25,7 +25,7 @@ class WeightScales {
   __device__ WeightScales(GroupwiseProblem const& p, GroupwiseTile const& tile) {
     GroupScales const& scales = p.scale_b;
     int const first = tile.first_column >> scales.shift;
-    int const last = min(tile.first_column + C::kN, p.n) - 1 >> scales.shift;
+    int const last = (min(tile.first_column + C::kN, p.n) - 1) >> scales.shift;
     first_ = scales.ptr + std::int64_t{tile.expert} * p.scale_b_expert + first * scales.stride_row;
     to_last_ = C::kOneWeightScale ? 0 : (last - first) * scales.stride_row;
     stride_k_ = scales.stride_k;
