@@ -9,21 +9,22 @@ namespace epiloq::gemm {
 
 // A warp that loads all scales by TMA, if K steps are short and the operand producer has no time.
 template <class C>
-__device__ void copy_all_scales(TileProducer<C> const& of, int producer) {
+__device__ void copy_all_scales(TileProducer<C> const& loader, int producer) {
   constexpr int kWeightBytes = 2 * C::kQuad * 4;
-  GroupwiseParams const& params = of.params;
+  GroupwiseParams const& params = loader.params;
   int const bytes = params.tokens.boxes[0] * 4 + kWeightBytes;
   int before = 0;  // steps of the tiles that are done
   Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
-    KSteps const steps = of.k_range.of(tile);
+    KSteps const steps = loader.k_range.of(tile);
     int const row = tile.first_column / kGroupDepth;  // there is one expert
 #pragma unroll 1
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);
-      SharedAddress const barrier = of.full + state.stage * 8, to = of.scales + state.stage * (C::kStageScales * 4);
-      mbarrier_wait(of.empty + state.stage * 8, state.parity ^ 1);
+      SharedAddress const barrier = loader.full + state.stage * 8,
+                          to = loader.scales + state.stage * (C::kStageScales * 4);
+      mbarrier_wait(loader.empty + state.stage * 8, state.parity ^ 1);
       if (elect_one()) {
         mbarrier_expect_tx(barrier, bytes);
         tma_load(to, params.scales, tile.first_row, step, barrier);
