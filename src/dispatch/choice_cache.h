@@ -8,7 +8,7 @@
 namespace epiloq::gemm {
 
 // Evaluating the cost model of dozens of candidates takes as long as a launch, so each thread caches its choices by
-// problem, device, what epiloq.config asks for, and the state of the tuned choices.
+// problem, device, epiloq.config's settings, and the state of the tuned choices.
 template <class Problem, class Choose>
 auto cached_choice(Problem const& problem, int device, Choose const& choose) {
   struct Key {

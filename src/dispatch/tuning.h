@@ -47,9 +47,9 @@ std::uint64_t epoch();
 
 inline int index_of(Device device) { return device.type == Device::Type::kCuda ? device.index : kNoDevice; }
 
-// Rows that tiles see alike, so that they share a tuned choice: each M up to 8, then multiples of 8 and of 16, and
-// above 256 multiples of the largest CTA tile, 128 tokens. CUTLASS tiles load partial boxes slowly, so whole ones are
-// apart.
+// Values of M that share a tuned choice, as tiles compute them in the same time: each M up to 8, then multiples of 8
+// and of 16, and above 256 multiples of the largest CTA tile, 128 tokens. CUTLASS tiles load partial boxes slowly, so
+// multiples themselves do not share one with other M.
 struct Tokens {
   std::int64_t bucket;
   bool whole;

@@ -16,7 +16,7 @@
 namespace epiloq::ops::weight_only_mm {
 
 inline constexpr double kCyclesPerUs = 1755;  // of an H100's clock
-inline constexpr double kStepOverhead = 80;   // cycles per K step beside its longest part; assumed, not measured
+inline constexpr double kStepOverhead = 80;  // cycles per K step in addition to its longest part; assumed, not measured
 
 // Per cycle of an SM: products of the tensor cores, weights converted by the integer pipes, bytes of weights that
 // memory delivers.

@@ -116,7 +116,7 @@ using Int8Epilogues = List<ScaledAzp, Scaled>;
 using Int8OutEpilogues = List<Requantized>;
 using Float8Epilogues = List<Scaled>;
 
-// Returns f.operator()<Epilogue>() of the first epilogue of a list that applies; the last one is not asked.
+// Returns f.operator()<Epilogue>() of the first epilogue of a list that applies, or else of the last one.
 template <class First, class... Rest, class F>
 decltype(auto) with_epilogue(List<First, Rest...>, Operands const& p, F const& f) {
   if constexpr (sizeof...(Rest) > 0) {

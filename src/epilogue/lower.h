@@ -36,8 +36,8 @@ struct Function<MultiplyAdd> {
   using type = cutlass::multiply_add<T>;
 };
 
-// CUTLASS moves a Half as its half_t, in either format. Functors that look inside are given the tag at run time, as the
-// Arguments that CUTLASS asks of them for one element.
+// CUTLASS copies a Half as its half_t, in either format. Functors that interpret it receive the tag at run time, as
+// their Arguments.
 template <class T>
 using Element = std::conditional_t<std::is_same_v<T, Half>, cutlass::half_t, T>;
 template <class T>

@@ -3,7 +3,7 @@
 // Expressions as CUTLASS 2.x epilogue visitor trees (SM75, SM80 and what follows in that style).
 //
 // The leaves are written here rather than taken from CUTLASS: its row broadcast cannot be a scalar at run time and
-// wants aligned vectors, and its column broadcast keeps a whole tile's values in an array that the stream-K path
+// needs aligned vectors, and its column broadcast keeps a whole tile's values in an array that the stream-K path
 // indexes at run time, which puts it into local memory. These read what a step needs, element by element, through the
 // cache.
 

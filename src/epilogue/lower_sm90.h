@@ -21,9 +21,9 @@ struct Sm90 {
   template <class T>
   using ColBase = cutlass::epilogue::fusion::Sm90ColBroadcast<0, CtaTile, T, T, ColStride>;
 
-  // CUTLASS's broadcasts look at a scalar's value in their constructors, to skip multiplications by zero. Under
-  // programmatic dependent launch that is before the kernel that wrote the scalar is known to have finished, so these
-  // leave memory alone until the main loop has waited for it.
+  // CUTLASS's broadcasts read a scalar in their constructors, to skip multiplications by zero. Under programmatic
+  // dependent launch the kernel that writes the scalar may not have finished by then, so these do not read memory
+  // before the main loop has waited for it.
   template <class T>
   struct RowNode : RowBase<T> {
     using Base = RowBase<T>;

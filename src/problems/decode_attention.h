@@ -16,7 +16,7 @@ struct Problem {
   std::uint8_t const* mask;  // null: every token counts
   void const *key_scale, *value_scale;
   void* out;
-  float* workspace;  // partial results, if the plan says so
+  float* workspace;  // partial results, if the plan splits the cache
   Strides of_query, of_key, of_value, of_key_scale, of_value_scale;
   std::int64_t mask_batch;
   int batches, key_heads, tokens, width;

@@ -41,7 +41,7 @@ TapRows::TapRows(Problem const& problem, int slack) : problem_(problem) {
   step_ = std::int64_t{pixel_} * (depthwise_ || s.q == 1 ? 1 : s.stride_w);
   block_ = static_cast<std::int64_t>(phases_.size()) * width_ * pixel_;
   size_ = ceil_div((depthwise_ ? ceil_div(s.co, kLanes) : 1) * block_ + slack * step_, kLanes) * kLanes;
-  // Taps of one output row read at most this many rows, so rows this far apart may share a place.
+  // Taps of one output row read at most this many rows, so rows this far apart may share a buffer.
   int const rows = std::min(s.h, (s.kh - 1) * s.dilation_h + 1);
   Line padding;
   std::fill_n(padding.values, kLanes, static_cast<float>(problem.input_zero));

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kRowBytes = 4 * 16;  // of rows g and g + 8 in a tile of 4 or 8 bits: four lanes
 
-// The order of packed_layout.h by whole words, for the two widths that models come in: two columns of a row are
+// The order of packed_layout.h by whole words, for the two widths that models use: two columns of a row are
 // neighbours.
 constexpr int kRowWords = kRowBytes / 4;
 

@@ -13,8 +13,8 @@ using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
 // A tile, and the time in ns that all SMs together take for a K step of 128 of one tile each, and for the rest of a
-// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/kernel_choice.md says
-// how well).
+// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/kernel_choice.md
+// reports how well).
 //
 // Two CTAs may split K of a partial wave (groupwise_split_k.h): a step then takes `split_ns` (0: never), and the
 // reduction `reduction_ns` plus `reduction_token_ns` per token.
@@ -24,7 +24,7 @@ struct Tile {
   int reduction_ns = 300, reduction_token_ns = 8;
 };
 // Tiles that may split the last wave: a step takes no longer, and the reduction is rounded up so that K is not split
-// where it hardly pays.
+// where it saves little.
 constexpr Tile with_split_last_wave(GroupwiseConfig config, int step_ns, int end_ns) {
   constexpr int kReductionNs = 3000;
   return {config, step_ns, end_ns, step_ns, kReductionNs, 0};

@@ -72,7 +72,7 @@ bool is_available(Family family, int row, WeightOnlyMmProblem const& p, Target c
   }
 }
 
-// Tiles always have room for the sums.
+// Whether a GEMV's shared memory holds the sums of split-K, too; a tile's always does.
 bool may_split(Family family, int row, int split, WeightOnlyMmProblem const& p, Target const& t) {
   return family != Family::kGemv || gemv_bytes(kGemvRows[row], p, split) <= t.shared_bytes;
 }

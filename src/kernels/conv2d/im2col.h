@@ -20,7 +20,7 @@ inline constexpr int kNowhere = 1 << 29;
 // Of the output; checked to fit an int.
 EPILOQ_HD inline unsigned pixels(Shape const& s) { return static_cast<unsigned>(s.batch) * s.p * s.q; }
 
-// What an output pixel sees: the position of its first tap, which may lie outside the image.
+// An output pixel's window: the position of its first tap, which may lie outside the image.
 struct Window {
   std::int64_t at = 0;  // element of x, first channel
   int y = kNowhere, x = 0;

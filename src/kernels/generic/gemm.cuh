@@ -1,7 +1,7 @@
 #pragma once
 
 // Fallback GEMM for rows that do not start on 16 bytes: any size and stride, no tensor cores, byte-wise gathers. Many
-// times slower; `explain` says so.
+// times slower, which `explain` reports.
 
 #include "core/cuda_check.h"
 #include "epilogue/eval.h"

@@ -55,7 +55,7 @@ struct Sm90Gemm {
   using Expr = decltype(Epilogue::template make<typename Epilogue::Out>({}));
   using Lowered = epilogue::Lower<Target, Expr>;
   using LayoutD = std::conditional_t<kConfig.swap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
-  static constexpr int kAlignment8 = 16;  // elements of 8 bits in the 16 bytes that TMA wants
+  static constexpr int kAlignment8 = 16;  // elements of 8 bits in the 16 bytes to which TMA aligns
   static constexpr int kAlignment16 = 8;
 
   // CUTLASS's default is 32 columns, which must divide the tile.

@@ -181,8 +181,8 @@ struct GroupwiseGemm {
     return scales.stride_row == 1 && scales.shift == 0 && on_lines && tiles_on_lines;
   }
 
-  // Scales of weights stored by rows, by TMA beside those of tokens: pays for one 32-column tile per CTA; with wider
-  // tiles, or more of them, copies by warps are faster.
+  // Scales of weights stored by rows, by TMA like those of tokens: faster with one 32-column tile per CTA; with wider
+  // tiles, or more of them, copies by warps are.
   static bool may_copy_all_scales(GroupwiseProblem const& p, int sm_count) {
     GroupScales const& scales = p.scale_b;
     bool const on_lines =

@@ -34,7 +34,7 @@ struct Shape {
   std::int64_t waves() const { return ceil_div(tiles(), at_once); }
 };
 
-// Two CTAs of a cluster may share an SM, so that more clusters find room.
+// Two CTAs of a cluster may share an SM, so that more clusters are resident.
 std::int64_t clusters_at_once(int split, int resident, Target const& t) {
   if (resident == 1) return clusters(split, 1, t);
   return std::max<std::int64_t>(1, kClusters[1][split - 1] * resident * t.sm_count / (2 * kSmsOfClusters));
@@ -124,7 +124,7 @@ Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& p, Target const& t
   cost.bytes = s.high * ceil_div(p.k, kPadding) * step;
   cost.memory = real(cost.bytes) / (hardware.memory_efficiency * memory_rate(t));
 
-  // An SM loads tokens, too, once for each of its CTAs. A GEMV's few come from L2 beside the weights.
+  // An SM also loads tokens, once for each of its CTAs. A GEMV's few are read from L2 while the weights are loaded.
   double const tokens = s.used_tokens * kPadding * 2;
   if (!is_gemv) cost.load = real(s.ctas_per_sm * s.steps) * (real(step) + tokens) / (hardware.sm_load * 1e3);
   double const elements = s.rows * real(s.tokens);

@@ -26,7 +26,7 @@ struct BlockwiseSm90Tile {
 
   // Above 64 tokens a consumer thread needs more registers than an equal share of the CTA's 384 threads gives, so they
   // are reallocated; asking for more than the CTA was launched with deadlocks. With fewer tokens neither that nor
-  // ping-pong (see BlockwiseSm90Mainloop) pays.
+  // ping-pong (see BlockwiseSm90Mainloop) is faster.
   static constexpr bool kIsNarrow = kTokens <= 64, kReallocatesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
   static constexpr int kProducerWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kProducerWarps * 32;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232, kLaunchRegisters = 168;
