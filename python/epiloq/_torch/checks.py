@@ -7,6 +7,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -26,6 +27,27 @@ def bound_arguments(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
         raise TypeError(f"epiloq.{operation.__name__}: {error}") from None
     bound.apply_defaults()
     return bound.arguments
+
+
+class Arguments(SimpleNamespace):
+    """The arguments of a call as attributes, with defaults."""
+
+
+def explanation_of(operation: Callable[..., Any]) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Decorator of a function that explains a call, given its `Arguments`: makes it accept what `operation` does, and
+    the function's own keyword arguments (``terms``)."""
+
+    def decorate(explain: Callable[..., str]) -> Callable[..., str]:
+        own = {p.name for p in inspect.signature(explain).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+        def bound(*args: Any, **kwargs: Any) -> str:
+            """`epiloq.explain` for an operation, given the arguments of a call."""
+            options = {name: kwargs.pop(name) for name in own & kwargs.keys()}
+            return explain(Arguments(**bound_arguments(operation, *args, **kwargs)), **options)
+
+        return bound
+
+    return decorate
 
 
 def expect_positive(operation: str, **numbers: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
@@ -154,21 +155,14 @@ def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None)
     multiply_dense(out, x, dense, bias)
 
 
-def explain(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    global_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `fp4_mm`, given the arguments of a call."""
+@explanation_of(fp4_mm)
+def explain(call: Arguments) -> str:
+    x, scales, bias = call.x, (call.scale, call.global_scale), call.bias
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
-    optional = {"bias": bias, "global_scale": global_scale, "out": out}
-    expect_tensors(_NAME, {"x": x, "codes": codes, "scale": scale}, optional, writes=False)
-    result = _empty(x, codes) if out is None else out
-    _check(result, x, (codes, scale, global_scale), bias, out is not None)
+    optional = {"bias": bias, "global_scale": scales[1], "out": call.out}
+    expect_tensors(_NAME, {"x": x, "codes": call.codes, "scale": scales[0]}, optional, writes=False)
+    result = _empty(x, call.codes) if call.out is None else call.out
+    _check(result, x, (call.codes, *scales), bias, call.out is not None)
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
     where = "in memory" if x.is_cuda else "some rows at a time"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import is_int32
+from epiloq._torch.checks import Arguments, explanation_of, is_int32
 from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     direct,
@@ -135,18 +135,11 @@ def _dense_product(
     multiply_dense(out, x, dense, bias)
 
 
-def explain(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    block: tuple[int, int] = (1, -1),
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `fp8_weight_mm`, given the arguments of a call."""
+@explanation_of(fp8_weight_mm)
+def explain(call: Arguments) -> str:
     refuse_batch_invariant(f"epiloq.{_NAME}", _BY_M)
-    rows, columns = _sizes(block)
+    rows, columns = _sizes(call.block)
+    x, weight, scale, bias, out = call.x, call.weight, call.scale, call.bias, call.out
     expect_tensors(_NAME, {"x": x, "weight": weight, "scale": scale}, {"bias": bias, "out": out}, writes=False)
     result = _empty(x, weight) if out is None else out
     return _core.explain_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)

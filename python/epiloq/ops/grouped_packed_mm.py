@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
     expect_tensors,
@@ -279,17 +280,11 @@ def _refuse(argument: str, expected: object, got: object) -> NoReturn:
     raise ValueError(f"epiloq.{_NAME}: {argument}: expected {expected}, got {got}")
 
 
-def explain(
-    x: Tensor,
-    weight: Weight,
-    scale_a: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `grouped_packed_mm`; of an expert that has all rows where they are multiplied in turn."""
+@explanation_of(grouped_packed_mm)
+def explain(call: Arguments) -> str:
+    """Of an expert that has all rows, if experts are multiplied one after the other."""
+    x, weight, scale_a, offs, masked_m = call.x, call.weight, call.scale_a, call.offs, call.masked_m
+    out_dtype, out = call.out_dtype, call.out
     _expect(weight, scale_a)
     counts = offs if masked_m is None else masked_m
     expect_tensors(_NAME, {"x": x, "offs or masked_m": counts}, {"scale_a": scale_a, "out": out}, writes=False)

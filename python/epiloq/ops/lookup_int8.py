@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, register_product
 
 
@@ -58,10 +59,10 @@ def _expect(x: Tensor, table: Tensor, out: Tensor) -> None:
             )
 
 
-def explain(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> str:
-    """`epiloq.explain` for `lookup_int8`."""
-    _run(x[:0], table, out=None if out is None else out[:0])
-    return "torch.index_select" if x.is_cuda else "cpu, one pass"
+@explanation_of(lookup_int8)
+def explain(call: Arguments) -> str:
+    _run(call.x[:0], call.table, out=None if call.out is None else call.out[:0])
+    return "torch.index_select" if call.x.is_cuda else "cpu, one pass"
 
 
 register_product("lookup_int8", "Tensor x, Tensor table", _run, lambda x, table: torch.empty_like(x), depth=None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
@@ -203,16 +204,9 @@ def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | Non
                 out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
 
 
-def explain(
-    x: Tensor,
-    weight: PackedFp4Weight,
-    bias: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `packed_fp4_mm`, given the arguments of a call."""
+@explanation_of(packed_fp4_mm)
+def explain(call: Arguments) -> str:
+    x, weight, bias, offs, masked_m, out = call.x, call.weight, call.bias, call.offs, call.masked_m, call.out
     if not isinstance(weight, PackedFp4Weight):
         raise TypeError(f"epiloq.{NAME}: weight: expected a PackedFp4Weight, got {type(weight).__name__}")
     optional = {**parts_of(weight, "global_scale"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}

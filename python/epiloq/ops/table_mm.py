@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_int32
+from epiloq._torch.checks import Arguments, expect_int32, explanation_of
 from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
@@ -157,22 +157,14 @@ def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None,
     multiply_dense(out, x, dense, bias)
 
 
-def explain(
-    x: Tensor,
-    codes: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_features: int,
-    block_size: int,
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `table_mm`, given the arguments of a call."""
-    _expect_sizes(out_features, block_size)
+@explanation_of(table_mm)
+def explain(call: Arguments) -> str:
+    x, n, block_size = call.x, call.out_features, call.block_size
+    _expect_sizes(n, block_size)
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
-    result = _empty(x, out_features) if out is None else out
-    return _core.explain_table_mm(result, x, codes, table, scale, bias, out_features, x.shape[-1], block_size)
+    result = _empty(x, n) if call.out is None else call.out
+    operands = call.codes, call.table, call.scale, call.bias
+    return _core.explain_table_mm(result, x, *operands, n, x.shape[-1], block_size)
 
 
 def _fake(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
     expect_tensors,
@@ -274,21 +275,12 @@ def aligned_rows(x_q: Tensor, dtype: torch.dtype) -> Tensor:
     return x_q.new_empty((*x_q.shape[:-1], -(-k // _ALIGNED) * _ALIGNED), dtype=dtype)[..., :k]
 
 
-def explain(
-    x_q: Tensor,
-    weight: Weight,
-    scale_a: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: Tensor | None = None,
-    terms: bool = False,
-) -> str:
-    """`epiloq.explain` for `w4a8_mm`, given the arguments of a call; with `terms`, the terms of the cost model for the
-    chosen kernel and the runner-up."""
-    w = _expect(weight)
+@explanation_of(w4a8_mm)
+def explain(given: Arguments, *, terms: bool = False) -> str:
+    x_q, scale_a, bias, out = given.x_q, given.scale_a, given.bias, given.out
+    w = _expect(given.weight)
     expect_tensors(NAME, {"x_q": x_q, "scale_a": scale_a}, {"bias": bias, "out": out}, writes=False)
-    result = _empty(x_q, w.n, out_dtype) if out is None else out
+    result = _empty(x_q, w.n, given.out_dtype) if out is None else out
     call = Call(result, x_q, w, scale_a, bias)
     check(call, out is not None)
     m = prod(x_q.shape[:-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     direct,
@@ -162,21 +162,13 @@ def dense_product(
         product.clamp_(*clamp)
 
 
-def explain(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    clamp: tuple[float, float] | None = None,
-    out: Tensor | None = None,
-    terms: bool = False,
-) -> str:
-    """`epiloq.explain` for `weight_only_mm`, given the arguments of a call; with `terms`, the terms of the cost model
-    for the chosen kernel and the runner-up."""
-    w = _expect(weight)
+@explanation_of(weight_only_mm)
+def explain(call: Arguments, *, terms: bool = False) -> str:
+    x, bias, out = call.x, call.bias, call.out
+    w = _expect(call.weight)
     expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
     out = _empty(x, w.n) if out is None else out
-    numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, clamp))
+    numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, call.clamp))
     ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm
     return ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
-from epiloq._torch.checks import as_operator, for_operator, limits
+from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
 from epiloq._torch.library import (
     direct,
     expect_tensors,
@@ -184,20 +184,10 @@ def _empty(x: Tensor, n: int, kernel: tuple[int, int], where: Geometry) -> Tenso
     return x.new_empty((x.shape[0], max(p, 0), max(q, 0), n)).permute(0, 3, 1, 2)
 
 
-def explain(
-    x: Tensor,
-    weight: PackedConv2dWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: Pair = 1,
-    padding: Padding = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    clamp: tuple[float, float] | None = None,
-    out: Tensor | None = None,
-) -> str:
-    """`epiloq.explain` for `conv2d_weight_only`, given the arguments of a call."""
-    w, numbers = _numbers(weight, stride, padding, dilation, groups, clamp)
+@explanation_of(conv2d_weight_only)
+def explain(call: Arguments) -> str:
+    x, bias, out = call.x, call.bias, call.out
+    w, numbers = _numbers(call.weight, call.stride, call.padding, call.dilation, call.groups, call.clamp)
     expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
     where = Geometry(*numbers[8:])
     pixels = _pixels(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_flags, expect_positive
+from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
@@ -113,13 +113,14 @@ def _quantise_out(x: Tensor, group_size: int, q: Tensor, scale: Tensor, offset: 
     mark_written(q, scale, offset, total)
 
 
-def explain(x: Tensor, group_size: int, *, symmetric: bool = False, out: Quantised | None = None) -> str:
-    """`epiloq.explain` for `quantize_blockwise_int8`."""
+@explanation_of(quantize_blockwise_int8)
+def explain(call: Arguments) -> str:
+    x, group_size, out = call.x, call.group_size, call.out
     expect_tensors("quantize_blockwise_int8", {"x": x}, {}, writes=False)
     if out is None:
         q, scale, total = _empty(x, group_size)
-        out = q, scale, None if symmetric else torch.empty_like(scale), total
-    q, scale, offset, total = _expect_out(out, symmetric)
+        out = q, scale, None if call.symmetric else torch.empty_like(scale), total
+    q, scale, offset, total = _expect_out(out, call.symmetric)
     _core.check_quantize_blockwise_int8(q, x, scale, offset, total, group_size)
     if not x.is_cuda:
         return "cpu, vectorised blocks"

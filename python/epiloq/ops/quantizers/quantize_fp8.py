@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_number, expect_flags
+from epiloq._torch.checks import Arguments, as_number, expect_flags, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
@@ -195,30 +195,19 @@ def _static(x: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: 
     return q
 
 
-def explain(
-    x: Tensor,
-    *,
-    granularity: str = "tensor",
-    group_size: int = 128,
-    scale: Tensor | None = None,
-    scale_ub: Tensor | None = None,
-    eps: float = 0.0,
-    ue8m0: bool = False,
-    scale_layout: str = "row",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    pad_to: int = 1,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> str:
-    """`epiloq.explain` for `quantize_fp8`."""
-    _expect(granularity, group_size, scale, scale_ub, eps, ue8m0, scale_layout, dtype, pad_to, out)
+@explanation_of(quantize_fp8)
+def explain(call: Arguments) -> str:
+    x, scale, scale_ub, out, dtype, pad_to = call.x, call.scale, call.scale_ub, call.out, call.dtype, call.pad_to
+    granularity, group_size, ue8m0, layout = call.granularity, call.group_size, call.ue8m0, call.scale_layout
+    _expect(granularity, group_size, scale, scale_ub, call.eps, ue8m0, layout, dtype, pad_to, out)
     expect_tensors("quantize_fp8", {"x": x}, {"scale": scale, "scale_ub": scale_ub}, writes=False)
     is_static = scale is not None
     if out is not None:
         q, scale = out
     else:
         q = _empty_q(x, dtype, pad_to, granularity)
-        scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout) if scale is None else scale
-    return _core.explain_quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
+        scale = empty_scale(x, x.shape[-1], granularity, group_size, layout) if scale is None else scale
+    return _core.explain_quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, call.eps, scale_ub)
 
 
 def _fake_out(*_: Any) -> None:

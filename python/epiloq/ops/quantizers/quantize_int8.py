@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_flags, expect_positive
+from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -177,28 +177,22 @@ def _static(x: Tensor, scale: Tensor, azp: Tensor | None, pad_to: int) -> Tensor
     return q
 
 
-def explain(
-    x: Tensor,
-    *,
-    scale: Tensor | None = None,
-    azp: Tensor | None = None,
-    symmetric: bool = True,
-    granularity: str = "token",
-    pad_to: int = 1,
-    range_includes_zero: bool = True,
-    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> str:
-    """`epiloq.explain` for `quantize_int8`."""
-    _expect(x, scale, azp, symmetric, granularity, pad_to, out)
+@explanation_of(quantize_int8)
+def explain(call: Arguments) -> str:
+    x, scale, azp = call.x, call.scale, call.azp
+    _expect(x, scale, azp, call.symmetric, call.granularity, call.pad_to, call.out)
     expect_tensors("quantize_int8", {"x": x}, {"scale": scale, "azp": azp}, writes=False)
     is_static = scale is not None
-    if out is not None:
-        q, scale, azp = out
+    if call.out is not None:
+        q, scale, azp = call.out
     else:
-        q = _empty_q(x, pad_to)
+        q = _empty_q(x, call.pad_to)
         if scale is None:
-            scale, azp = _empty_parameter(x, torch.float32), None if symmetric else _empty_parameter(x, torch.int32)
-    _core.check_quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
+            scale, azp = (
+                _empty_parameter(x, torch.float32),
+                None if call.symmetric else _empty_parameter(x, torch.int32),
+            )
+    _core.check_quantize_int8(q, x, scale, azp, is_static, call.range_includes_zero)
     if not x.is_cuda:
         return "cpu, vectorised rows"
     whole = x.shape[-1] % 8 == 0 and x.shape[-1] <= 32768

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_number
+from epiloq._torch.checks import Arguments, as_number, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 
 _NAME = "rms_norm"
@@ -101,9 +101,10 @@ def _add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[
     return results
 
 
-def explain(x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, out: Any = None) -> str:
-    """`epiloq.explain` for `rms_norm`."""
-    eps = as_number(_NAME, "eps", eps)
+@explanation_of(rms_norm)
+def explain(call: Arguments) -> str:
+    x, weight, residual, out = call.x, call.weight, call.residual, call.out
+    eps = as_number(_NAME, "eps", call.eps)
     expect_tensors(_NAME, {"x": x, "weight": weight}, {"residual": residual}, writes=False)
     if residual is None:
         return _core.explain_rms_norm(x.new_empty(x.shape) if out is None else out, x, weight, None, None, eps)

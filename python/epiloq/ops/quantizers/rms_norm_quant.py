@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_number, expect_flags
+from epiloq._torch.checks import Arguments, as_number, expect_flags, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
@@ -185,33 +185,20 @@ def _without_residual(
     return lambda x, weight, eps, *measure: function(x, weight, eps, None, *measure)
 
 
-def explain(
-    x: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    residual: Tensor | None = None,
-    dtype: torch.dtype = torch.int8,
-    granularity: str = "token",
-    group_size: int = 128,
-    ue8m0: bool = False,
-    scale_layout: str = "row",
-    pad_to: int = 1,
-    out: tuple[Tensor, ...] | None = None,
-) -> str:
-    """`epiloq.explain` for `rms_norm_quant`."""
-    expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
-    expect_choice("rms_norm_quant", "granularity", granularity, GRANULARITIES)
-    expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
-    expect_flags("rms_norm_quant", ue8m0=ue8m0)
-    eps = as_number("rms_norm_quant", "eps", eps)
+@explanation_of(rms_norm_quant)
+def explain(call: Arguments) -> str:
+    x, weight, residual, out = call.x, call.weight, call.residual, call.out
+    expect_choice("rms_norm_quant", "dtype", call.dtype, DTYPES)
+    expect_choice("rms_norm_quant", "granularity", call.granularity, GRANULARITIES)
+    expect_layout("rms_norm_quant", call.granularity, call.group_size, call.scale_layout, call.pad_to)
+    expect_flags("rms_norm_quant", ue8m0=call.ue8m0)
+    eps = as_number("rms_norm_quant", "eps", call.eps)
     expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
+    groups = call.granularity, call.group_size, call.ue8m0
     if out is None:
-        out = _empty(x, weight, eps, residual, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+        out = _empty(x, weight, eps, residual, *groups, call.scale_layout, call.dtype, call.pad_to)
     q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
-    return _core.explain_rms_norm_quant(
-        q, x, weight, scale, residual, residual_out, eps, granularity, group_size, ue8m0
-    )
+    return _core.explain_rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, *groups)
 
 
 def _fake_out(*_: Any) -> None:

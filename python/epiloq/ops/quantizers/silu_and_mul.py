@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 
 _NAME = "silu_and_mul"
@@ -53,10 +54,10 @@ def run(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def explain(x: Tensor, *, out: Tensor | None = None) -> str:
-    """`epiloq.explain` for `silu_and_mul`."""
-    expect_tensors(_NAME, {"x": x}, {}, writes=False)
-    return _core.explain_silu_and_mul(_fake(x) if out is None else out, x)
+@explanation_of(silu_and_mul)
+def explain(call: Arguments) -> str:
+    expect_tensors(_NAME, {"x": call.x}, {}, writes=False)
+    return _core.explain_silu_and_mul(_fake(call.x) if call.out is None else call.out, call.x)
 
 
 def _fake(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import expect_flags
+from epiloq._torch.checks import Arguments, expect_flags, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 from epiloq.ops.quantizers.rms_norm_quant import DTYPES, GRANULARITIES
@@ -95,25 +95,16 @@ def run(
     return q, scale
 
 
-def explain(
-    x: Tensor,
-    *,
-    dtype: torch.dtype = torch.int8,
-    granularity: str = "token",
-    group_size: int = 128,
-    ue8m0: bool = False,
-    scale_layout: str = "row",
-    pad_to: int = 1,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> str:
-    """`epiloq.explain` for `silu_and_mul_quant`."""
-    expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
-    expect_choice("silu_and_mul_quant", "granularity", granularity, GRANULARITIES)
-    expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
-    expect_flags("silu_and_mul_quant", ue8m0=ue8m0)
-    expect_tensors("silu_and_mul_quant", {"x": x}, {}, writes=False)
-    q, scale = out or _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
-    return _core.explain_silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
+@explanation_of(silu_and_mul_quant)
+def explain(call: Arguments) -> str:
+    expect_choice("silu_and_mul_quant", "dtype", call.dtype, DTYPES)
+    expect_choice("silu_and_mul_quant", "granularity", call.granularity, GRANULARITIES)
+    expect_layout("silu_and_mul_quant", call.granularity, call.group_size, call.scale_layout, call.pad_to)
+    expect_flags("silu_and_mul_quant", ue8m0=call.ue8m0)
+    expect_tensors("silu_and_mul_quant", {"x": call.x}, {}, writes=False)
+    groups = call.granularity, call.group_size, call.ue8m0
+    q, scale = call.out or _empty(call.x, *groups, call.scale_layout, call.dtype, call.pad_to)
+    return _core.explain_silu_and_mul_quant(q, call.x, scale, *groups)
 
 
 def _fake_out(*_: Any) -> None:
