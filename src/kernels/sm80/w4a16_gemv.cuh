@@ -23,23 +23,6 @@ struct GemvPipeline {
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-// A lane's part of a token's K step: 8 columns from `from` on and 8 columns a 128-byte line further. The row has `left`
-// columns from there on; zeros follow.
-template <class T>
-__device__ __forceinline__ void issue_token(Problem const& p, SharedAddress to, T const* from, int left) {
-  constexpr int kLineColumns = 64;
-  if (left >= kLineColumns + 8) {
-    cp_async16(to, from);
-    cp_async16(to + kLineColumns * 2, from + kLineColumns);
-    return;
-  }
-  void const* const any = p.x;
-#pragma unroll
-  for (int line = 0; line < kStep; line += kLineColumns) {
-    cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
-  }
-}
-
 // What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
 // loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
 // w4a16_gemv_integer.cuh.
@@ -53,7 +36,7 @@ struct HalfProducts {
 
   // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of the fourth token
   // after it. Whole lines, as every SM reads the same ones from L2.
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
   T const* x;
@@ -73,8 +56,22 @@ struct HalfProducts {
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {
     T const* const from = x + step * kStep;
     int const left = p.weight.k - step * kStep - column;
-    if (token < p.m) issue_token(p, to + offset, from, left);
-    if (token + kAtOnce < p.m) issue_token(p, to + second_offset, from + kAtOnce * p.stride_x, left);
+    if (token < p.m) issue_token(to + offset, from, left);
+    if (token + kAtOnce < p.m) issue_token(to + second_offset, from + kAtOnce * p.stride_x, left);
+  }
+
+  // A lane's part of a token: the row has `left` columns from `from` on, after which zeros are stored.
+  __device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left) const {
+    if (left >= kLineColumns + 8) {
+      cp_async16(to, from);
+      cp_async16(to + kLineColumns * 2, from + kLineColumns);
+      return;
+    }
+    void const* const any = p.x;
+#pragma unroll
+    for (int line = 0; line < kStep; line += kLineColumns) {
+      cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
+    }
   }
 
   __device__ __forceinline__ void multiply(Sums& sums, StageLayout const& layout, std::uint8_t const* stage,

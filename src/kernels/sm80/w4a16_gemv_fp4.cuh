@@ -19,7 +19,7 @@ struct Fp4Products {
 
   // Eight lanes load one 128-byte line, half of a token's columns, then the other half; then those of every fourth
   // token after it. Whole lines, as every SM reads the same ones from L2.
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = 4, kLineColumns = 64;
   Problem const& p;
   int token, column;
   T const* x;
@@ -48,9 +48,23 @@ struct Fp4Products {
 #pragma unroll
     for (int i = 0; i < kTokens / kAtOnce; ++i) {
       if (token + i * kAtOnce < p.m) {
-        issue_token(p, to + (i % 2 == 0 ? to_even : to_odd) + i / 2 * TokenLayout::kTile, from, left);
+        issue_token(to + (i % 2 == 0 ? to_even : to_odd) + i / 2 * TokenLayout::kTile, from, left);
       }
       from += kAtOnce * p.stride_x;
+    }
+  }
+
+  // The row has `left` columns from there on.
+  __device__ __forceinline__ void issue_token(SharedAddress to, T const* from, int left) const {
+    if (left >= kLineColumns + 8) {
+      cp_async16(to, from);
+      cp_async16(to + kLineColumns * 2, from + kLineColumns);
+      return;
+    }
+    void const* const any = p.x;
+#pragma unroll
+    for (int line = 0; line < kStep; line += kLineColumns) {
+      cp_async16(to + line * 2, left > line ? from + line : any, min(max(left - line, 0), 8) * 2);
     }
   }
 
