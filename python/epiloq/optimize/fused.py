@@ -21,7 +21,7 @@ from epiloq.optimize.guards import decodes_in_graph, is_exporting, untouched, wa
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.siblings import Siblings, siblings_of
-from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, step_of
+from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, is_made_of
 from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
 
 
@@ -53,16 +53,15 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
         return f"norms of another form ({other[0]})"
     attention = ((module.self_attn, norms[0]), _reader(module.self_attn, norms[0], ATTENTION, ATTENTION_IN_ONE))
     mlp = ((module.mlp, norms[-1]), _reader(module.mlp, norms[-1], GATED, GATED_IN_ONE))
+    ours = (rotary_attention, gated_mlp, *NORMS)
+    has_step = is_made_of(module, around, ours)
     if not structure.has_form(module, structure.SANDWICH_DECODER):
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_integers = attention[1] is not None, mlp[1] is not None
-        step = step_of(module, around, takes_integers, (rotary_attention, gated_mlp, *NORMS))
-        if step is not None:
-            step.first = module, attention
+        step = PreNormStep(module, around, takes_integers, ours, attention) if has_step else None
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
-    step = step_of(module, around, (False, False), (rotary_attention, gated_mlp, *NORMS))
-    return None if step is None else partial(sandwich_decoder, module, step)
+    return partial(sandwich_decoder, module, Step(module, around, (False, False), ours)) if has_step else None
 
 
 def _is_fused(module: nn.Module, *ours: Callable[..., Any]) -> bool:
@@ -107,12 +106,50 @@ _Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
 """A module of a decoder layer with the norm before it, and the layers that take the norm's integers, or None."""
 
 
+class PreNormStep(Step):
+    """The step of a `pre_norm_decoder`. A graph calls the layer's modules instead, but there, too, the layer before
+    computes the sum and this layer's first norm of it in one kernel."""
+
+    def __init__(
+        self,
+        block: Any,
+        around: tuple[tuple[str, ...], tuple[str, ...]],
+        takes_integers: tuple[bool, bool],
+        ours: tuple[Callable[..., Any], ...],
+        first: _Half,
+    ) -> None:
+        super().__init__(block, around, takes_integers, ours)
+        self._first = first
+        self._in_graph: tuple[Tensor, Tensor] | None = None
+        """While a graph is made: a sum and its norm, which the layer before computed for this one."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_in_graph": None}
+
+    def may_prepare_in_graph(self, x: Tensor) -> bool:
+        """Whether a graph of a decode step is made, and this layer is on the device of `x`, the output before it."""
+        return decodes_in_graph(x) and self._block.input_layernorm.weight.device == x.device
+
+    def prepared_in_graph(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``x + residual``, of which this layer will find its norm prepared."""
+        normed_sum, total = _first_normed(self._block, self._first, x, residual)
+        self._in_graph = total, normed_sum
+        return total
+
+    def taken_in_graph(self, x: Tensor) -> Tensor | None:
+        """The first norm of `x` if the layer before prepared it."""
+        if not is_compiling():
+            return None
+        held, self._in_graph = self._in_graph, None
+        return held[1] if held is not None and held[0] is x else None
+
+
 def pre_norm_decoder(
     block: Any,
     defaults: dict[str, Any],
     first: _Half,
     second: _Half,
-    step: Step | None,
+    step: PreNormStep | None,
     hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
@@ -122,7 +159,7 @@ def pre_norm_decoder(
         return result
     if args or wants_gradient(hidden_states) or not all(map(_is_idle, _dropouts_of(block))):
         return type(block).forward(block, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-    x = None if step is None else _taken(step, hidden_states)
+    x = None if step is None else step.taken_in_graph(hidden_states)
     if x is None:
         x, _ = _first_normed(block, first, hidden_states, None)
     attention = block.self_attn
@@ -131,31 +168,15 @@ def pre_norm_decoder(
     x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second))
     projected = mlp(x)
     following = None if step is None else step.following
-    if following is None or not decodes_in_graph(projected) or not _is_beside(following, projected):
+    if not isinstance(following, PreNormStep) or not following.may_prepare_in_graph(projected):
         return residual + projected  # type: ignore[no-any-return]
-    next_block, next_first = following.first
-    normed_sum, total = _first_normed(next_block, next_first, projected, residual)
-    following.in_graph = total, normed_sum
-    return total
-
-
-def _is_beside(step: Step, x: Tensor) -> bool:
-    """Whether the layer of a step has this form, and is on the device of `x`."""
-    return step.first is not None and step.first[0].input_layernorm.weight.device == x.device
+    return following.prepared_in_graph(projected, residual)
 
 
 def _first_normed(block: Any, first: _Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)`` of a layer's first norm."""
     norm = block.input_layernorm
     return _normed(norm, x, residual, _takes_integers(block.self_attn, norm, first))
-
-
-def _taken(step: Step, x: Tensor) -> Tensor | None:
-    """In the graph of a decode step, the first norm of `x` if the layer before computed it."""
-    if not is_compiling():
-        return None
-    held, step.in_graph = step.in_graph, None
-    return held[1] if held is not None and held[0] is x else None
 
 
 def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

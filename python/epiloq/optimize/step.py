@@ -120,10 +120,6 @@ class Step:
         # next would make copying recursive.
         self.chain: list[Step] = [self]
         self.index = 0
-        self.first: Any = None
-        """The layer and its first half, as `fused` describes it, where that makes graphs of it."""
-        self.in_graph: tuple[Tensor, Tensor] | None = None
-        """While a graph is made: a sum and its norm, which the layer before computed for this one."""
 
     @property
     def following(self) -> Step | None:
@@ -131,7 +127,7 @@ class Step:
         return self.chain[self.index + 1] if self.index + 1 < len(self.chain) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_parts": None, "in_graph": None}
+        return vars(self) | {"_parts": None}
 
     def __call__(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The layer's output ``[B, 1, hidden]``; None unless this is a step without a gradient, of plain tensors, by
@@ -210,7 +206,7 @@ class Step:
 
     def _found(self) -> _Parts | None:
         block = self._block
-        if not _is_made_of(block, self._around, self._ours):
+        if not is_made_of(block, self._around, self._ours):
             return None
         if _is(block.mlp, self._ours[1]) != (self._gated is not None):
             return None
@@ -306,20 +302,11 @@ def chain_(model: nn.Module) -> None:
             step.chain, step.index = chain, len(chain) - 1
 
 
-def step_of(
-    block: Any,
-    around: tuple[tuple[str, ...], tuple[str, ...]],
-    takes_integers: tuple[bool, bool],
-    ours: tuple[Callable[..., Any], ...],
-) -> Step | None:
-    """The step of a decoder layer with norms of these names (see `structure.NORMS_AROUND`), whose modules have these
-    functions as ``forward``: attention, MLP and any of the norms."""
-    return Step(block, around, takes_integers, ours) if _is_made_of(block, around, ours) else None
-
-
-def _is_made_of(
+def is_made_of(
     block: Any, around: tuple[tuple[str, ...], tuple[str, ...]], ours: tuple[Callable[..., Any], ...]
 ) -> bool:
+    """Whether a decoder layer with norms of these names (see `structure.NORMS_AROUND`) may have a `Step`: its modules
+    have these functions as ``forward``: attention, MLP and any of the norms."""
     attention, _, *norms = ours
     held = [getattr(block, name) for names in around for name in names]
     return _is(block.self_attn, attention) and all(any(_is(each, norm) for norm in norms) for each in held)
