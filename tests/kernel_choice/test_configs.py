@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import epiloq
 import tile_rows
+from epiloq.introspect import _EXPLAIN
 
 SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
@@ -78,6 +80,18 @@ def test_ragged_rows_take_the_generic_kernel_and_say_so() -> None:
         for aligned in (True, False):
             answer = epiloq.explain("scaled_mm", m=16, n=n, k=k, arch="sm90", aligned=aligned)
             assert ("generic" in answer and "slow" in answer) == (is_slow or not aligned), answer
+
+
+@pytest.mark.parametrize("name", _EXPLAIN)
+def test_explain_names_the_operation_whose_arguments_are_wrong(name: str) -> None:
+    """By the operation's own signature, as the call does: not that of a function which the user has not called."""
+    signature = inspect.signature(getattr(epiloq, name))
+    required = [p.name for p in signature.parameters.values() if p.default is p.empty]
+    with pytest.raises(TypeError, match=rf"^epiloq\.{name}: missing a required .*'{required[0]}'"):
+        epiloq.explain(name)
+    with pytest.raises(TypeError, match=rf"^epiloq\.{name}: .*'nothing'"):
+        epiloq.explain(name, **dict.fromkeys(required), nothing=1)
+    assert not epiloq.supports(name, **dict.fromkeys(required))[0]
 
 
 def test_explain_and_supports_take_the_calls_own_arguments() -> None:

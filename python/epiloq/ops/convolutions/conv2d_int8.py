@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import as_operator, for_operator
+from epiloq._torch.checks import Arguments, as_operator, bound_arguments, for_operator
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, geometry
@@ -18,6 +19,7 @@ from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weig
 
 _NAME = "conv2d_int8"
 _LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
+_ONE_BY_ONE = (1, 0, 1, 1)  # stride, padding, dilation, groups
 _OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
 # Products of 8-bit integers, one of them less a zero point, whose sums int32 holds (src/api/conv2d_int8.cpp).
 _MOST_TERMS = (2**31 - 1) // (255 * 128)
@@ -106,12 +108,7 @@ def requantized_mm(
     """
     name = "requantized_mm"
     expect_tensors(name, {"x_q": x_q}, {}, writes=False)
-    if isinstance(weight, Tensor):
-        expect_tensors(name, {"weight": weight}, {}, writes=False)
-        if weight.ndim != 2:
-            raise ValueError(f"epiloq.{name}: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
-        weight = weight[:, None, None, :]
-    w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
+    w = prepared(name, _as_kernel(weight), bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     n, kh, kw, k = w.q.shape
     if (kh, kw) != (1, 1):
         raise ValueError(f"epiloq.{name}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
@@ -125,9 +122,19 @@ def requantized_mm(
     is_empty = tokens.shape[1] == 0  # convolutions do not support it: one token instead, for their checks
     if is_empty:
         tokens = x_q.new_zeros((1, 1, 1, k))
-    y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, geometry(name, (1, 1), 1, 0, 1, 1), out_dtype, None)
+    y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, geometry(name, (1, 1), *_ONE_BY_ONE), out_dtype, None)
     rows = y.permute(0, 2, 3, 1)
     return (rows[:, :0] if is_empty else rows).view(*x_q.shape[:-1], n)
+
+
+def _as_kernel(weight: Tensor | PreparedInt8Weight) -> Tensor | PreparedInt8Weight:
+    """The weight of `requantized_mm` as a convolution's: a plain one is ``[N, K]``."""
+    if not isinstance(weight, Tensor):
+        return weight
+    expect_tensors("requantized_mm", {"weight": weight}, {}, writes=False)
+    if weight.ndim != 2:
+        raise ValueError(f"epiloq.requantized_mm: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
+    return weight[:, None, None, :]
 
 
 def prepared(
@@ -292,45 +299,28 @@ def _wrong_channels(x: Tensor, channels: int) -> str:
     )
 
 
-def explain(name: str, *args: Any, **kwargs: Any) -> str:
+def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, given the arguments of a call."""
-    image, weight, where, p, result = _bound(name, *args, **kwargs)
-    x, out = _dense_pixels(image), _pixels(result)
+    name, call = operation.__name__, Arguments(**bound_arguments(operation, *args, **kwargs))
+    image, weight, out, places = call.x_q, call.weight, None, _ONE_BY_ONE
+    if operation is conv2d_int8:
+        out, places = call.out, (call.stride, call.padding, call.dilation, call.groups)
+    expect_tensors(name, {"x_q": image}, {"out": out}, writes=False)
+    if operation is requantized_mm:
+        image, weight = image.reshape(1, -1, 1, image.shape[-1]).permute(0, 3, 1, 2), _as_kernel(weight)
+    scales = (call.input_scale, call.input_zero), (call.output_scale, call.output_zero)
+    w = prepared(name, weight, call.bias, call.weight_scale, *scales)
+    where = geometry(name, w.q.shape[1:3], *places)
+    dtype = call.out_dtype if out is None else out.dtype
+    p = w.parameters(name, to_int8=dtype == torch.int8, clamp=call.clamp)
+    x, pixels = _dense_pixels(image), _pixels(_empty(image, w.q, where, dtype) if out is None else out)
     if x.is_cuda or _core.forced_arch() != "auto":
-        return _core.explain_conv2d_int8(out, x, weight, *p, *where)
-    if _core.check_conv2d_int8(out, x, weight, *p, *where):
+        return _core.explain_conv2d_int8(pixels, x, w.q, *p, *where)
+    if _core.check_conv2d_int8(pixels, x, w.q, *p, *where):
         return "cpu, one pass over the image" + (", depthwise" if where.groups > 1 else ", few input channels")
     if where.groups > 1:
         return "cpu, torch's float convolution of integers, exact"
     return "cpu, patches of the image, then " + describe_int_mm()
-
-
-def _bound(
-    name: str,
-    x_q: Tensor,
-    weight: Tensor | PreparedInt8Weight,
-    bias: Tensor | None = None,
-    *,
-    input_scale: float | None = None,
-    input_zero: int | None = None,
-    weight_scale: Tensor | None = None,
-    output_scale: float | None = None,
-    output_zero: int | None = None,
-    stride: Pair = 1,
-    padding: Padding = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    clamp: tuple[float, float] | None = None,
-    out_dtype: torch.dtype = torch.int8,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Geometry, Int8Parameters, Tensor]:
-    w = prepared(name, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
-    expect_tensors(name, {"x_q": x_q}, {"out": out}, writes=False)
-    x = x_q.reshape(1, -1, 1, x_q.shape[-1]).permute(0, 3, 1, 2) if name == "requantized_mm" else x_q
-    where = geometry(name, w.q.shape[1:3], stride, padding, dilation, groups)
-    dtype = out_dtype if out is None else out.dtype
-    p = w.parameters(name, to_int8=dtype == torch.int8, clamp=clamp)
-    return x, w.q, where, p, _empty(x, w.q, where, dtype) if out is None else out
 
 
 _ARGUMENTS = (
