@@ -45,8 +45,9 @@ struct GroupwiseMmProblem {
   int experts = 1;              // whose rows are shared out evenly, as far as the host knows
   bool per_row_scales = false;  // of all of K
   DType a = DType::kFloat8E4M3;
-  bool has_experts = false;      // offs or masked_m, if for one expert
-  bool batch_invariant = false;  // batch_invariant.h
+  bool has_experts = false;       // offs or masked_m, if for one expert
+  bool batch_invariant = false;   // batch_invariant.h
+  bool whole_row_scales = false;  // with column_scales: A's scales have stride 0 along K, one for all of a row
 
   bool operator==(GroupwiseMmProblem const&) const = default;
 };

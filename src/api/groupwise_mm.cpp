@@ -204,7 +204,8 @@ GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
           has_per_row_scales(call),
           call.a.dtype,
           has_experts(call),
-          batch_invariant()};
+          batch_invariant(),
+          sizes.scale_a.stride_k == 0 && call.columns_per_scale == 1 && !has_per_row_scales(call)};
 }
 
 Target target_of(GroupwiseMm const& call) {

@@ -16,16 +16,21 @@ namespace epiloq::ops::groupwise_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
+using gemm::Scales;
+
 #if EPILOQ_HAS_SM90
 int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2; }
 
-template <bool kColumnScales, std::size_t... kRows>
+template <Scales kScales, std::size_t... kRows>
 gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
-  static constexpr gemm::GroupwiseLaunch kTable[][3] = {
-      {&Sm90PerGroup<kRows, kColumnScales, DType::kFloat16>::launch,
-       &Sm90PerGroup<kRows, kColumnScales, DType::kBFloat16>::launch,
-       &Sm90PerGroup<kRows, kColumnScales, DType::kFloat32>::launch}...};
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90PerGroup<kRows, kScales, DType::kFloat16>::launch,
+                                                         &Sm90PerGroup<kRows, kScales, DType::kBFloat16>::launch,
+                                                         &Sm90PerGroup<kRows, kScales, DType::kFloat32>::launch}...};
   return kTable[row][column_of(out)];
+}
+template <Scales kScales>
+gemm::GroupwiseLaunch sm90_launch(int row, DType out) {
+  return sm90_launch<kScales>(row, out, std::make_index_sequence<group_tiles<kScales>().size()>{});
 }
 
 // The types of D that each epilogue is compiled for, as in CMakeLists.txt: float32 is of groupwise_mm, which only
@@ -48,8 +53,6 @@ gemm::GroupwiseLaunch rows_launch(int row, DType out, std::index_sequence<kRows.
   return kTable[row][column_of(out)];
 }
 #endif
-
-using gemm::Scales;
 
 [[noreturn]] void refuse() {
   throw Unsupported("epiloq.groupwise_mm: this build lacks the kernels asked for; see EPILOQ_ARCHS");
@@ -87,10 +90,11 @@ void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element,
       return launch_mma(choice.row, problem, element, out, device, stream);
 #if EPILOQ_HAS_SM90
     case Family::kSm90:
-      return sm90_launch<false>(choice.row, out, std::make_index_sequence<kTiles.size()>{})(problem, device, stream);
+      return sm90_launch<Scales::kBlocks>(choice.row, out)(problem, device, stream);
     case Family::kSm90ColumnScales:
-      return sm90_launch<true>(choice.row, out, std::make_index_sequence<kColumnScaleTiles.size()>{})(problem, device,
-                                                                                                      stream);
+      return sm90_launch<Scales::kColumns>(choice.row, out)(problem, device, stream);
+    case Family::kSm90WholeRows:
+      return sm90_launch<Scales::kColumnsOfWholeRows>(choice.row, out)(problem, device, stream);
     case Family::kSm90Int8Rows: {
       constexpr auto kRows = std::make_index_sequence<kInt8RowTiles.size()>{};
       return epilogue::with_epilogue(epilogue::Int8Epilogues{}, operands, [&]<class Epilogue>() {

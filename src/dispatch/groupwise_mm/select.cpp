@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <sstream>
 
@@ -83,6 +84,8 @@ Tile const* tile_of(Choice const& choice) {
       return &kTiles[choice.row];
     case Family::kSm90ColumnScales:
       return &kColumnScaleTiles[choice.row];
+    case Family::kSm90WholeRows:
+      return &kWholeRowTiles[choice.row];
     case Family::kSm90Int8Rows:
       return &kInt8RowTiles[choice.row];
     case Family::kSm90Float8Rows:
@@ -124,7 +127,12 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
   if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
   if (p.per_row_scales) return choose_per_row(p, sm_count).choice;
-  if (p.column_scales) return cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count).choice;
+  if (p.column_scales) {
+    PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
+    if (!p.whole_row_scales) return general.choice;
+    PerRowChoice const of_whole_rows = cheapest(Family::kSm90WholeRows, kWholeRowTiles, p, sm_count);
+    return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
+  }
   return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
 }
 
@@ -179,6 +187,7 @@ std::string terms_of(Tile const& tile, Cost const& c, int sm_count) {
 std::string Selection::key(GroupwiseMmProblem const& p) {
   std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a);
   text += p.per_row_scales ? " rows" : p.column_scales ? " columns" : " blocks";
+  if (p.whole_row_scales) text += " of whole rows";
   if (!p.aligned) text += " unaligned";
   if (p.has_experts || p.experts > 1) text += " experts=" + std::to_string(p.experts);
   return text;
@@ -194,7 +203,14 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
     case Family::kSm90:
       return candidates_of(own.family, kTiles, p, t.sm_count);
     case Family::kSm90ColumnScales:
-      return candidates_of(own.family, kColumnScaleTiles, p, t.sm_count);
+    case Family::kSm90WholeRows: {
+      std::vector<Timed> all = candidates_of(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
+      if (p.whole_row_scales) {
+        std::ranges::move(candidates_of(Family::kSm90WholeRows, kWholeRowTiles, p, t.sm_count),
+                          std::back_inserter(all));
+      }
+      return all;
+    }
     case Family::kSm90Int8Rows:
       return candidates_of(own.family, kInt8RowTiles, p, t.sm_count);
     case Family::kSm90Float8Rows:
@@ -230,6 +246,8 @@ std::string describe(Choice const& choice) {
       return describe(kTiles[choice.row].config, "group-wise", choice.split_k);
     case Family::kSm90ColumnScales:
       return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
+    case Family::kSm90WholeRows:
+      return describe(kWholeRowTiles[choice.row].config, "per-column, whole rows of tokens,", choice.split_k);
     case Family::kSm90Int8Rows:
       return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);
     case Family::kSm90Float8Rows:

@@ -48,6 +48,21 @@ inline constexpr std::array kColumnScaleTiles{
     Tile{{1, 2, 64}, 280, 600, 280},
     with_split_last_wave({2, 1, 128}, 600, 1500),
 };
+// The same where A has a scale per row for all of K, as w4a8_mm's unpacked weights have.
+inline constexpr std::array kWholeRowTiles{
+    with_split_last_wave({2, 1, 96}, 380, 2510),
+    with_split_last_wave({2, 1, 128}, 460, 1400),
+    Tile{{2, 1, 128, 2}, 870, 1930},
+};
+template <gemm::Scales kScales>
+constexpr auto const& group_tiles() {
+  if constexpr (kScales == gemm::Scales::kColumns)
+    return kColumnScaleTiles;
+  else if constexpr (kScales == gemm::Scales::kColumnsOfWholeRows)
+    return kWholeRowTiles;
+  else
+    return kTiles;
+}
 
 // Per-row scales, for experts and for scaled_mm. int8 needs no promotion, so a warpgroup has registers for 256 columns:
 // the fewest bytes of shared memory per product.
@@ -85,7 +100,8 @@ constexpr bool split_where_allowed(std::array<Tile, kCount> const& tiles) {
   return true;
 }
 static_assert(split_where_allowed(kTiles) && split_where_allowed(kColumnScaleTiles) &&
-              split_where_allowed(kInt8RowTiles) && split_where_allowed(kFloat8RowTiles));
+              split_where_allowed(kWholeRowTiles) && split_where_allowed(kInt8RowTiles) &&
+              split_where_allowed(kFloat8RowTiles));
 
 template <DType kElement>
 constexpr GroupwiseConfig row_tile(int row) {

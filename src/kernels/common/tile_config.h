@@ -35,8 +35,9 @@ struct WgmmaConfig {
   bool fast_accum = false;
 };
 
-// Granularity of B's scales: 128 columns x 128 of K, a column x 128 of K, or a column x all of K.
-enum class Scales : std::uint8_t { kBlocks, kColumns, kPerRowScales };
+// Granularity of B's scales: 128 columns x 128 of K, a column x 128 of K, the same where A has a scale per row for all
+// of K, or a column x all of K.
+enum class Scales : std::uint8_t { kBlocks, kColumns, kColumnsOfWholeRows, kPerRowScales };
 
 // SM90 groupwise GEMM: consumer warpgroups along M or along K, columns of B per tile, and how many times 64 tokens a
 // warpgroup multiplies by one stage of weights. With two rounds, tiles are scheduled in pairs.

@@ -10,7 +10,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-template <int kRow, bool kColumnScales, DType kOut>
+template <int kRow, gemm::Scales kScales, DType kOut>
 struct Sm90PerGroup {
   static void launch(gemm::GroupwiseProblem const&, int device, Stream);
 };

@@ -71,6 +71,9 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     };
     Mainloop::sum(sums, addresses, Position<C>(before + group_k), steps, boundary, store_part, fetch_next_tile, fill);
     out.await_operands();
+    if constexpr (C::kWholeRowScales) {
+      Mainloop::scale_whole_rows(sums, params.p.scale_a, tile.first_row + first_row + lane / 4, tile.end_row - 1);
+    }
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kDefersStores && !more);
     } else {

@@ -43,8 +43,10 @@ struct Groupwise {
   // Rounds of 64 tokens per warpgroup: each multiplies the same stage of weights. The rows of all warpgroups of one
   // round precede those of the next, as in DeepGEMM.
   static constexpr int kRounds = kRounds_, kRoundRows = 64 * kMGroups;
-  static constexpr bool kColumnScales =
-      kScales_ == Scales::kColumns;  // of B: one per column rather than per 128 columns
+  // A has a scale per row for all of K, which the sums are multiplied by at the end.
+  static constexpr bool kWholeRowScales = kScales_ == Scales::kColumnsOfWholeRows;
+  // Of B: one per column rather than per 128 columns.
+  static constexpr bool kColumnScales = kScales_ == Scales::kColumns || kWholeRowScales;
   static constexpr bool kPerRowScales =
       kScales_ == Scales::kPerRowScales;  // scales cover all of K and are applied in the epilogue
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
@@ -76,6 +78,7 @@ struct Groupwise {
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumerGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
+  static_assert(!kWholeRowScales || kKGroups == 1);
   // The two CTAs of a cluster compute adjacent tiles and load their tokens by multicast: each loads half of them for
   // both. Saves L2 traffic and power.
   static constexpr bool kMulticast = kRounds > 1;
@@ -90,7 +93,8 @@ struct Groupwise {
   static constexpr int kWeightScales = kColumnScales ? kN : 2;                      // loaded by warps
   static constexpr bool kOneWeightScale = !kColumnScales && kGroupDepth % kN == 0;  // per tile
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
-  static constexpr int kStageScales = kPerRowScales ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
+  static constexpr int kTokenScaleSlots = kWholeRowScales ? 0 : kM;
+  static constexpr int kStageScales = kPerRowScales ? 0 : (kTokenScaleSlots + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
   // D leaves through shared memory: a warp's rows by a line of 128 bytes per slot; kSlots may be in flight.
@@ -192,8 +196,9 @@ struct Groupwise {
   // others multiply meanwhile.)
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
   // Deferred stores: if each part has a slot, a tile is stored between the next one's products; not with two products
-  // in flight.
-  static constexpr bool kDefersStores = kStoresBoxes && kParts <= kSlots && !kOverlaps;
+  // in flight, and not where scales of columns leave no registers for it (ptxas spills).
+  static constexpr bool kDefersStores =
+      kStoresBoxes && kParts <= kSlots && !kOverlaps && !(kWholeRowScales && kRounds > 1);
   // The parts of the first round then fill their slots during the last product of the second round. Not with per-row
   // scales: ptxas spills.
   static constexpr bool kFillsSlotsEarly = kDefersStores && kRounds > 1 && !kPerRowScales;

@@ -1,8 +1,9 @@
-"""`w4a8_mm` at large M on a GPU: the weight unpacked to 8 bits with a scale per row, for `scaled_mm`.
+"""`w4a8_mm` at large M on a GPU: the weight unpacked to 8 bits, for `scaled_mm` or `groupwise_mm`.
 
 Unpacking reads 0.5 and writes 1 byte per weight, which is negligible for many tokens, and the product then runs at the
-tensor cores' 8-bit rate. Integers in scale groups, and few tokens, are faster with the packed weight. MXFP4 becomes
-float8 rows: its scales are powers of two, which the exponents of E4M3 hold.
+tensor cores' 8-bit rate; few tokens are faster with the packed weight. Integers keep their scales per row or per group
+of 128 columns. MXFP4 becomes float8 rows with a scale each: its scales are powers of two, which the exponents of E4M3
+hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq.ops.checks.w4a8_mm import GROUP
+from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.scaled_mm import scaled_mm
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.packed_layout import parameters_of
@@ -18,6 +21,8 @@ from epiloq.weights.packed_weight import PackedWeight
 
 # Tokens from which a product of 8 bits gains more than unpacking costs.
 MANY_TOKENS = 2048
+# For scales per group: the alternative is w4a8_mm's kernel for SM90, which converts weights beside its products.
+MANY_GROUPED_TOKENS = 512
 # For FP4: the alternative multiplies in bfloat16, at half the rate.
 MANY_FP4_TOKENS = 257
 _ALIGNED = 16  # elements: rows that TMA reads
@@ -31,11 +36,11 @@ def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
     if isinstance(weight, PackedFp4Weight):
         fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn
         return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and _multiplies_float8(x_q.device)
-    if len(x_q) < MANY_TOKENS:
+    if weight.group_size == -1 or weight.group_size >= weight.k:
+        return len(x_q) >= MANY_TOKENS and (x_q.dtype == torch.int8 or _multiplies_float8(x_q.device))
+    if weight.group_size % GROUP != 0 or x_q.dtype == torch.int8:
         return False
-    if weight.group_size != -1 and weight.group_size < weight.k:
-        return False
-    return x_q.dtype == torch.int8 or _multiplies_float8(x_q.device)
+    return len(x_q) >= MANY_GROUPED_TOKENS and _multiplies_float8(x_q.device)
 
 
 def _multiplies_float8(device: torch.device) -> bool:
@@ -51,11 +56,18 @@ def multiply(
     """``out`` ``[M, N]``, 16-bit, from ``x_q`` ``[M, K]`` and ``scale_a`` ``[M, 1]``."""
     x_q = x_q if x_q.data_ptr() % _ALIGNED == 0 and x_q.stride(0) % _ALIGNED == 0 else x_q.clone()
     rows, scale = _unpacked(weight, x_q.dtype)
-    scaled_mm(x_q, rows.t(), scale_a.contiguous(), scale, bias, out=out)
+    if scale.shape[1] == 1:
+        scaled_mm(x_q, rows.t(), scale_a.contiguous(), scale, bias, out=out)
+    else:
+        by_group = scale_a.expand(-1, scale.shape[1])
+        groupwise_mm(x_q, rows.t(), by_group, scale.t(), bias, recipe=(1, 1, GROUP), out=out)
 
 
 def _unpacked(weight: PackedWeight | PackedFp4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers ``[N, K]`` of an 8-bit type, and float32 scales ``[N, 1]``."""
+    """Numbers ``[N, K]`` of an 8-bit type, and float32 scales ``[N, 1]`` or ``[N, ceil(K / 128)]``."""
     if isinstance(weight, PackedFp4Weight):
         return weight.float8_rows()
-    return weight.integers(dtype), parameters_of(weight.scale)[: weight.n, :1].float().contiguous()
+    scale = parameters_of(weight.scale)[: weight.n].float()
+    if scale.shape[1] > 1 and weight.group_size > GROUP:
+        scale = scale.repeat_interleave(weight.group_size // GROUP, 1)[:, : -(-weight.k // GROUP)]
+    return weight.integers(dtype), scale.contiguous()
