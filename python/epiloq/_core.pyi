@@ -306,6 +306,7 @@ def explain_groupwise_mm_problem(
     sm_count: int = 0,
     has_experts: bool = False,
     terms: bool = False,
+    whole_row_scales: bool = False,
 ) -> str: ...
 def explain_groupwise_mm_terms(
     out: Tensor,

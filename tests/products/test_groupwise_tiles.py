@@ -9,6 +9,7 @@ import torch
 
 import epiloq
 import tile_rows
+from epiloq.tuning.timer import forced
 from groupwise_reference import RECIPES, Recipe, assert_close, call, make, up
 from reference import poisoned
 
@@ -27,6 +28,11 @@ def test_every_tile_is_chosen_somewhere() -> None:
         explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True) for m, n in itertools.product(sizes_m, sizes_n)
     }
     assert len(columns) == tile_rows.COLUMNS, sorted(columns)
+    whole_rows = {
+        explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True, whole_row_scales=True)
+        for m, n in itertools.product(sizes_m, sizes_n)
+    }
+    assert sum("whole rows" in kernel for kernel in whole_rows) == tile_rows.WHOLE_ROWS, sorted(whole_rows)
     assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
 
 
@@ -61,6 +67,73 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
         assert_close(out, *p.operands(), bias)
         kernels.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=recipe))
     assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
+
+
+# Of tokens with one scale each: rows and columns of partial tiles, one K step and several, waves with K split.
+WHOLE_ROW_SIZES = [
+    (65, 8, 16),
+    (129, 264, 144),
+    (256, 4096, 640),
+    (300, 7168, 2064),
+    (1000, 8200, 272),
+    (2049, 6144, 400),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_with_one_scale_each(seed: int, device: str, dtype: torch.dtype, bias: bool) -> None:
+    """Scales that a view repeats along K give the product of a copy's; on SM90 kernels of their own apply them last."""
+    for m, n, k in WHOLE_ROW_SIZES if device == "cuda" else [(9, 70, 640), (65, 8, 16), (3, 130, 2064)]:
+        p = make(m, n, k, device=device, recipe=(1, 1, 128))
+        blocks = p.scale_a.shape[1]
+        p.scale_a = p.scale_a[:, :1].expand(-1, blocks)
+        added = torch.randn(n, device=device).to(dtype) if bias else None
+        out = poisoned((m, n), dtype, device)
+        call(p, added, out=out)
+        assert_close(out, *p.operands(), added)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype) -> None:
+    reached = set()
+    for m, n, k in WHOLE_ROW_SIZES[1:]:  # scales of a single block have no stride along K
+        p = make(m, n, k, device="cuda", recipe=(1, 1, 128))
+        p.scale_a = p.scale_a[:, :1].expand(-1, p.scale_a.shape[1])
+        for tokens, weights in ((128, 96), (128, 128), (256, 128)):
+            kernel = f"sm90 per-column, whole rows of tokens, wgmma, {tokens} tokens x {weights} weights"
+            with forced(kernel):
+                out = poisoned((m, n), dtype, "cuda")
+                call(p, None, out=out)
+                reached.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=p.recipe))
+            assert_close(out, *p.operands())
+    assert sum("whole rows" in kernel for kernel in reached) >= tile_rows.WHOLE_ROWS, reached
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_experts_of_tokens_with_one_scale_each(seed: int, masked: bool) -> None:
+    counts, n, k = [0, 129, 1, 700, 300], 264, 640
+    most, experts = max(counts), len(counts)
+    rows = most * experts if masked else sum(counts)
+    p = make(rows, n, k, device="cuda", recipe=(1, 1, 128), experts=experts)
+    p.scale_a = p.scale_a[:, :1].expand(-1, p.scale_a.shape[1])
+    out = poisoned((rows, n), torch.bfloat16, "cuda")
+    if masked:
+        limits = torch.tensor(counts, dtype=torch.int32, device="cuda")
+        lead = (experts, most)
+        scale_a = p.scale_a[:, :1].view(*lead, 1).expand(*lead, p.scale_a.shape[1])
+        given = (p.a.view(*lead, k), p.b, scale_a, p.scale_b)
+        epiloq.grouped_mm(*given, masked_m=limits, recipe=p.recipe, out=out.view(*lead, n))
+        parts = [slice(e * most, e * most + count) for e, count in enumerate(counts)]
+    else:
+        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+        epiloq.grouped_mm(p.a, p.b, p.scale_a, p.scale_b, offs=ends, recipe=p.recipe, out=out)
+        parts = [slice(int(end) - count, int(end)) for end, count in zip(ends, counts, strict=True)]
+    left, right = p.operands()
+    for expert, part in enumerate(parts):
+        assert_close(out[part], left[part], right[expert])
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ from epiloq.ops.w4a8 import unpacked
 from reference import poisoned
 from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
 
-WAYS = [(-1, torch.float8_e4m3fn), (-1, torch.int8)]
-OTHERS = [(128, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (128, torch.int8)]
+WAYS = [(-1, torch.float8_e4m3fn), (-1, torch.int8), (128, torch.float8_e4m3fn), (384, torch.float8_e4m3fn)]
+OTHERS = [(64, torch.float8_e4m3fn), (160, torch.float8_e4m3fn), (128, torch.int8)]
 MANY = unpacked.MANY_TOKENS
 
 

@@ -32,14 +32,16 @@ void register_groupwise_mm(py::module_& module) {
       "explain_groupwise_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool aligned, int experts,
          bool per_row_scales, std::string const& dtype, std::string const& arch, int sm_count, bool has_experts,
-         bool terms) {
-        GroupwiseMmProblem const problem{
+         bool terms, bool whole_row_scales) {
+        GroupwiseMmProblem problem{
             m, n, k, column_scales, aligned, experts, per_row_scales, parse_dtype(dtype), has_experts};
+        problem.whole_row_scales = whole_row_scales;
         return explain_groupwise_mm(problem, parse_arch(arch), sm_count, terms);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false, py::arg("aligned") = true,
       py::arg("experts") = 1, py::arg("per_row_scales") = false, py::arg("dtype") = "float8_e4m3fn",
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false, py::arg("terms") = false);
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0, py::arg("has_experts") = false, py::arg("terms") = false,
+      py::arg("whole_row_scales") = false);
 }
 
 }  // namespace epiloq::bindings

@@ -2,5 +2,6 @@
 
 GROUPS = 11  # with a scale per 128 columns of B
 COLUMNS = 3  # with scales per column of B
+WHOLE_ROWS = 3  # the same where A has a scale per row for all of K
 INT8 = 12  # with scales per row
 FLOAT8 = 10  # with scales per row

@@ -27,7 +27,7 @@ class _Question:
 _MM = ("dtype", "aligned", "arch", "sm_count", "terms")
 # What int32 holds (src/api/scaled_mm.cpp).
 _MOST_K, _MOST_K_AZP = 131071, 65793
-_GROUPWISE = ("column_scales", "per_row_scales", *_MM)
+_GROUPWISE = ("column_scales", "whole_row_scales", "per_row_scales", *_MM)
 _QUESTIONS = {
     "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM), most_k=_MOST_K),
     "scaled_mm_azp": _Question(_core.explain_scaled_mm_problem, _MM, most_k=_MOST_K_AZP),
