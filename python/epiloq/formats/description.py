@@ -52,10 +52,11 @@ class Inputs:
         return f"{kind} per {self.strategy}{size}{'' if self.symmetric else ' with zero points'}, {when}"
 
 
+_FP8_GROUPS = Inputs("fp8", "group", group_size=FP8_BLOCK)
 INPUTS_OF_FP4 = {
     "fp8": Inputs("fp8", "token"),
     "int8": Inputs("int", "token"),
-    GROUPS: Inputs("fp8", "group", group_size=FP8_BLOCK),
+    GROUPS: _FP8_GROUPS,
     STATIC: Inputs("fp8", "tensor", dynamic=False),
 }
 """How `nn.W4A8Fp4Linear` quantises activations, by the name of the kind."""
@@ -172,8 +173,10 @@ class Description:
         if inputs is None or (self.strategy == "block" and self.rows is None):
             return "Fp8WeightOnlyLinear", {"block": self.spans}
         if self.strategy == "block":
-            if (inputs.kind, inputs.strategy, inputs.group_size, inputs.dynamic) != ("fp8", "group", FP8_BLOCK, True):
-                raise FormatError(f"input_activations: expected FP8 in groups of {FP8_BLOCK} (group), got {inputs}")
+            if inputs != _FP8_GROUPS:
+                raise FormatError(
+                    f"input_activations: expected symmetric FP8 in groups of {FP8_BLOCK} (group), got {inputs}"
+                )
             return "Fp8BlockLinear", {} if self.rows == FP8_BLOCK else {"rows": self.rows}
         activation = "static" if not inputs.dynamic else inputs.strategy
         if inputs.kind != "fp8" or inputs.strategy not in ("token", "tensor") or not inputs.symmetric:

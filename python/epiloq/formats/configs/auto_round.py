@@ -47,7 +47,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
         raise FormatError(f"{_WHERE}: quantization_config: expected bits and group_size")
     base = _changed(Description(_layout(found)), found, _WHERE)
     if base is None:
-        raise FormatError(f"{_WHERE}: bits: expected 2 to 8, got {found.get('bits')!r}")
+        raise FormatError(f"{_WHERE}: bits: expected 2 to 8, got {found['bits']!r}")
     extra = {**mapping(found, "layer_config", _WHERE), **mapping(found, "extra_config", _WHERE)}
     exceptions = {name: _changed(base, entry, f"{_WHERE}: extra_config: {name}") for name, entry in extra.items()}
     expressions = [(pattern(name, f"{_WHERE}: extra_config"), name) for name in exceptions if set(name) & _SPECIAL]
@@ -85,12 +85,16 @@ def _changed(base: Description, entry: Any, where: str) -> Description | None:
         raise FormatError(f"{where}: expected an object, got {entry!r}")
     check_keys(entry, _KNOWN, where, TUNING)
     one_of(entry, "act_bits", None, (None, 16, 32), where)
-    if entry.get("bits", base.bits) >= _FLOAT_BITS:
+    bits = base.bits if entry.get("bits") is None else entry["bits"]
+    if type(bits) is not int:
+        raise FormatError(f"{where}: bits: expected 2 to 8, or 16 for floating point, got {bits!r}")
+    if bits >= _FLOAT_BITS:
         return None
     one_of(entry, "data_type", "int", ("int", None), where)
     if base.layout == "gemm":
-        usual = {"bits": base.bits, "group_size": base.group_size} if base.bits == BITS else {}
-        return awq.described({**usual, **{key: entry[key] for key in ("bits", "group_size") if key in entry}})
+        usual = {"group_size": base.group_size} if base.bits == BITS else {}
+        given = {"group_size": entry["group_size"]} if entry.get("group_size") is not None else {}
+        return awq.described({**usual, **given, "bits": bits})
     made = gptq.changed(base, {key: value for key, value in entry.items() if key in _NUMBERS}, where)
     return replace(made, ordered=False)
 

@@ -26,6 +26,9 @@ _NUMBERS = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_st
 # How scales were computed, and dtypes, which the files contain.
 _OBSERVED = {"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
+# Values of ``actorder``: whether the files may have the order of groups. The package writes the strings; Booleans are
+# older. Calibration in the order of activations ("weight", "static") leaves the groups as they are.
+_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
 # For each FP4 format: the package's names for strategy, block size and scale dtype.
 _FP4 = {
     NVFP4: ("tensor_group", 16, "torch.float8_e4m3fn"),
@@ -142,7 +145,7 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         weights.group_size,
         weights.block,
         weights.symmetric,
-        ordered=group["weights"].get("actorder") in ("group", "dynamic", True),
+        ordered=_is_ordered(group["weights"]),
         inputs=None if inputs is None else _inputs(inputs),
     )
     try:
@@ -150,6 +153,16 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
     except ValueError as error:
         raise FormatError(f"{METHOD}: {error}") from None
     return described
+
+
+def _is_ordered(weights: Mapping[str, Any]) -> bool:
+    order = weights.get("actorder")
+    if order is None or isinstance(order, bool):
+        return bool(order)
+    if not isinstance(order, str) or order.lower() not in _ORDERS:
+        expected = ", ".join(_ORDERS)
+        raise FormatError(f"{METHOD}: weights: actorder: expected null or one of {expected}, got {order!r}")
+    return _ORDERS[order.lower()]
 
 
 def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, usual: str | None) -> Description:
@@ -194,7 +207,7 @@ def _numbers(group: Mapping[str, Any], part: str) -> _Numbers | None:
         raise FormatError(f"{where}: expected an object or null, got {entry!r}")
     check_keys(entry, _NUMBERS, where, _OBSERVED)
     size, kind = entry.get("group_size"), str(entry.get("type") or "int").lower()
-    usual = {None: "tensor", -1: "channel"}.get(size, "group")
+    usual = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = str(entry.get("strategy") or usual).lower()
     block, dynamic = _block(entry.get("block_structure"), where), entry.get("dynamic") or False
     if kind not in ("int", "float"):

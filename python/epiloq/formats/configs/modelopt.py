@@ -137,7 +137,8 @@ def _check_cache(entries: Mapping[str, Any]) -> None:
     cache = entries.get("kv_cache_quant_algo", entries.get("kv_cache_scheme"))
     if isinstance(cache, dict):
         check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
-        cache = _OF_BITS.get((cache.get("num_bits"), cache.get("type"))) or dict(cache)
+        numbers = cache.get("num_bits"), cache.get("type")
+        cache = next((name for known, name in _OF_BITS.items() if known == numbers), None) or dict(cache)
     if cache is not None and cache not in _CACHES:
         raise FormatError(f"{METHOD}: kv_cache_quant_algo: expected {' or '.join(_CACHES)} or none, got {cache!r}")
 
