@@ -52,7 +52,10 @@ def sources() -> Path:
 
 @pytest.fixture(scope="session")
 def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A wheel without kernels, with the C++ tests built beside it, installed into a folder of its own."""
+    """A wheel without kernels, with the C++ tests built beside it, installed into a folder of its own.
+
+    That compiles the library again, and its tests, for a dozen CPU minutes, so tests that use it are slow ones.
+    """
     root = tmp_path_factory.mktemp("packaging")
     found = Built(root, root / "build", root / "site")
     settings = [f"build-dir={found.build_dir}", "cmake.define.EPILOQ_TESTS=ON"]
@@ -63,6 +66,7 @@ def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return found._replace(wheel=wheel)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_the_library_and_the_cmake_files(built: Built) -> None:
     names = zipfile.ZipFile(built.wheel).namelist()
     expected = [
@@ -86,6 +90,7 @@ def test_the_wheel_holds_the_package_the_library_and_the_cmake_files(built: Buil
     assert strange == []
 
 
+@pytest.mark.slow
 def test_the_version_is_the_same_everywhere(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -96,6 +101,7 @@ def test_the_version_is_the_same_everywhere(built: Built) -> None:
     assert version == metadata["Version"] == epiloq.__version__
 
 
+@pytest.mark.slow
 def test_only_the_public_api_is_exported(built: Built) -> None:
     exports = pytest.importorskip("exports")
     package = built.site / "epiloq"
@@ -136,6 +142,7 @@ def products(printed: str) -> bool:
     return found == [[2 * m * n for n in range(1, 9)] for m in range(1, 5)]
 
 
+@pytest.mark.slow
 def test_a_cmake_project_uses_the_installed_wheel(built: Built, tmp_path: Path) -> None:
     ask = (sys.executable, "-S", "-m", "epiloq")  # -S: no site-packages, so no torch, as in a build environment
     cmake_dir = run(*ask, "--cmake-dir", cwd=tmp_path, PYTHONPATH=str(built.site)).strip()
@@ -145,6 +152,7 @@ def test_a_cmake_project_uses_the_installed_wheel(built: Built, tmp_path: Path) 
     assert printed.startswith("Unsupported: epiloq") if torch.cuda.is_available() else products(printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["c++", "clang++"])
 @pytest.mark.parametrize("standard", ["c++20", "c++23"])
 def test_the_headers_compile_without_warnings(built: Built, tmp_path: Path, compiler: str, standard: str) -> None:
@@ -158,6 +166,7 @@ def test_the_headers_compile_without_warnings(built: Built, tmp_path: Path, comp
     assert (compiled.returncode, compiled.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_components_are_refused_by_name(built: Built, tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n"
@@ -177,6 +186,7 @@ def test_a_cmake_project_multiplies_on_the_gpu(tmp_path: Path) -> None:
     assert products(consume(Path(epiloq.__file__).parent / "lib" / "cmake" / "epiloq", tmp_path))
 
 
+@pytest.mark.slow
 def test_the_cpp_tests_pass(built: Built) -> None:
     output = run("ctest", "--output-on-failure", "--no-tests=error", cwd=built.build_dir)
     assert "100% tests passed" in output

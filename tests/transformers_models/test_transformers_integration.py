@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
+
 import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
@@ -190,3 +192,57 @@ def test_registering_can_be_taken_back() -> None:
     integration.register()
     assert {AUTO_QUANTIZER_MAPPING[method] for method in integration.METHODS} == {integration.EpiloqQuantizer}
     assert {AUTO_QUANTIZATION_CONFIG_MAPPING[method] for method in integration.METHODS} == {EpiloqConfig}
+
+
+@pytest.mark.parametrize(
+    ("tool", "model", "head"),
+    [("gptq", "llama", "score"), ("pack-quantized", "gpt_neox", "classifier"), ("fp8", "qwen2", "score")],
+)
+@torch.no_grad()
+def test_a_classifier_of_a_language_models_files(seed: int, tmp_path: Path, tool: str, model: str, head: str) -> None:
+    """Its new head is initialised by transformers; the language model's, which it lacks, is left out."""
+    exact = foreign.write(tmp_path / "in", foreign.MODELS[model](), tool)
+    ids = torch.randint(0, 256, (2, 9))
+    classes = transformers.AutoModelForTokenClassification
+    found = classes.from_pretrained(tmp_path / "in", num_labels=3).eval()
+    states, expected = (each(ids, output_hidden_states=True).hidden_states[-1] for each in (found, exact))
+    assert float((states - expected).norm() / expected.norm()) < (0.3 if tool == "fp8" else 1e-5)
+    weight = found.get_parameter(f"{head}.weight")
+    assert weight.shape[0] == 3 and 0 < float(weight.std()) < 0.1
+    found.save_pretrained(tmp_path / "again")
+    again = classes.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(ids).logits, found(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForTokenClassification", "AutoModel"])
+@torch.no_grad()
+def test_models_without_the_quantised_head_of_the_files(seed: int, tmp_path: Path, kind: str) -> None:
+    exact = foreign.qwen2()
+    epiloq.quantize_(exact, "w4a16-g32", head="w8a16")
+    epiloq_modules.save(exact, tmp_path / "in")
+    ids = torch.randint(0, 256, (2, 9))
+    found = getattr(transformers, kind).from_pretrained(tmp_path / "in").eval()
+    states = [each(ids, output_hidden_states=True).hidden_states[-1] for each in (found, exact)]
+    assert torch.equal(*states)
+    found.save_pretrained(tmp_path / "again")
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(ids)[0], found(ids)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "message"),
+    [
+        ("AutoModelForCausalLM", "lm_head.weight", "lm_head.weight: expected a tensor, found none"),
+        ("AutoModelForTokenClassification", "model.norm.weight", "model.norm.weight: expected a tensor, found none"),
+    ],
+)
+def test_other_parts_are_never_random(seed: int, tmp_path: Path, kind: str, tensor: str, message: str) -> None:
+    """Neither a language model's own head, if the files are those of its base model, nor anything in the base model."""
+    foreign.write(tmp_path / "in", foreign.qwen2(), "gptq", shards=1)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}))
+    with pytest.raises(ValueError, match=message):
+        getattr(transformers, kind).from_pretrained(tmp_path / "in")

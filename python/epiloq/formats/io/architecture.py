@@ -213,10 +213,11 @@ def ignores_tensor(model: nn.Module, name: str) -> bool:
     layer after its last, which GLM-4.5 has), or for the names of a part of the model.
     """
     patterns: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    return any(re.search(pattern, name) for pattern in patterns) and not _has(model, name)
+    return any(re.search(pattern, name) for pattern in patterns) and not has(model, name)
 
 
-def _has(model: nn.Module, name: str) -> bool:
+def has(model: nn.Module, name: str) -> bool:
+    """Whether a model has a parameter, buffer or module of this name."""
     parent, _, leaf = name.rpartition(".")
     try:
         holder = model.get_submodule(parent)

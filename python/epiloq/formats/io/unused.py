@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from epiloq.formats.configs.keys import misspelled
-from epiloq.formats.io.architecture import ignores_tensor
+from epiloq.formats.io.architecture import has, ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.described import KEY
 from epiloq.formats.io.safetensors_file import DTYPES
@@ -81,6 +81,25 @@ def is_computed(model: nn.Module, name: str, tensor: Tensor) -> bool:
 def ignores_layer(model: nn.Module, layer: str) -> bool:
     """Whether files may have a layer that a transformers model does not have, and that nothing uses."""
     return ignores_tensor(model, layer) or is_expected(model, layer)
+
+
+def is_of_another_head(model: Any, checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor or layer, by its name in a transformers model, belongs to a head that only one of the model and
+    the saved one has, because they are of different classes: a classifier opened from a language model's files, whose
+    output head it does not need and whose own head transformers initialises.
+
+    A head is what is outside the base model, and entirely in the model or entirely in the files. Language models never
+    lack theirs: a random one predicts random tokens.
+    """
+    saved = checkpoint.config.get("architectures")
+    if not isinstance(saved, list) or not saved or type(model).__name__ in saved:
+        return False
+    head = name.partition(".")[0]
+    if not has(model, head):
+        return True
+    base, output = model.base_model_prefix, model.get_output_embeddings()
+    inside = not has(model, base) or head == base or any(file.partition(".")[0] == head for file in checkpoint.files)
+    return not inside and (output is None or getattr(model, head) is not output)
 
 
 def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -12,15 +12,15 @@ from torch import Tensor
 from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
-from epiloq.formats.io.unused import buffers_of, why_another_model
+from epiloq.formats.io.unused import buffers_of, is_of_another_head, why_another_model
 from epiloq.formats.layouts.base import FormatError
 
 
 def check(model: Any, checkpoint: Checkpoint, unused: Collection[str]) -> None:
     """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model, and none that
-    indicates a different model, except `unused` ones.
+    indicates a different model, except `unused` ones and those of a head.
 
-    Other unexpected tensors are reported by transformers itself.
+    Other unexpected tensors, and heads that it initialises, are reported by transformers itself.
     """
     names, given, unexpected = Names(model), set[str](), dict[str, str]()
     for name, entry in checkpoint.entries.items():
@@ -42,7 +42,7 @@ def check(model: Any, checkpoint: Checkpoint, unused: Collection[str]) -> None:
         given |= more
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     for name in sorted(names.state.keys() - given):
-        if not any(pattern.search(name) for pattern in optional):
+        if not any(pattern.search(name) for pattern in optional) and not is_of_another_head(model, checkpoint, name):
             raise FormatError(f"{checkpoint.folder}: {name}: expected a tensor, found none")
     buffers = buffers_of(model)
     for name, own in unexpected.items():

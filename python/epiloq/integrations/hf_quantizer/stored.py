@@ -16,7 +16,7 @@ from epiloq.formats.io.architecture import check_unchanged, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
-from epiloq.formats.io.unused import ignores_layer
+from epiloq.formats.io.unused import ignores_layer, is_of_another_head
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import other_part, readers, shared, unused_scales
@@ -135,7 +135,10 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         module = _submodule(model, own)
         return (own, layer), nn.Linear if module is None else type(module)
 
-    known, sharing = readers(checkpoint, site, partial(ignores_layer, model)), shared(checkpoint)
+    def ignores(layer: str) -> bool:
+        return ignores_layer(model, layer) or is_of_another_head(model, checkpoint, layer)
+
+    known, sharing = readers(checkpoint, site, ignores), shared(checkpoint)
     tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
     forget_ties(model, (*sharing, *tables))
     layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
@@ -157,7 +160,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     _ignore_unexpected(model, (name for parts in extra.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
-        if reader is None or ignores_layer(model, own):
+        if reader is None or ignores(own):
             continue
         if isinstance(_submodule(model, own), StoredLinear):  # stored already, under another name of the same module
             found[own] = reader
