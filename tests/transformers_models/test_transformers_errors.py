@@ -183,6 +183,11 @@ def test_truncated_files(whole: Path, tmp_path: Path) -> None:
     [
         ("awq", {"dtype": torch.float64}, "dtype: expected one of torch.float32"),
         ("awq", {"dtype": torch.int8}, "dtype|floating"),
+        (
+            "awq",
+            {"key_mapping": {"q_proj": "o_proj"}},
+            "key_mapping: expected none with a quantised directory, got 'q_proj'; rename the tensors",
+        ),
         ("float", {"quantization_config": EpiloqConfig()}, "scheme: expected one of .*w8a8-int8.* got None"),
         ("float", {"quantization_config": EpiloqConfig("w3")}, "got 'w3'"),
         ("float", {"quantization_config": EpiloqConfig("w8a8-int8-static")}, "got 'w8a8-int8-static'"),

@@ -61,6 +61,23 @@ def test_weights_that_a_parent_reads(seed: int, tmp_path: Path, family: str, too
         assert float((found - wanted).norm() / wanted.norm()) < (1e-5 if tool == "gptq" else 0.02)
 
 
+@pytest.mark.parametrize("tool", ["pack-quantized", "int-quantized", "gptq"])
+@torch.no_grad()
+def test_the_output_of_torchs_attention(seed: int, tmp_path: Path, tool: str) -> None:
+    """SigLIP's last attention is torch's, which reads the weight of its output projection."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.SiglipVisionConfig(image_size=32, patch_size=16, **sizes)
+    exact = foreign.with_biases(transformers.SiglipVisionModel(config).eval())
+    foreign.write(tmp_path / "in", exact, tool, shards=1)
+    pixels = torch.randn(2, 3, 32, 32)
+    for model in (type(exact).from_pretrained(tmp_path / "in"), from_directory(tmp_path / "in")):
+        last = model.head.attention
+        assert "head.attention.out_proj" in epiloq_modules.layers_of(model)
+        assert torch.equal(last.out_proj.weight.dequantize(), exact.head.attention.out_proj.weight)
+        found, wanted = (each(pixels).pooler_output for each in (model, exact))
+        assert float((found - wanted).norm() / wanted.norm()) < (0.02 if tool == "int-quantized" else 1e-5)
+
+
 @pytest.mark.parametrize("tool", ["gptq", "pack-quantized", "int-quantized", "fp8"])
 def test_weights_that_a_model_changes_are_refused(seed: int, tmp_path: Path, tool: str) -> None:
     """RWKV divides weights when it runs first: refused when opened, not when it runs; otherwise opened."""

@@ -22,7 +22,7 @@ from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
 from epiloq.models.conv1d import TransposedConv1D, as_linear
 from epiloq.models.mixtures import why_stacked
-from epiloq.models.subclasses import is_plain
+from epiloq.models.subclasses import is_replaceable
 
 _Found = TypeVar("_Found")
 
@@ -166,7 +166,7 @@ class Layers:
             if layer not in self.linears and layer not in self.tables:
                 why = why_stacked(self.model, named_in(self.model, layer))
                 raise FormatError(f"{checkpoint.where(layer)}: not a linear layer of this model{why}")
-            if layer in self.linears and not is_plain(self.linears[layer]):
+            if layer in self.linears and not is_replaceable(self.linears[layer]):
                 kind = type(self.linears[layer]).__name__
                 raise FormatError(f"{checkpoint.where(layer)}: expected a plain linear layer, but {kind} is not")
         targets = self.model.state_dict(keep_vars=True)

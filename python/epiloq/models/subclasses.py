@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from epiloq.models.conv1d import TransposedConv1D
@@ -39,6 +40,12 @@ def is_plain(module: nn.Module) -> bool:
     has_bias = module.bias is not None
     alone = not list(module.children()) and not list(module.buffers())
     return alone and parameters.keys() == {"weight", *(["bias"] if has_bias else [])} and _computes_linear(module)
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Whether a layer that files hold quantised is `is_plain`, or the output projection of torch's attention, which reads
+    the weight and the bias and never calls the layer."""
+    return is_plain(module) or type(module) is NonDynamicallyQuantizableLinear
 
 
 def _was_dequantised(module: nn.Module) -> bool:

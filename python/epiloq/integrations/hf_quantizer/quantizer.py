@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.io.names import saved_by_layer, unstacked_weights, without_stacking
+from epiloq.formats.io.names import Names, saved_by_layer, unstacked_weights, without_stacking
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import shared
@@ -50,6 +51,8 @@ class EpiloqQuantizer(HfQuantizer):
         """Weights of unstacked experts, which transformers would stack."""
         self.in_float = False
         """Whether the files have no quantised layer, whatever config.json describes."""
+        self.renamings: set[tuple[Any, ...]] | None = None
+        """While a directory is loaded: the model's own renamings of tensors."""
         self.split: Split | None = None
         """The distribution of the model over ranks, if there are several."""
 
@@ -106,12 +109,14 @@ class EpiloqQuantizer(HfQuantizer):
         if self._is_mxfp4 and mxfp4.has_blocks(checkpoint):
             mxfp4.store_experts_(model, checkpoint, self.quantization_config.to_dict())
             return
+        self.renamings = {_patterns(each) for each in Names(model).renamings}
         self.readers = store_layers(model, checkpoint)
         self.scales = stored_scales(model, checkpoint, self.readers)
         self.in_float = not self.readers
         self.unstacked_weights, self.sharing = unstacked_weights(model), shared(checkpoint)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.renamings = None
         if self.split is not None:
             self.split.open_(model)
         if self._is_mxfp4:
@@ -130,7 +135,18 @@ class EpiloqQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """transformers' weight conversions, without stacking experts that are unstacked; newer versions also pass the
-        model."""
+        model.
+
+        Raises ValueError for renamings that the caller of ``from_pretrained`` added: the layers are stored already.
+        """
+        for each in weight_conversions:
+            if self.renamings is None or not isinstance(each, WeightRenaming):
+                continue
+            if _patterns(each) not in self.renamings:
+                raise ValueError(
+                    f"{_NAME}: key_mapping: expected none with a quantised directory, got {each.source_patterns[0]!r}; "
+                    "rename the tensors in its files"
+                )
         kept = without_stacking(weight_conversions, self.unstacked_weights)
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
 
@@ -190,6 +206,10 @@ class EpiloqQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _patterns(renaming: Any) -> tuple[Any, ...]:
+    return tuple(renaming.source_patterns), tuple(renaming.target_patterns)
 
 
 def _checkpoint(files: list[Path]) -> Checkpoint:

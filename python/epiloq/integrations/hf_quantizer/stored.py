@@ -28,7 +28,7 @@ from epiloq.models.mixtures import (
     restack_experts_,
     why_stacked,
 )
-from epiloq.models.subclasses import is_plain
+from epiloq.models.subclasses import is_replaceable
 from epiloq.vocabulary import forget_ties
 
 
@@ -247,7 +247,7 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
         is_what = "nothing of that name" if found is None else type(found).__name__
         why = why_stacked(model, name)
         raise FormatError(f"{origin}: expected a linear layer {name} in {type(model).__name__}, found {is_what}{why}")
-    if not is_plain(linear):
+    if not is_replaceable(linear):
         raise FormatError(f"{origin}: expected a plain linear layer, but {type(linear).__name__} is not")
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in {*tied, *tied.values()}:
