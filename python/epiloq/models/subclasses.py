@@ -43,8 +43,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_replaceable(module: nn.Module) -> bool:
-    """Whether a layer that files hold quantised is `is_plain`, or the output projection of torch's attention, which reads
-    the weight and the bias and never calls the layer."""
+    """Whether a layer that files hold quantised is `is_plain`, or the output projection of torch's attention, which
+    reads the weight and the bias and never calls the layer."""
     return is_plain(module) or type(module) is NonDynamicallyQuantizableLinear
 
 
