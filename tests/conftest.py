@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 Case = TypeVar("Case")
-FEW = 3
+FEW = 2
 """Cases of a parametrised test that `make test` runs."""
 
 

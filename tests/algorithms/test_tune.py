@@ -212,6 +212,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8-static"])
 def test_the_command_writes_what_was_tuned(teacher: Path, tmp_path: Path, scheme: str) -> None:
     plain, out = tmp_path / "plain", tmp_path / "tuned"

@@ -252,6 +252,7 @@ def test_bad_options_exit_with_2(options: dict[str, object], message: str, capsy
     assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_without_typer_rich_and_matplotlib() -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib')));"
     code = f"{absent} sys.argv = ['bench', '--help']; from epiloq.bench.cli import main; main()"

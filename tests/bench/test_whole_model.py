@@ -61,6 +61,7 @@ def test_layer_time_excludes_embedding_and_head(seed: int, monkeypatch: pytest.M
     assert model.config.num_hidden_layers == 3
 
 
+@pytest.mark.slow
 def test_figures_of_more_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     plan = Plan("tiny", ["w4a16-g32"], ["eager"], [2], 8, prompt=24, forms=["optimised"])
@@ -98,6 +99,7 @@ def test_generate(seed: int, monkeypatch: pytest.MonkeyPatch, mode: str, cache: 
     assert " - " in table([row]).splitlines()[1]
 
 
+@pytest.mark.slow
 def test_modes_that_generate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     plan = Plan("tiny", [], ["eager", "graph"], [1, 2], 8, generate=3)
@@ -115,6 +117,7 @@ def test_command(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "w8a16 optimised" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     record, picture = tmp_path / "m.json", tmp_path / "m.png"
@@ -134,6 +137,7 @@ def test_shares_head_and_cache(seed: int, tmp_path: Path, capsys: pytest.Capture
     assert heads["w4a16-g32"] < 0.6 * heads["none"]
 
 
+@pytest.mark.slow
 def test_peers(seed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are installed are measured, the others named."""
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
@@ -158,6 +162,7 @@ class _FailsInDecode(torch.nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [AssertionError(), TypeError("no kernel\nfor this"), RuntimeError("out of memory")])
 @pytest.mark.parametrize("fails", ["quantised", "measured"])
 def test_a_peer_that_fails_is_left_out(

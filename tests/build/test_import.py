@@ -49,6 +49,7 @@ def test_modules_are_attributes() -> None:
         epiloq.quantise  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["compat", "nn", "quantize", "quantize_", "schemes"])
 def test_each_module_can_be_imported_first(name: str) -> None:
     code = f"import epiloq; print(epiloq.{name}.__name__)"
@@ -70,6 +71,7 @@ def test_import_is_light() -> None:
     assert best < 0.03, f"import epiloq adds {best:.1%} to what import torch takes"
 
 
+@pytest.mark.slow
 def test_shapes_are_registered_by_torch_where_its_registry_is_not_as_expected() -> None:
     run = subprocess.run([sys.executable, "-c", REGISTERED_BY_TORCH], capture_output=True, text=True)
     assert run.stdout.strip() == "torch.Size([3, 5])", run.stderr

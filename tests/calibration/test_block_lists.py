@@ -45,6 +45,7 @@ def said(result: Any) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_every_list_of_a_detector_is_quantised(detector: Path, tmp_path: Path) -> None:
     result = run("quantize", detector, "--output", tmp_path / "out", *RTN)
     assert result.exit_code == 0 and "--blocks" not in said(result), result.output

@@ -138,6 +138,7 @@ def checks_of_two(ranks: Group, folder: Path) -> None:
     resumed(ranks, folder)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     assert passed(2, tmp_path, checks_of_two)
 

@@ -111,6 +111,7 @@ WELL_KNOWN = """19622 6581 284 4962 929 3156 653 16576 3621 7146 335 451 10904 2
 5636 288 260 20723 338 511 1800 359 2312 4037 30"""
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_as_it_is_published(seed: int) -> None:
     """Q4_1 layers, a Q8_0 embedding that is the head too: it knows the sentence, so rows are where they belong."""

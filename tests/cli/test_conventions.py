@@ -135,6 +135,7 @@ def test_json_on_standard_output_is_not_mixed_with_text(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "small", "text.txt"]
 
 
+@pytest.mark.slow
 def test_bench_writes_json_to_standard_output() -> None:
     arguments = ("--op", "quantize_int8", "--variant", "static", "--m", "1", "--peer", "eager", "--device", "cpu")
     result = run("bench", *arguments, "--json", "-")

@@ -111,6 +111,7 @@ def test_invalid_seeds(tmp_path: Path, seed: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_not_reported_as_a_disk_error(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -52,6 +52,7 @@ def real_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("real") / "model", model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "chain"),
     [

@@ -166,6 +166,7 @@ def test_prepared_weight_changes_its_scales(seed: int, device: str) -> None:
     assert ((restored.permute(0, 3, 1, 2) - weight).abs() <= 0.5001 * rounded.weight_scale.view(-1, 1, 1, 1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles(seed: int, device: str, dynamic: bool) -> None:
     torch._dynamo.reset()

@@ -50,6 +50,7 @@ def test_numbers_are_those_of_the_header(seed: int) -> None:
     assert with_numbers(changed, before) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORY.values())
 def test_the_least_time_is_what_the_library_chooses(memory: int) -> None:
     model, families = header_model(), set()
@@ -74,6 +75,7 @@ def bad_start(model: Model, problems: Problems, changed: Bools, seed: int) -> Fl
     return next(start for start in starts if cost_of(model, problems, start) > 0.2)
 
 
+@pytest.mark.slow
 def test_fit_reduces_the_loss() -> None:
     """From one bad start, always the same: of any start no more is certain than that the fit is not worse."""
     model = header_model()

@@ -191,6 +191,7 @@ def test_passes_with_a_limit(seed: int) -> None:
     assert error(experts(*arguments), y) < 0.02
 
 
+@pytest.mark.slow
 def test_compiled(seed: int) -> None:
     for make in (deepseek_v4, nemotron_h, minimax_m3):
         model = epiloq.quantize_(make(), "w8a8-int8")

@@ -11,6 +11,7 @@ from torch import nn
 from epiloq.nn import OnlineQuantLinear, TableLinear
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(seed: int) -> None:
     table = TableLinear(37, 21, block_size=64)

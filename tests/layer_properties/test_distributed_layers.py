@@ -104,6 +104,7 @@ def _rank(rank: int, names: list[str], folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """Of every class of layers, in one pair of processes, for starting one costs more than what it does."""

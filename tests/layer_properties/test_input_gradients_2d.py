@@ -91,6 +91,7 @@ def test_clamped_outputs_have_no_gradient(kind: str, device: str, seed: int) -> 
     torch.testing.assert_close(x.grad, exact.grad.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_transforms_and_compilers(kind: str, device: str, seed: int) -> None:
     layer = CONVOLUTIONS[kind](nn.Conv2d(8, 8, 3, padding=1, device=device), clamp=(-1.0, 1.0))
@@ -176,6 +177,7 @@ def test_gradients_of_experts_rows(kind: Any, dtype: torch.dtype, device: str, s
         assert (x.grad[expert, count:] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_under_transforms_and_compilers(kind: Any, device: str, seed: int) -> None:
     experts = kind.from_weight(torch.randn(3, 24, 32, device=device) * 0.1)

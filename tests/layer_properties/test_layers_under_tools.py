@@ -148,6 +148,7 @@ def test_gradients_through_two_layers_in_a_dynamic_graph(name: str, seed: int) -
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts-w4a8-nvfp4"])
 def test_experts_in_a_dynamic_graph(name: str, seed: int) -> None:
     layer, (x, *rest) = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
@@ -218,6 +219,7 @@ def test_torch_counts_the_operations_of_products(seed: int) -> None:
 LOOKED_FOR = "import epiloq; from importlib.util import find_spec; assert find_spec('torch.utils.flop_counter')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import epiloq", "import torch.utils.flop_counter", LOOKED_FOR])
 def test_operations_are_counted_whichever_is_imported_first(first: str) -> None:
     code = f"""

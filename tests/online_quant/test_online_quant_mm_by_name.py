@@ -87,6 +87,7 @@ def test_every_kernel_is_near_float64(seed: int, family: str, bits: int, offset:
             assert_close(out[rows][:, columns], x[rows], of_columns, bias[columns])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_chosen_kernels_can_be_forced(bits: int) -> None:
     """And every name differs."""

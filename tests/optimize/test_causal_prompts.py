@@ -32,6 +32,7 @@ def compiled(model: Any) -> tuple[Any, list[bool]]:
     return torch.compile(model, fullgraph=True, backend=backend), masked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma"])
 @torch.no_grad()
 def test_without_padding(seed: int, family: str) -> None:
@@ -56,6 +57,7 @@ def test_padding_needs_a_mask(seed: int) -> None:
     assert masked == [True] * model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_window_shorter_than_the_prompt_needs_a_mask(seed: int) -> None:
     model, x = quantised("mistral", "w8a16"), tokens()
@@ -68,6 +70,7 @@ def test_a_window_shorter_than_the_prompt_needs_a_mask(seed: int) -> None:
     assert masked == [True] * model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_static", [False, True])
 @torch.no_grad()
 def test_a_prompt_after_other_tokens_needs_a_mask(seed: int, is_static: bool) -> None:
@@ -89,6 +92,7 @@ def test_a_prompt_after_other_tokens_needs_a_mask(seed: int, is_static: bool) ->
     assert masked == [False] * layers + [True] * layers  # the first half is a prompt
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_packed_sequences_need_a_mask(seed: int) -> None:
     """Positions that begin anew, without a cache, separate sequences."""

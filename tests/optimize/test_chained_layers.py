@@ -81,6 +81,7 @@ def test_hidden_states_hold_nothing_more(seed: int) -> None:
     assert not any(_PREPARED in vars(state) for state in result.hidden_states)
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_copied() -> None:
     """Without one level of recursion for each layer."""
     config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 120, "hidden_size": 32, "intermediate_size": 32})
@@ -91,6 +92,7 @@ def test_a_deep_model_is_copied() -> None:
     assert [step.index for step in steps] == [*range(120)] and all(step.chain == steps for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8", "fp8-token"])
 def test_the_graph_of_a_step_has_the_same_kernels(seed: int, scheme: str) -> None:
     """`torch.compile` sees what eager mode runs: the cache is written by the rotation, and sums are part of norms."""

@@ -88,6 +88,7 @@ def test_a_static_cache_is_written_in_one_launch(seed: int, monkeypatch: pytest.
         assert relative(mine.values.float(), other.values.float()) <= 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "quantized"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_generate_compiles_a_step_as_one_graph(seed: int, family: str, quantized: bool) -> None:
     """As transformers does by itself on a GPU where the cache has a fixed size; as many graphs as without `optimize_`

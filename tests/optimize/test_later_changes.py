@@ -175,6 +175,7 @@ def test_exports(seed: int, scheme: str) -> None:
     assert products(exported.graph) == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8"])
 def test_compiled_graphs_have_merged_products(seed: int, scheme: str) -> None:
     """In older versions of torch, `torch.compiler.is_exporting` is true in them."""

@@ -288,6 +288,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_and_three_processes(models: Path, world: int) -> None:
     Ranks(models, world, lambda rank: on_every_rank(rank, world, models)).check()

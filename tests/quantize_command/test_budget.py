@@ -78,6 +78,7 @@ def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], mes
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_suggested_budgets_are_possible(teacher: Path, tmp_path: Path) -> None:
     refused = quantize(teacher, tmp_path / "out", "--bytes", "1kB").output
     possible = refused.split("need --bytes ")[1].split(",")[0]
@@ -114,6 +115,7 @@ def test_bytes_are_kept_and_bits_differ(teacher: Path, tmp_path: Path, algorithm
         assert f"Divergence by bytes of weights; --bytes {amount.megabytes(most)} gives" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_in_the_budget(tmp_path: Path, tied: bool) -> None:
     """Most bytes are theirs: what they give up, the layers have, and the files stay within the bytes."""
@@ -166,6 +168,7 @@ def test_embedding_and_head_are_chosen_only_with_a_byte_budget(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_choice(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--bits", 5.2)
     assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0
@@ -181,6 +184,7 @@ def test_an_interrupted_run_keeps_its_choice(teacher: Path, tmp_path: Path, monk
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_transformers_reads_it(teacher: Path, tmp_path: Path) -> None:
     """The package's own reader. It knows several groups, but none with packed zero points (as of 0.20)."""
     pytest.importorskip("compressed_tensors")
@@ -216,6 +220,7 @@ def test_the_package_reads_zero_points_too(teacher: Path, tmp_path: Path) -> Non
         torch.testing.assert_close(theirs.float(), layer.weight.dequantize(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "vast"), [("--bytes", "1GB"), ("--bits", 99)])
 def test_more_than_the_largest_candidates(teacher: Path, tmp_path: Path, option: str, vast: object) -> None:
     """As much as the model in floating point takes is a mistake; a little more than needed gives the largest."""

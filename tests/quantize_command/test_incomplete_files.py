@@ -53,6 +53,7 @@ def interrupted(teacher: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *o
     return output.with_name(f".{output.name}.partial")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "options", "kept"),
     [

@@ -150,6 +150,7 @@ def test_eval(teacher: Path, tmp_path: Path) -> None:
     assert found[1]["file_bytes"] < found[0]["file_bytes"] and found[0]["perplexity"] == pytest.approx(256, rel=0.2)
 
 
+@pytest.mark.slow
 def test_interrupted_command_resumes(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--scheme", "w4a16-g32", "--algorithm", "awq+gptq")
     assert quantize(teacher, tmp_path / "whole", *options).exit_code == 0

@@ -155,6 +155,7 @@ def process(
     return subprocess.Popen(command, text=True, preexec_fn=before, env=environment, **streams)  # type: ignore[call-overload,no-any-return]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     """Files may not grow beyond what a block takes, so the kernel refuses in the middle of one."""
     small = max(file.stat().st_size for file in (teacher / "whole").iterdir() if file.suffix != ".safetensors")
@@ -170,6 +171,7 @@ def test_a_disk_that_is_full(teacher: Path, tmp_path: Path, whole: dict[str, tor
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
+@pytest.mark.slow
 def test_control_c_in_the_middle(teacher: Path, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     """A real signal, once the run has begun to write."""
 

@@ -108,6 +108,7 @@ def whole(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 MIXTURE = ("--scheme", "w8a8-int8-static", "--algorithm", "smoothquant+gptq", "--keep-dynamic", "auto")
 
 
+@pytest.mark.slow
 def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_path: Path) -> None:
     run = Launched(tmp_path, [arguments(models, tmp_path / "two")] * 2)
     assert run.codes == [0, 0], run.output
@@ -121,6 +122,7 @@ def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "three", "two"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

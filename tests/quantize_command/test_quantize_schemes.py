@@ -109,6 +109,7 @@ def test_layers_outside_the_blocks_stay(seed: int, tmp_path: Path) -> None:
     assert all(isinstance(taken.get_submodule(name), WeightOnlyLinear) for name in outside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16-g64", "w8a8-int8", "w8a8-int8-static"])
 def test_calibrated_weights_in_epiloqs_format(teacher: Path, tmp_path: Path, scheme: str) -> None:
     for layout in ("epiloq", "compressed-tensors"):
@@ -169,6 +170,7 @@ def test_compensation_lowers_output_errors(teacher: Path, tmp_path: Path, scheme
     assert sum(found["gptq"].values()) < 0.8 * sum(found["awq"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CODED)
 def test_formats_store_compensated_weights_identically(teacher: Path, tmp_path: Path, scheme: str) -> None:
     """What is written opens as the weights that calibration ended with, in each format, and formats agree."""
@@ -221,6 +223,7 @@ def test_sizes_that_transformers_misreads_are_warned_of(tmp_path: Path) -> None:
         assert run("convert", tmp_path / "epiloq", tmp_path / "back", "--format", "deepseek-fp8").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8-block", "w4a8-block"])
 def test_interrupted_run_resumes(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     options = ("--scheme", scheme, "--algorithm", "gptq", "--json", tmp_path / "r.json")

@@ -77,6 +77,7 @@ def files_of(folder: Path, model: Path, output: str, options: dict[str, Any]) ->
     return load_file(folder / output / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_streamed_blocks_give_the_same_files(
     seed: int, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ PADDED_FLOAT8 = [name for name in LAYERS if "fp8" in name or name == "rows-w4a8"
 PACKAGED = [name for name in LAYERS if name not in PADDED_FLOAT8 or TorchVersion(torch.__version__) >= (2, 13)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.parametrize("names", [FEW, pytest.param(PACKAGED, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_packaged(names: list[str], seed: int, tmp_path: Path) -> None:

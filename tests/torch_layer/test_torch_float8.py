@@ -41,6 +41,7 @@ def fused(x: Tensor) -> tuple[Tensor, ...]:
     return q, scale, added.float(), added_scale, total, gated.float(), gated_scale, *out, *plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [float8, fused])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_whole(seed: int, device: str, dynamic: bool, f: Callable[[Tensor], tuple[Tensor, ...]]) -> None:

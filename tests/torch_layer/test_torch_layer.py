@@ -65,6 +65,7 @@ def same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [(5, 7, 17), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((0, 8, 16), (1, 8, 16), (3, 0, 16)))],

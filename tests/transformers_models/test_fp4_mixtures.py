@@ -105,6 +105,7 @@ def test_stock_transformers_opens_mxfp4(family: str, seed: int, tmp_path: Path) 
     assert typical_error(logits(theirs), logits(models.load(Checkpoint(tmp_path / "out"))[0])) < 0.05
 
 
+@pytest.mark.slow
 def test_experts_as_modelopt_has_them(epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
     """With factors rather than their reciprocals, and the same numbers."""
     mixtral(torch.bfloat16).save_pretrained(tmp_path / "model")

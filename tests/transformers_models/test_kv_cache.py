@@ -147,6 +147,7 @@ def test_static_crop_and_reset(seed: int) -> None:
     assert torch.equal(cache.update(keys, values, 0)[0], whole) and cache.layers[0].keys.data_ptr() == address
 
 
+@pytest.mark.slow
 def test_compiles_whole(seed: int) -> None:
     # In float64 another order of operations does not move a state across a rounding of the cache.
     found, ids = model().double(), torch.randint(256, (2, 5))

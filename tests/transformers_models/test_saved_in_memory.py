@@ -111,6 +111,7 @@ def test_embeddings_that_scale_their_rows(make: Callable[[], Any], seed: int, tm
             assert torch.equal(again(**given).logits, expected)
 
 
+@pytest.mark.slow
 def test_importing_registers_nothing() -> None:
     code = """
 import torch, transformers, epiloq
@@ -127,6 +128,7 @@ print(dict(AUTO_QUANTIZER_MAPPING) == before)
     assert message.split()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_an_import_after_quantising_registers(tmp_path: Path) -> None:
     """As README has it: the package is imported for the first time after a model was quantised in memory."""
     model_of().save_pretrained(tmp_path / "float")

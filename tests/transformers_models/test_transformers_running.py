@@ -29,6 +29,7 @@ integration.unregister()
 pytestmark = pytest.mark.usefixtures("epiloq_in_transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["gptq", "int-quantized"])
 def test_generate_and_a_compiled_step(seed: int, tmp_path: Path, tool: str) -> None:
     """Greedy tokens of ``generate``, of one graph without breaks over a static cache, and of the model's own loop."""
