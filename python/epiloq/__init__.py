@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from epiloq import nn as nn
     from epiloq import quantize as quantize
     from epiloq import schemes as schemes
+    from epiloq.generation import decode as decode
     from epiloq.introspect import config as config
     from epiloq.introspect import explain as explain
     from epiloq.introspect import set_batch_invariant as set_batch_invariant
@@ -79,6 +80,7 @@ __all__ = [
     "config",
     "conv2d_int8",
     "conv2d_weight_only",
+    "decode",
     "explain",
     "formats",
     "fp4_dequantize",
@@ -124,6 +126,7 @@ _ON_DEMAND = ("compat", "formats", "nn", "optimize", "quantize", "schemes")
 _FUNCTIONS = {
     **dict.fromkeys(("config", "explain", "set_batch_invariant", "supports"), "introspect"),
     "QuantizedCache": "kv_cache",
+    "decode": "generation",
     "optimize_": "optimize",
     "quantize_": "schemes",
     "tune": "tuning.tuner",
