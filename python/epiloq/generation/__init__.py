@@ -23,7 +23,7 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Generate the tokens of transformers' own loop, faster: ``model.generate(**inputs, custom_generate=epiloq.decode)``.
+    """Decoding loop for ``model.generate(**inputs, custom_generate=epiloq.decode)``: transformers' tokens, faster.
 
     transformers prepares the prompt, the cache, the processors of logits and the criteria for stopping as always, and
     calls this function, with these arguments, for the loop alone. Greedy choice and sampling give the same tokens, and

@@ -16,7 +16,7 @@ class Sequences:
     """The ids ``[B, W]`` of all sequences in a buffer, and which of them go on; everything advances on the device."""
 
     def __init__(self, prompt: Tensor, width: int, eos: Tensor | None, pad: Tensor | None) -> None:
-        batch, length = prompt.shape
+        batch = prompt.shape[0]
         self.ids = prompt.new_zeros((batch, width))
         self.token = prompt.new_zeros((batch, 1))
         self.column = prompt.new_zeros(1)

@@ -44,7 +44,7 @@ def workspace_of(model: Any) -> Workspace:
 
 
 def static_cache(model: Any, batch: int, length: int, keep: bool) -> Any:
-    """An empty static cache for `batch` sequences of at least `length` tokens; `keep`: in memory kept with the model."""
+    """An empty static cache for `batch` sequences of at least `length` tokens; with `keep` in the model's workspace."""
     held, config = workspace_of(model), model.config.get_text_config(decoder=True)
     if not keep:
         return StaticCache(config=config, max_cache_len=length)

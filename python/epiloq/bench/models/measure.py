@@ -30,6 +30,8 @@ _REPEATS = {"cuda": 15, "cpu": 3}
 # the GPU no time.
 _QUEUED = 8
 _CALLS = 3  # of generate, each of many steps
+LOOPS = ("generate", "own loop")
+"""Phases that call ``model.generate``: with transformers' decoding loop, and with `epiloq.decode`."""
 
 
 def _timed(run: Callable[[], object], device: str, repeats: int, queued: int = _QUEUED) -> float:
@@ -74,21 +76,25 @@ def _step(
     return lambda: called(token, use_cache=True, **{name: cache}), reset
 
 
-def _generation(model: Any, mode: str, batch: int, context: int, new: int, kind: str | None) -> Callable[[], object]:
-    """Return a call of ``model.generate`` for `new` tokens after `context` tokens.
+def _generation(
+    model: Any, mode: str, batch: int, context: int, new: int, kind: str | None, loop: Callable[..., Any] | None = None
+) -> Callable[[], object]:
+    """Return a call of ``model.generate`` for `new` tokens after `context` tokens, by its own decoding loop or `loop`.
 
     With ``mode="compile"`` the cache has a fixed size, for which transformers compiles the decode step on a GPU.
     """
     ids = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
     model.generation_config.eos_token_id = None  # no sequence ends early
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    if loop is not None:
+        options["custom_generate"] = loop
     length = context + new if mode == "compile" else None
 
     def run() -> object:
         if kind is not None:
             quantized = {cache_argument(model): epiloq.QuantizedCache(model.config, kind, length)}
             return model.generate(ids, **options, **quantized)
-        return model.generate(ids, **options, cache_implementation=None if length is None else "static")
+        return model.generate(ids, **options, cache_implementation="dynamic" if length is None else "static")
 
     return run
 
@@ -162,15 +168,26 @@ def measure(
 
 
 def measure_generate(
-    model: Any, scheme: str, optimized: bool, mode: str, batch: int, context: int, new: int, cache: str | None = None
+    model: Any,
+    scheme: str,
+    optimized: bool,
+    mode: str,
+    batch: int,
+    context: int,
+    new: int,
+    cache: str | None = None,
+    phase: str = "generate",
 ) -> Measured:
-    """Measure ``model.generate``: `new` tokens for each of `batch` sequences of `context` tokens, prompt included."""
+    """Measure ``model.generate``: `new` tokens for each of `batch` sequences of `context` tokens, prompt included.
+
+    With ``phase="own loop"`` `epiloq.decode` is its decoding loop.
+    """
     with _settled():
-        run = _generation(model, mode, batch, context, new, cache)
+        run = _generation(model, mode, batch, context, new, cache, epiloq.decode if phase == "own loop" else None)
         run(), run()  # compiles, and on a GPU captures
         whole = _timed(run, model.device.type, _CALLS, 1)
         figures = (whole, 1e3 * batch * new / whole, nan, *_memory(model))
-    return Measured(scheme, optimized, mode, "generate", batch, new, *figures, cache=cache)
+    return Measured(scheme, optimized, mode, phase, batch, new, *figures, cache=cache)
 
 
 def _memory(model: Any) -> tuple[float, float, int, float]:
@@ -267,9 +284,10 @@ def _measured(plan: Plan, model: Any, scheme: str, optimized: bool, tell: Callab
         if plan.generate is None or mode == "graph":  # `generate` cannot use a captured step
             continue
         for batch in plan.batches:
-            tell(f"{mode}, generate, batch {batch}")
-            row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache)
-            yield replace(row, head=head)
+            for loop in LOOPS:
+                tell(f"{mode}, {loop}, batch {batch}")
+                row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache, loop)
+                yield replace(row, head=head)
 
 
 def _shares(plan: Plan, model: Any, scheme: str, optimized: bool) -> list[Share]:

@@ -42,13 +42,13 @@ FORMS = {"plain": False, "optimised": True}
 @dataclass(frozen=True)
 class Measured:
     """Figures of one contender. Times are medians; `us_a_layer` excludes embedding, last norm and head, and, unless
-    the model is compiled, everything else around the layers. It is NaN for "generate", whose time includes the prompt
-    and the choice of each token."""
+    the model is compiled, everything else around the layers. It is NaN for "generate" and "own loop",
+    whose time includes the prompt and the choice of each token."""
 
     scheme: str  # or the name of a peer
     optimized: bool
     mode: str
-    phase: str  # "prefill", "decode" or "generate"
+    phase: str  # "prefill", "decode", "generate", or "own loop" (generate with `epiloq.decode`)
     batch: int
     tokens: int
     """Of the prompt, in the cache before the step, or new ones."""
