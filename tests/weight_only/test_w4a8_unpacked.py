@@ -27,11 +27,21 @@ def test_arithmetic(seed: int, n: int, k: int, group_size: int, activations: tor
         assert_close(out, problem)
 
 
+@pytest.mark.parametrize(("group_size", "k"), [(32, 16), (64, 48), (100, 80), (256, 144), (512, 400)])
+def test_a_group_longer_than_a_row(seed: int, group_size: int, k: int) -> None:
+    """A scale per row, though the packed weight has more for padded columns."""
+    problem = make_problem(9, 33, k, group_size, "zero")
+    out = poisoned((9, 33), torch.bfloat16, "cpu")
+    unpacked.multiply(out, problem.x_q, problem.weight.packed, problem.scale_a, None)
+    assert_close(out, problem)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("group_size", "activations"), [*WAYS, *OTHERS])
 def test_large_m(seed: int, group_size: int, activations: torch.dtype, kind: str) -> None:
-    for m, n, k in ((MANY, 70, 640), (MANY + 33, 520, 1040), (MANY, 129, 16)):
+    many = unpacked.MANY_GROUPED_TOKENS if group_size != -1 and activations != torch.int8 else MANY
+    for m, n, k in ((many, 70, 640), (many + 33, 520, 1040), (many, 129, 16)):
         more = {"bias": torch.bfloat16, "act_order": group_size == 128, "device": "cuda"}
         problem = make_problem(m, n, k, group_size, kind, activations, **more)
         run_and_assert_close(problem, torch.bfloat16)

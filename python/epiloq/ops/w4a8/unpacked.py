@@ -21,8 +21,8 @@ from epiloq.weights.packed_weight import PackedWeight
 
 # Tokens from which a product of 8 bits gains more than unpacking costs.
 MANY_TOKENS = 2048
-# For scales per group: the alternative is w4a8_mm's kernel for SM90, which converts weights beside its products.
-MANY_GROUPED_TOKENS = 512
+# For scales per group: the alternative is w4a8_mm's kernel for SM90, which converts weights while it multiplies.
+MANY_GROUPED_TOKENS = 3072
 # For FP4: the alternative multiplies in bfloat16, at half the rate.
 MANY_FP4_TOKENS = 257
 _ALIGNED = 16  # elements: rows that TMA reads
@@ -67,7 +67,8 @@ def _unpacked(weight: PackedWeight | PackedFp4Weight, dtype: torch.dtype) -> tup
     """Numbers ``[N, K]`` of an 8-bit type, and float32 scales ``[N, 1]`` or ``[N, ceil(K / 128)]``."""
     if isinstance(weight, PackedFp4Weight):
         return weight.float8_rows()
-    scale = parameters_of(weight.scale)[: weight.n].float()
-    if scale.shape[1] > 1 and weight.group_size > GROUP:
+    groups = 1 if weight.group_size == -1 else -(-weight.k // weight.group_size)
+    scale = parameters_of(weight.scale)[: weight.n, :groups].float()  # without those of padded columns
+    if groups > 1 and weight.group_size > GROUP:
         scale = scale.repeat_interleave(weight.group_size // GROUP, 1)[:, : -(-weight.k // GROUP)]
     return weight.integers(dtype), scale.contiguous()
