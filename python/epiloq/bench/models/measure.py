@@ -94,7 +94,11 @@ def _generation(
         if kind is not None:
             quantized = {cache_argument(model): epiloq.QuantizedCache(model.config, kind, length)}
             return model.generate(ids, **options, **quantized)
-        return model.generate(ids, **options, cache_implementation="dynamic" if length is None else "static")
+        if length is None:
+            options["cache_implementation"] = "dynamic"
+        elif loop is None:  # `decode` makes one of fixed size, and keeps it
+            options["cache_implementation"] = "static"
+        return model.generate(ids, **options)
 
     return run
 
