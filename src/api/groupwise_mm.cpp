@@ -205,7 +205,8 @@ GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
           call.a.dtype,
           has_experts(call),
           batch_invariant(),
-          sizes.scale_a.stride_k == 0 && call.columns_per_scale == 1 && !has_per_row_scales(call)};
+          sizes.scale_a.stride_k == 0 && call.columns_per_scale == 1 && !has_per_row_scales(call),
+          call.out.dtype};
 }
 
 Target target_of(GroupwiseMm const& call) {

@@ -101,14 +101,16 @@ def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype)
     for m, n, k in WHOLE_ROW_SIZES[1:]:  # scales of a single block have no stride along K
         p = make(m, n, k, device="cuda", recipe=(1, 1, 128))
         p.scale_a = p.scale_a[:, :1].expand(-1, p.scale_a.shape[1])
-        for tokens, weights in ((128, 96), (128, 128), (256, 128)):
+        for tokens, weights in ((128, 96), (128, 128), (256, 128))[: 2 if dtype == torch.float32 else 3]:
             kernel = f"sm90 per-column, whole rows of tokens, wgmma, {tokens} tokens x {weights} weights"
             with forced(kernel):
                 out = poisoned((m, n), dtype, "cuda")
                 call(p, None, out=out)
-                reached.add(epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, recipe=p.recipe))
+                given = (p.a, p.b, p.scale_a, p.scale_b)
+                reached.add(epiloq.explain("groupwise_mm", *given, recipe=p.recipe, out_dtype=dtype))
             assert_close(out, *p.operands())
-    assert sum("whole rows" in kernel for kernel in reached) >= tile_rows.WHOLE_ROWS, reached
+    expected = tile_rows.WHOLE_ROWS - (dtype == torch.float32)  # which has no kernel of two rounds
+    assert sum("whole rows" in kernel for kernel in reached) >= expected, reached
 
 
 @pytest.mark.gpu

@@ -21,11 +21,20 @@ using gemm::Scales;
 #if EPILOQ_HAS_SM90
 int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBFloat16 ? 1 : 2; }
 
+template <int kRow, Scales kScales, DType kOut>
+constexpr gemm::GroupwiseLaunch group_launch_of() {
+  if constexpr (is_compiled(kScales, group_tiles<kScales>()[kRow], kOut)) {
+    return &Sm90PerGroup<kRow, kScales, kOut>::launch;
+  } else {
+    return nullptr;
+  }
+}
+
 template <Scales kScales, std::size_t... kRows>
 gemm::GroupwiseLaunch sm90_launch(int row, DType out, std::index_sequence<kRows...>) {
-  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{&Sm90PerGroup<kRows, kScales, DType::kFloat16>::launch,
-                                                         &Sm90PerGroup<kRows, kScales, DType::kBFloat16>::launch,
-                                                         &Sm90PerGroup<kRows, kScales, DType::kFloat32>::launch}...};
+  static constexpr gemm::GroupwiseLaunch kTable[][3] = {{group_launch_of<kRows, kScales, DType::kFloat16>(),
+                                                         group_launch_of<kRows, kScales, DType::kBFloat16>(),
+                                                         group_launch_of<kRows, kScales, DType::kFloat32>()}...};
   return kTable[row][column_of(out)];
 }
 template <Scales kScales>

@@ -35,6 +35,10 @@ bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
   return rows_of_expert(p) > kDecodeTokens || tile.config.tokens() <= kDecodeTokens;
 }
 
+bool has_kernel(Family family, Tile const& tile, GroupwiseMmProblem const& p) {
+  return family != Family::kSm90WholeRows || is_compiled(gemm::Scales::kColumnsOfWholeRows, tile, p.out);
+}
+
 // int8 sums are exact in any order.
 bool needs_one_order(GroupwiseMmProblem const& p) { return p.batch_invariant && p.a != DType::kInt8; }
 
@@ -45,7 +49,7 @@ PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem cons
   auto const best_of = [&](int split_k) {
     PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-      if (!suits(tiles[row], p)) continue;
+      if (!suits(tiles[row], p) || !has_kernel(family, tiles[row], p)) continue;
       if (one_order && !keeps_order(tiles[row].config)) continue;
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (ns <= best.ns) best = {{family, row, split_k}, ns};
@@ -69,6 +73,7 @@ std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmP
   constexpr std::int64_t kFewest = 64;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     if (tiles[row].config.tokens() > 2 * std::max(rows_of_expert(p), kFewest)) continue;
+    if (!has_kernel(family, tiles[row], p)) continue;
     for (int split_k : {1, 2}) {
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (std::isfinite(ns)) all.push_back({{family, row, split_k}, 1e-3 * ns});
@@ -187,7 +192,7 @@ std::string terms_of(Tile const& tile, Cost const& c, int sm_count) {
 std::string Selection::key(GroupwiseMmProblem const& p) {
   std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a);
   text += p.per_row_scales ? " rows" : p.column_scales ? " columns" : " blocks";
-  if (p.whole_row_scales) text += " of whole rows";
+  if (p.whole_row_scales) text += p.out == DType::kFloat32 ? " of whole rows, float32" : " of whole rows";
   if (!p.aligned) text += " unaligned";
   if (p.has_experts || p.experts > 1) text += " experts=" + std::to_string(p.experts);
   return text;
