@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from epiloq.generation.mailbox import Mailbox
 from epiloq.generation.steps import FixedStep, PreparedStep, Sequences, fixed_inputs
@@ -70,7 +71,8 @@ def generate_tokens(
     ids = sequences.ids[:, : prompt.shape[1] + count].clone()
     if not returns_dict:
         return ids
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=run.scores, logits=run.raw, **{name: cache})
+    fields: dict[str, Any] = {"sequences": ids, "scores": run.scores, "logits": run.raw, name: cache}
+    return GenerateDecoderOnlyOutput(**fields)
 
 
 class _Plan(NamedTuple):

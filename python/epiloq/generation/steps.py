@@ -139,7 +139,7 @@ def fixed_inputs(model: Any, cache: Any, kwargs: dict[str, Any], seen: int, toke
     if seen + 1 > length:
         return None
     expected[:, 0, 0, : seen + 1] = shown.bool()
-    found = list(masks.values()) if isinstance(masks, dict) else [masks]
+    found: list[Any] = list(masks.values()) if isinstance(masks, dict) else [masks]
     if not found or any(not isinstance(each, Tensor) or each.dtype != torch.bool for each in found):
         return None
     if any(each.shape != expected.shape or not torch.equal(each, expected) for each in found):
