@@ -46,7 +46,8 @@ def groupwise_mm(
         scale_a: float32 ``[…, M, ceil(K / 128)]``, any strides; the rows may be flattened (`quantize_fp8` with
             granularity "group" returns either layout, and neither is copied; column-major is faster at large M on
             SM90); with recipe (128, 128, 128) ``[ceil(M / 128), ceil(K / 128)]``. One scale per token may be expanded
-            along K; with recipe (1, 1, 128) SM90 then has faster kernels for many tokens.
+            along K; with recipe (1, 1, 128) SM90 then has faster kernels for many tokens, which multiply by it last,
+            so that sums without it must not overflow float32.
         scale_b: float32 ``[ceil(K / 128), ceil(N / 128)]``, any strides: ``weight_scale_inv.t()``; with recipe
             (1, 1, 128) ``[ceil(K / 128), N]``. If K and N have the same number of blocks, a missing ``.t()`` is not
             detected.
