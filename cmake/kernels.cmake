@@ -51,8 +51,8 @@ function(epiloq_kernels name)
   target_sources(epiloq PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
-# epiloq_epilogues(<out variable> <list>): the epilogues of a list in src/epilogue/library.h, which is the table of what is
-# compiled.
+# epiloq_epilogues(<out variable> <list>): reads the names of a list of epilogues from src/epilogue/library.h, for which
+# kernels are instantiated.
 function(epiloq_epilogues result list)
   set(library ${PROJECT_SOURCE_DIR}/src/epilogue/library.h)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${library})
