@@ -46,7 +46,9 @@ def test_large_m(seed: int, group_size: int, activations: torch.dtype, kind: str
         problem = make_problem(m, n, k, group_size, kind, activations, **more)
         run_and_assert_close(problem, torch.bfloat16)
         by_8_bits = "unpacked" in epiloq.explain("w4a8_mm", *problem.arguments)
-        assert by_8_bits == ((group_size, activations) in WAYS or k <= group_size)
+        grouped = 0 < group_size < k
+        fits = (group_size, activations) in WAYS and (not grouped or torch.cuda.get_device_capability() == (9, 0))
+        assert by_8_bits == (fits or k <= group_size)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from torch import nn
 from epiloq import _core
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from epiloq.nn.base.packed_linear import PackedLinear
+from epiloq.ops.w4a8 import unpacked
 from epiloq.ops.w4a8_mm import MANY_TOKENS
 from epiloq.schemes import SCHEMES
 
@@ -105,7 +106,9 @@ def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
         return
     yield replace(few, tokens=range(1, MANY_TOKENS))
     options = (("group_size", layer.group_size),)
-    yield _Product("w4a8_mm", layer.out_features, layer.in_features, options, range(MANY_TOKENS, 1 << 31))
+    # More tokens have their weight unpacked, with scales per group for kernels that are chosen by their cost model.
+    last = unpacked.MANY_GROUPED_TOKENS if unpacked.keeps_groups(layer.group_size) else 1 << 31
+    yield _Product("w4a8_mm", layer.out_features, layer.in_features, options, range(MANY_TOKENS, last))
 
 
 def _products_of(layer: nn.Module) -> Iterator[_Product]:

@@ -27,6 +27,7 @@ MANY_GROUPED_TOKENS = 3072
 MANY_FP4_TOKENS = 257
 _ALIGNED = 16  # elements: rows that TMA reads
 _FLOAT8_ARCHS = ("sm89", "sm90")
+_GROUPED_ARCHS = ("sm90",)  # whose kernels for tokens with one scale each were measured
 
 
 def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
@@ -38,14 +39,19 @@ def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
         return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and _multiplies_float8(x_q.device)
     if weight.group_size == -1 or weight.group_size >= weight.k:
         return len(x_q) >= MANY_TOKENS and (x_q.dtype == torch.int8 or _multiplies_float8(x_q.device))
-    if weight.group_size % GROUP != 0 or x_q.dtype == torch.int8:
+    if not keeps_groups(weight.group_size) or x_q.dtype == torch.int8:
         return False
-    return len(x_q) >= MANY_GROUPED_TOKENS and _multiplies_float8(x_q.device)
+    return len(x_q) >= MANY_GROUPED_TOKENS and _multiplies_float8(x_q.device, _GROUPED_ARCHS)
 
 
-def _multiplies_float8(device: torch.device) -> bool:
+def keeps_groups(group_size: int) -> bool:
+    """Whether `groupwise_mm` multiplies an unpacked weight in groups of so many columns."""
+    return group_size > 0 and group_size % GROUP == 0
+
+
+def _multiplies_float8(device: torch.device, archs: tuple[str, ...] = _FLOAT8_ARCHS) -> bool:
     forced = _core.forced_arch()
-    archs = [arch for arch in _FLOAT8_ARCHS if arch in _core.built_archs() and forced in ("auto", arch)]
+    archs = tuple(arch for arch in archs if arch in _core.built_archs() and forced in ("auto", arch))
     capability = _core.device_properties(device.index or 0)["compute_capability"]
     return any(capability >= int(arch.removeprefix("sm")) for arch in archs)
 
