@@ -1,5 +1,8 @@
 // Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns. Types of 8 bits
-// receive the integers q - zero, for products that apply scales later.
+// receive the integers q - zero, for products that apply scales later; from at most 4 bits in runs of 16 columns, if
+// rows and groups are whole runs.
+
+#include <cuda_fp8.h>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -115,6 +118,72 @@ __global__ __launch_bounds__(kDequantizeThreads, 4) void dequantize_kernel(__gri
   }
 }
 
+// A lane's 16 columns of a row, of which a word is four.
+constexpr int kByteRun = 16;
+
+// Integers u in the low nibbles of four bytes, of which `zeros` are subtracted: 128 + u - zero, which does not borrow
+// from the next byte.
+__device__ __forceinline__ std::uint32_t biased_differences(std::uint32_t nibbles, std::uint32_t zeros) {
+  return (nibbles & 0x0f0f0f0fu | 0x80808080u) - zeros;
+}
+
+__device__ __forceinline__ std::uint32_t numbers_of(std::uint32_t biased, std::int8_t) { return biased ^ 0x80808080u; }
+
+// A byte ORed into the half 1024 is 1024 plus the byte.
+__device__ __forceinline__ std::uint32_t numbers_of(std::uint32_t biased, __nv_fp8_e4m3) {
+  std::uint32_t numbers = 0;
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    std::uint32_t const of_1024 = __byte_perm(biased, 0x64646464u, pair == 0 ? 0x4140 : 0x4342);
+    __half2 const differences = __hsub2(reinterpret_cast<__half2 const&>(of_1024), __float2half2_rn(1024 + 128));
+    numbers |= std::uint32_t{__nv_cvt_halfraw2_to_fp8x2(differences, __NV_SATFINITE, __NV_E4M3)} << (16 * pair);
+  }
+  return numbers;
+}
+
+template <int kBits, class T>
+__global__ __launch_bounds__(kDequantizeThreads, 8) void integers_kernel(__grid_constant__ Weight const w, T* out) {
+  constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
+  pdl_trigger();
+  pdl_wait();
+  int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes, g = lane / 4;
+  std::int64_t const panel = blockIdx.x;
+  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
+       tile += gridDim.y * kDequantizeWarps) {
+    std::uint32_t words[4];
+    hold<kBits>(words, reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
+    transpose_fours(words);
+    int const k = tile * kDepth + lane % 4 * kByteRun;
+    if (k >= w.k) continue;
+    uchar2 zero = {1 << (kBits - 1), 1 << (kBits - 1)};  // of rows g and g + 8
+    if (w.zero != nullptr) {
+      std::int64_t const i = (panel * w.groups + k / w.group) * kPanelRows + parameter_of(g);
+      zero = __ldg(reinterpret_cast<uchar2 const*>(w.zero + i));
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      std::int64_t const n = panel * kPanelRows + g + 8 * row;
+      std::uint32_t const zeros = (row == 0 ? zero.x : zero.y) * 0x01010101u;
+      std::uint32_t numbers[4];  // of the columns 2 i, 2 i + 8, 2 i + 1 and 2 i + 9
+#pragma unroll
+      for (int i = 0; i < 4; ++i) numbers[i] = numbers_of(biased_differences(words[i] >> (4 * row), zeros), T());
+      constexpr std::uint32_t kFirstRunOf = 0x6420, kSecondRunOf = 0x7531;  // bytes of two such words
+      if (n >= w.n) continue;
+      *reinterpret_cast<uint4*>(out + n * w.k + k) = {
+          __byte_perm(numbers[0], numbers[1], kFirstRunOf), __byte_perm(numbers[2], numbers[3], kFirstRunOf),
+          __byte_perm(numbers[0], numbers[1], kSecondRunOf), __byte_perm(numbers[2], numbers[3], kSecondRunOf)};
+    }
+  }
+}
+
+template <int kBits, class T>
+auto kernel_of(Weight const& w) {
+  if constexpr (!kScaled<T> && kBits <= 4) {
+    if (w.k % kByteRun == 0 && w.group % kByteRun == 0) return integers_kernel<kBits, T>;
+  }
+  return dequantize_kernel<kBits, T>;
+}
+
 template <class T>
 void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
   Weight const& w = problem.weight;
@@ -122,12 +191,10 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
     int bits;
     void (*kernel)(Weight, T*);
   };
-  constexpr Variant kVariants[] = {{2, dequantize_kernel<2, T>},
-                                   {3, dequantize_kernel<3, T>},
-                                   {4, dequantize_kernel<4, T>},
-                                   {8, dequantize_kernel<8, T>}};
+  Variant const variants[] = {
+      {2, kernel_of<2, T>(w)}, {3, kernel_of<3, T>(w)}, {4, kernel_of<4, T>(w)}, {8, kernel_of<8, T>(w)}};
   dim3 const grid = dequantize_grid(w.n, w.padded_k / depth(w.bits), device);
-  for (Variant const& variant : kVariants) {
+  for (Variant const& variant : variants) {
     if (variant.bits != w.bits) continue;
     cuda_check(launch_pdl(variant.kernel, grid, kDequantizeThreads, 0, stream, w, static_cast<T*>(problem.out)),
                "launching epiloq.dequantize_weight");
