@@ -74,7 +74,7 @@ def _unpacked(weight: PackedWeight | PackedFp4Weight, dtype: torch.dtype) -> tup
     if isinstance(weight, PackedFp4Weight):
         return weight.float8_rows()
     groups = 1 if weight.group_size == -1 else -(-weight.k // weight.group_size)
-    scale = parameters_of(weight.scale)[: weight.n, :groups].float()  # without those of padded columns
+    scale = parameters_of(weight.scale)[: weight.n, :groups]  # without those of padded columns
     if groups > 1 and weight.group_size > GROUP:
         scale = scale.repeat_interleave(weight.group_size // GROUP, 1)[:, : -(-weight.k // GROUP)]
-    return weight.integers(dtype), scale.contiguous()
+    return weight.integers(dtype), scale.to(torch.float32, memory_format=torch.contiguous_format)
