@@ -48,7 +48,7 @@ struct GroupwiseMmProblem {
   bool has_experts = false;       // offs or masked_m, if for one expert
   bool batch_invariant = false;   // batch_invariant.h
   bool whole_row_scales = false;  // with column_scales: A's scales have stride 0 along K, one for all of a row
-  DType out = DType::kBFloat16;   // float32 lacks some of the kernels for whole_row_scales
+  DType out = DType::kBFloat16;   // float32 has no kernels for whole_row_scales
 
   bool operator==(GroupwiseMmProblem const&) const = default;
 };

@@ -23,7 +23,7 @@ int column_of(DType out) { return out == DType::kFloat16 ? 0 : out == DType::kBF
 
 template <int kRow, Scales kScales, DType kOut>
 constexpr gemm::GroupwiseLaunch group_launch_of() {
-  if constexpr (is_compiled(kScales, group_tiles<kScales>()[kRow], kOut)) {
+  if constexpr (is_compiled(kScales, kOut)) {
     return &Sm90PerGroup<kRow, kScales, kOut>::launch;
   } else {
     return nullptr;

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 #include "core/ceil_div.h"
 
@@ -30,13 +31,21 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
 // Small M is bound by memory, which larger tiles do not read faster.
+constexpr int kDecodeTokens = 64;
 bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
-  constexpr int kDecodeTokens = 64;
   return rows_of_expert(p) > kDecodeTokens || tile.config.tokens() <= kDecodeTokens;
 }
 
-bool has_kernel(Family family, Tile const& tile, GroupwiseMmProblem const& p) {
-  return family != Family::kSm90WholeRows || is_compiled(gemm::Scales::kColumnsOfWholeRows, tile, p.out);
+// Kernels that compute D^T; not for experts, whose rows are not the tile's then.
+bool has_transposed_kernels(GroupwiseMmProblem const& p) {
+  return p.whole_row_scales && !p.has_experts && p.experts == 1 && p.m > kDecodeTokens &&
+         is_compiled(gemm::Scales::kColumnsOfWholeRows, p.out);
+}
+
+// The problem as a family's tiles divide it.
+GroupwiseMmProblem as_tiled(Family family, GroupwiseMmProblem p) {
+  if (family == Family::kSm90WholeRows) std::swap(p.m, p.n);
+  return p;
 }
 
 // int8 sums are exact in any order.
@@ -49,7 +58,7 @@ PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem cons
   auto const best_of = [&](int split_k) {
     PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-      if (!suits(tiles[row], p) || !has_kernel(family, tiles[row], p)) continue;
+      if (!suits(tiles[row], p)) continue;
       if (one_order && !keeps_order(tiles[row].config)) continue;
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (ns <= best.ns) best = {{family, row, split_k}, ns};
@@ -73,7 +82,6 @@ std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmP
   constexpr std::int64_t kFewest = 64;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     if (tiles[row].config.tokens() > 2 * std::max(rows_of_expert(p), kFewest)) continue;
-    if (!has_kernel(family, tiles[row], p)) continue;
     for (int split_k : {1, 2}) {
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (std::isfinite(ns)) all.push_back({{family, row, split_k}, 1e-3 * ns});
@@ -115,9 +123,10 @@ std::string describe(BlockwiseConfig const& c) {
   return text.str();
 }
 
-std::string describe(GroupwiseConfig const& c, char const* kind, int split_k) {
+std::string describe(GroupwiseConfig const& c, char const* kind, int split_k, bool transposes = false) {
   std::ostringstream text;
-  text << "sm90 " << kind << " wgmma, " << c.tokens() << " tokens x " << c.n << " weights";
+  int const tokens = transposes ? c.n : c.tokens(), weights = transposes ? c.tokens() : c.n;
+  text << "sm90 " << kind << " wgmma, " << tokens << " tokens x " << weights << " weights";
   if (c.k_groups > 1) text << ", " << c.k_groups << " warpgroups along K";
   if (c.m_groups > 2) text << ", " << c.m_groups << " warpgroups";
   if (split_k > 1) text << ", K over clusters of " << split_k;
@@ -134,8 +143,9 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   if (p.per_row_scales) return choose_per_row(p, sm_count).choice;
   if (p.column_scales) {
     PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
-    if (!p.whole_row_scales) return general.choice;
-    PerRowChoice const of_whole_rows = cheapest(Family::kSm90WholeRows, kWholeRowTiles, p, sm_count);
+    if (!has_transposed_kernels(p)) return general.choice;
+    constexpr Family kTransposed = Family::kSm90WholeRows;
+    PerRowChoice const of_whole_rows = cheapest(kTransposed, kWholeRowTiles, as_tiled(kTransposed, p), sm_count);
     return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
   }
   return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
@@ -210,8 +220,9 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
     case Family::kSm90ColumnScales:
     case Family::kSm90WholeRows: {
       std::vector<Timed> all = candidates_of(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
-      if (p.whole_row_scales) {
-        std::ranges::move(candidates_of(Family::kSm90WholeRows, kWholeRowTiles, p, t.sm_count),
+      if (has_transposed_kernels(p)) {
+        constexpr Family kTransposed = Family::kSm90WholeRows;
+        std::ranges::move(candidates_of(kTransposed, kWholeRowTiles, as_tiled(kTransposed, p), t.sm_count),
                           std::back_inserter(all));
       }
       return all;
@@ -224,7 +235,8 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
   return {};
 }
 
-double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& p, Target const& t) {
+double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& problem, Target const& t) {
+  GroupwiseMmProblem const p = as_tiled(candidate.choice.family, problem);
   Tile const* const tile = tile_of(candidate.choice);
   bool const in_order = tile != nullptr && keeps_order(tile->config) && candidate.choice.split_k == 1;
   if (tile == nullptr || !suits(*tile, p) || (needs_one_order(p) && !in_order)) {
@@ -237,7 +249,7 @@ double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& p, Targ
 std::string Selection::terms(Choice const& choice, GroupwiseMmProblem const& p, Target const& t) {
   Tile const* const tile = tile_of(choice);
   if (tile == nullptr) return "  no cost model: the only kernel, or the tile that M and N fit (select.cpp)\n";
-  return terms_of(*tile, cost_of(*tile, p, t.sm_count, choice.split_k), t.sm_count);
+  return terms_of(*tile, cost_of(*tile, as_tiled(choice.family, p), t.sm_count, choice.split_k), t.sm_count);
 }
 
 std::string describe(Choice const& choice) {
@@ -252,7 +264,7 @@ std::string describe(Choice const& choice) {
     case Family::kSm90ColumnScales:
       return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
     case Family::kSm90WholeRows:
-      return describe(kWholeRowTiles[choice.row].config, "per-column, whole rows of tokens,", choice.split_k);
+      return describe(kWholeRowTiles[choice.row].config, "per-column, whole rows of tokens,", choice.split_k, true);
     case Family::kSm90Int8Rows:
       return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);
     case Family::kSm90Float8Rows:

@@ -20,10 +20,10 @@ struct Choice {
   int split_k = 1;  // CTAs of a cluster that split K
 };
 
-// Whether a tile has a kernel for this type of D, as in CMakeLists.txt. With scales per column and per row of A, two
-// rounds leave no registers for writing float32 (ptxas spills).
-constexpr bool is_compiled(gemm::Scales scales, Tile const& tile, DType out) {
-  return scales != gemm::Scales::kColumnsOfWholeRows || tile.config.rounds == 1 || out != DType::kFloat32;
+// Whether there are kernels for this type of D, as in CMakeLists.txt: D^T is written by an instruction that transposes
+// 16-bit numbers.
+constexpr bool is_compiled(gemm::Scales scales, DType out) {
+  return scales != gemm::Scales::kColumnsOfWholeRows || out != DType::kFloat32;
 }
 
 Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);

@@ -50,11 +50,13 @@ inline CUtensorMap encode_tensor_map(void const* data, std::initializer_list<std
   return map;
 }
 
-// Boxes of `box_rows` rows by `box_columns` bytes (64 or 128), one swizzle line per row, as wgmma reads them. The
+// Boxes of `box_rows` rows by `box_columns` bytes (32, 64 or 128), one swizzle line per row, as wgmma reads them. The
 // matrix address and its stride are multiples of 16 bytes.
 inline CUtensorMap tensor_map_of(void const* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
                                  int box_rows, int box_columns = 128) {
-  auto const swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  auto const swizzle = box_columns == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+                       : box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                           : CU_TENSOR_MAP_SWIZZLE_128B;
   return encode_tensor_map(matrix, {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)},
                            {static_cast<std::uint64_t>(stride)},
                            {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows)}, swizzle);

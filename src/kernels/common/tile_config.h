@@ -36,7 +36,7 @@ struct WgmmaConfig {
 };
 
 // Granularity of B's scales: 128 columns x 128 of K, a column x 128 of K, the same where A has a scale per row for all
-// of K, or a column x all of K.
+// of K (computes D^T), or a column x all of K.
 enum class Scales : std::uint8_t { kBlocks, kColumns, kColumnsOfWholeRows, kPerRowScales };
 
 // SM90 groupwise GEMM: consumer warpgroups along M or along K, columns of B per tile, and how many times 64 tokens a

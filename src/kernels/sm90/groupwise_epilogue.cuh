@@ -14,7 +14,8 @@
 
 namespace epiloq::gemm {
 
-// One output staging slot: a warp's rows by a line of columns, in TMA's swizzled order, free of bank conflicts.
+// One output staging slot: a warp's rows by kChunk columns, in TMA's swizzled order, free of bank conflicts. Of D^T a
+// line is a column's.
 template <class C>
 struct GroupwiseSlot {
   using Out = typename C::Out;
@@ -25,7 +26,11 @@ struct GroupwiseSlot {
     return p.stride_d % kUnit == 0 && reinterpret_cast<std::uintptr_t>(p.d) % 16 == 0;
   }
 
+  // In bytes.
   static __device__ __forceinline__ int swizzled(int row, int column) {
+    if constexpr (C::kTransposesD) {  // lines of 32 bytes, of which every other four exchange their halves
+      return (column * C::kLine + row * static_cast<int>(sizeof(Out))) ^ (column / 4 % 2 * 16);
+    }
     return (row * C::kLine + column * static_cast<int>(sizeof(Out))) ^ (row % 8 * 16);
   }
 
@@ -42,6 +47,10 @@ struct GroupwiseSlot {
   // Copies a slot to D by threads; columns past D's last and rows past the tile's last are left out.
   static __device__ __forceinline__ void copy(unsigned char const* slot, GroupwiseProblem const& p, int first_row,
                                               int end_row, int first_column, int columns, int lane) {
+    if constexpr (C::kTransposesD) {
+      return copy_transposed(slot, p, first_row, min(C::kWarpRows, end_row - first_row), first_column,
+                             min(columns, p.n - first_column), lane);
+    }
     auto* const target = static_cast<Out*>(p.d) + first_row * p.stride_d + first_column;
     int const rows = min(C::kWarpRows, end_row - first_row);
     if (first_column + columns <= p.n && has_lines(p)) {
@@ -59,6 +68,30 @@ struct GroupwiseSlot {
         int const row = i / C::kChunk, column = i % C::kChunk;
         if (column < valid_columns) {
           target[row * p.stride_d + column] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
+        }
+      }
+    }
+  }
+
+  // Column c of the slot is part of D's row `first_column` + c.
+  static __device__ __forceinline__ void copy_transposed(unsigned char const* slot, GroupwiseProblem const& p,
+                                                         int first_row, int rows, int first_column, int columns,
+                                                         int lane) {
+    auto* const target = static_cast<Out*>(p.d) + first_column * p.stride_d + first_row;
+    if (rows == C::kWarpRows && has_lines(p)) {
+      constexpr int kUnits = C::kWarpRows / kUnit;
+#pragma unroll 1
+      for (int i = lane; i < columns * kUnits; i += 32) {
+        int const column = i / kUnits, row = i % kUnits * kUnit;
+        *reinterpret_cast<int4*>(target + column * p.stride_d + row) =
+            *reinterpret_cast<int4 const*>(slot + swizzled(row, column));
+      }
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < columns * C::kWarpRows; i += 32) {
+        int const column = i / C::kWarpRows, row = i % C::kWarpRows;
+        if (row < rows) {
+          target[column * p.stride_d + row] = *reinterpret_cast<Out const*>(slot + swizzled(row, column));
         }
       }
     }
@@ -91,6 +124,11 @@ class GroupwiseEpilogue {
 
   // Before a tile's products: issues the loads of its epilogue operands.
   __device__ __forceinline__ void load_operands(GroupwiseTile const& tile) {
+    if constexpr (C::kTransposesD) {
+      __syncwarp();  // the previous tile's operands have been read
+      copy_columns(column_operands_, params_.p.scale_b.ptr, params_.p.scale_b.stride_row, tile.first_column);
+      cp_async_commit();
+    }
     if constexpr (C::kPerRowScales) {
       auto const& p = params_.p;
       int const row = tile.first_row + first_row_ + lane_ / C::kWarpRows * C::kRoundRows + lane_ % C::kWarpRows;
@@ -113,7 +151,7 @@ class GroupwiseEpilogue {
 
   // Waits for the operands that this warp loaded. Other warps may use them only after a barrier.
   __device__ __forceinline__ void await_operands() const {
-    if constexpr (C::kPerRowScales) {
+    if constexpr (C::kPerRowScales || C::kTransposesD) {
       cp_async_wait<0>();
       __syncwarp();
     }
@@ -124,6 +162,7 @@ class GroupwiseEpilogue {
   template <bool kHasBias>
   __device__ __forceinline__ void fill_slot(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round, int chunk,
                                             GroupwiseTile const& tile, Exchange const& exchange) const {
+    if constexpr (C::kTransposesD) return fill_transposed<kHasBias>(slot, sums, round, chunk, tile, exchange);
     Sum whole[kColumnGroups][kGroupSums];  // including the other CTA's partial sums
     ColumnOperands columns;
     RowOperands rows{{1.f, 1.f}, {1, 1}};
@@ -164,6 +203,41 @@ class GroupwiseEpilogue {
 
  private:
   using Slot = GroupwiseSlot<C>;
+
+  // The same of D^T: columns are scaled, rows have the bias. Two column groups at a time.
+  template <bool kHasBias>
+  __device__ __forceinline__ void fill_transposed(unsigned char* slot, Sum const (&sums)[C::kRowSums], int round,
+                                                  int chunk, GroupwiseTile const& tile,
+                                                  Exchange const& exchange) const {
+    static_assert(C::kN % 16 == 0 && kRowGroups == 2);
+    int const row = tile.first_row + first_row_ + round * C::kRoundRows + lane_ / 4;
+    float const bias[2] = {kHasBias ? bias_at(row, tile.end_row) : 0.f,
+                           kHasBias ? bias_at(row + 8, tile.end_row) : 0.f};
+    // Lane l gives the address of column l % 8 of matrix l / 8: rows 0 and 8 of the first column group, then of the
+    // second.
+    SharedAddress const to = shared_address(slot) + Slot::swizzled(lane_ / 8 % 2 * 8, lane_ / 16 * 8 + lane_ % 8);
+#pragma unroll
+    for (int j = 0; j < kColumnGroups; j += 2) {
+      if (!in_tile(chunk, j)) continue;
+      unsigned matrices[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const group = chunk * kColumnGroups + j + i / 2, first = kGroupSums * group + i % 2 * 2;
+        float pair[2] = {sums[first], sums[first + 1]};
+        if constexpr (C::kSplitsLastWave) {
+          if (exchange.receives()) exchange.template add_received<2>(pair, first);
+        }
+        float2 const scale = *reinterpret_cast<float2 const*>(column_operands_ + 8 * group + 2 * (lane_ % 4));
+        Slot::put(reinterpret_cast<unsigned char*>(&matrices[i]), fmaf(pair[0], scale.x, bias[i % 2]),
+                  fmaf(pair[1], scale.y, bias[i % 2]));
+      }
+      stmatrix_x4_trans(to + 8 * j * C::kLine, matrices);
+    }
+  }
+
+  __device__ __forceinline__ float bias_at(int row, int end_row) const {
+    return row < end_row ? static_cast<float>(static_cast<Out const*>(params_.p.bias)[row]) : 0.f;
+  }
 
   // Epilogue operands of a thread's two neighbouring columns of each column group, and of its rows.
   struct ColumnOperands {

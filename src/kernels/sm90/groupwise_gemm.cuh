@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "epiloq/device.h"
 #include "kernels/common/params_cache.h"
@@ -71,9 +72,6 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     };
     Mainloop::sum(sums, addresses, Position<C>(before + group_k), steps, boundary, store_part, fetch_next_tile, fill);
     out.await_operands();
-    if constexpr (C::kWholeRowScales) {
-      Mainloop::scale_whole_rows(sums, params.p.scale_a, tile.first_row + first_row + lane / 4, tile.end_row - 1);
-    }
     if constexpr (C::kKGroups == 1) {
       finish(sums, tile, depth, C::kDefersStores && !more);
     } else {
@@ -169,7 +167,10 @@ struct GroupwiseGemm {
     if (params.tiles.multicast) params.half = tensor_map_of(p.a, token_rows, p.k, p.stride_a, C::kM / 2);
     if (params.stores_boxes) {
       constexpr int kBytes = sizeof(typename C::Out);
-      params.output = tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, C::kWarpRows);
+      params.output =
+          C::kTransposesD
+              ? tensor_map_of(p.d, p.n, std::int64_t{p.m} * kBytes, p.stride_d * kBytes, C::kChunk, C::kLine)
+              : tensor_map_of(p.d, token_rows, std::int64_t{p.n} * kBytes, p.stride_d * kBytes, C::kWarpRows);
     }
     return params;
   }
@@ -216,7 +217,14 @@ struct GroupwiseGemm {
   }
   static std::int64_t tiles(std::int64_t size, int tile) { return (size + tile - 1) / tile; }
 
-  static void launch(GroupwiseProblem const& p, int device, Stream stream) {
+  // The problem whose D^T is the other's D.
+  static GroupwiseProblem transposed(GroupwiseProblem p) {
+    std::swap(p.m, p.n), std::swap(p.a, p.b), std::swap(p.stride_a, p.stride_b), std::swap(p.scale_a, p.scale_b);
+    return p;
+  }
+
+  static void launch(GroupwiseProblem const& given, int device, Stream stream) {
+    GroupwiseProblem const p = C::kTransposesD ? transposed(given) : given;
     auto* const kernel = groupwise_kernel<C>;
     static PerDevice prepared;
     prepared.once(device, [kernel] {

@@ -53,8 +53,8 @@ struct GroupwiseMainloop {
           tokens(warp_uniform(swizzled_address(shared_address(shared.tokens(0)) + group_m * kWarpgroupBytes))),
           weights(warp_uniform(swizzled_address(shared_address(shared.weights(0))))),
           row_scales(in_register(shared_address(shared.scales(0)) + (group_m * 64 + warp * 16 + lane / 4) * 4)),
-          column_scales(in_register(shared_address(shared.scales(0)) +
-                                    (C::kTokenScaleSlots + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
+          column_scales(
+              in_register(shared_address(shared.scales(0)) + (C::kM + (C::kColumnScales ? 2 * (lane % 4) : 0)) * 4)),
           releases(lane < (C::kMulticast ? 2 : 1)),
           first_step(first + group_k),
           in_quads(params.copies_all_scales) {
@@ -79,12 +79,13 @@ struct GroupwiseMainloop {
 
   static __device__ __forceinline__ void read(Factors& factors, StageAddresses const& addresses, Position<C> const& at,
                                               int step) {
-    if constexpr (C::kPerRowScales || C::kWholeRowScales) return;
+    if constexpr (C::kPerRowScales) return;
     SharedAddress const stage = at.stage * (C::kStageScales * 4);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRounds; ++i) {
       factors.row[i / 2][i % 2] = load_shared(addresses.row_scales + stage + (i / 2 * C::kRoundRows + i % 2 * 8) * 4);
     }
+    if constexpr (C::kTransposesD) return;
     if constexpr (C::kMayCopyAllScales) {
       SharedAddress const first = addresses.column_scales + stage + (addresses.in_quads ? step % C::kQuad * 4 : 0);
       factors.columns[0] = {load_shared(first), load_shared(first + (addresses.in_quads ? C::kQuad * 4 : 4))};
@@ -142,6 +143,9 @@ struct GroupwiseMainloop {
     if constexpr (C::kPerRowScales) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i] += product[i];
+    } else if constexpr (C::kTransposesD) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[i] = fmaf(row[i / 2 % 2], product[i], sums[i]);
     } else if constexpr (C::kColumnScales) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
@@ -161,34 +165,6 @@ struct GroupwiseMainloop {
           sums[i] = fmaf(scale[i / 2 % 2], product[i], sums[i]);
         }
       }
-    }
-  }
-
-  // The same where rows have scales of all of K: the columns' are read as they are needed, as there are no registers
-  // for them beside the sums and the product.
-  static __device__ __forceinline__ void promote_columns(float (&sums)[kSums], float const (&product)[kSums],
-                                                         StageAddresses const& addresses, Position<C> const& at) {
-    SharedAddress const columns = addresses.column_scales + at.stage * (C::kStageScales * 4);
-#pragma unroll
-    for (int j = 0; j < kSums / 4; ++j) {
-      if (j % 4 == 0) __syncwarp();  // else ptxas loads all columns at once and spills
-      float2 const column = load_shared_pair(columns + j * 8 * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[4 * j + i] = fmaf(i % 2 == 0 ? column.x : column.y, product[4 * j + i], sums[4 * j + i]);
-      }
-    }
-  }
-
-  // Multiplies the sums by the scales of whole rows: rows r and r + 8 of each round. Rows past the last are not stored.
-  static __device__ __forceinline__ void scale_whole_rows(float (&sums)[C::kRounds][kSums], GroupScales const& scales,
-                                                          int first_row, int last_row) {
-#pragma unroll
-    for (int i = 0; i < 2 * C::kRounds; ++i) {
-      int const own = first_row + i / 2 * C::kRoundRows + i % 2 * 8;
-      float const scale = scales.ptr[std::int64_t{min(own, last_row)} * scales.stride_row];
-#pragma unroll
-      for (int j = 0; j < kSums / 2; ++j) sums[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2] *= scale;
     }
   }
 
@@ -248,13 +224,8 @@ struct GroupwiseMainloop {
         if (round == 0) beside_first();
         if (is_last) beside_last();
         await<0>(product);
-        if constexpr (C::kWholeRowScales) {
-          promote_columns(sums[round], product, addresses, at);
-          if (is_last) release(addresses, at);
-        } else {
-          if (is_last) release(addresses, at);
-          promote(sums[round], product, factors, round, boundary);
-        }
+        if (is_last) release(addresses, at);
+        promote(sums[round], product, factors, round, boundary);
       }
       at.advance(C::kKGroups);
     };

@@ -123,7 +123,7 @@ struct TileProducer {
         SharedAddress const barrier = full + state.stage * 8, to_tokens = tokens + state.stage * C::kTokenBytes;
         bool const has_weights = C::kSmallM && before + i < early;
         float2 of_weights{};  // loaded while the stage empties
-        if (producer_loads_scales) of_weights = of_columns.at(step);
+        if (!C::kTransposesD && producer_loads_scales) of_weights = of_columns.at(step);
         if (!has_weights) mbarrier_wait(empty + state.stage * 8, state.parity ^ 1);
         if (elect_one()) {
           if (!has_weights && !C::kProducerMayLoadScales) mbarrier_expect_tx(barrier, expected);
@@ -135,7 +135,7 @@ struct TileProducer {
           if (!has_weights) tma_load(weights + state.stage * C::kWeightBytes, weight_map, column, weight_row, barrier);
           SharedAddress const to_scales = scales + state.stage * (C::kStageScales * 4);
           if (copies_scales) tma_load(to_scales, params.scales, token_row, step, barrier);
-          if (producer_loads_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
+          if (!C::kTransposesD && producer_loads_scales) store_shared_pair(to_scales + C::kM * 4, of_weights);
           if (C::kProducerMayLoadScales)
             mbarrier_expect_tx(barrier, expected);  // and the arrival releases the stored scales
         }

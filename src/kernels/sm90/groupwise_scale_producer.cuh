@@ -42,20 +42,20 @@ template <class C>
 __device__ void read_scales(GroupwiseParams const& params, typename C::Shared const& shared, KRange<C> const& k_range,
                             int producer, int own) {
   constexpr int kTogether = 32 * C::kScaleWarps;
-  constexpr int kTokenIterations = (C::kTokenScaleSlots + kTogether - 1) / kTogether;
+  constexpr int kTokenIterations = (C::kM + kTogether - 1) / kTogether;
   constexpr int kWeightIterations = (C::kWeightScales + kTogether - 1) / kTogether;
   auto const& p = params.p;
   int const own_weight = kTogether - 1 - own;  // the warp with fewer rows begins
   SharedAddress const full = in_register(shared_address(shared.full())),
                       empty = in_register(shared_address(shared.empty()));
   SharedAddress const tokens = in_register(shared_address(shared.scales(0) + own));
-  SharedAddress const weights = in_register(shared_address(shared.scales(0) + C::kTokenScaleSlots + own_weight));
+  SharedAddress const weights = in_register(shared_address(shared.scales(0) + C::kM + own_weight));
   int before = 0;  // steps of the tiles that are done
   Position<C> state(producer);
   GroupwiseScheduler<C> scheduler(p, params.tiles);
   for (GroupwiseTile tile; scheduler.next(tile);) {
     KSteps const steps = k_range.of(tile);
-    unsigned token[std::max(kTokenIterations, 1)], weight[kWeightIterations];  // offsets
+    unsigned token[kTokenIterations], weight[std::max(kWeightIterations, 1)];  // offsets
 #pragma unroll
     for (int t = 0; t < kTokenIterations; ++t) {
       int const row = max(0, min(tile.first_row + own + kTogether * t, tile.end_row - 1));
@@ -73,7 +73,7 @@ __device__ void read_scales(GroupwiseParams const& params, typename C::Shared co
       SharedAddress const stage = state.stage * (C::kStageScales * 4);
 #pragma unroll
       for (int t = 0; t < kTokenIterations; ++t) {
-        if (own + kTogether * t >= C::kTokenScaleSlots) continue;
+        if (own + kTogether * t >= C::kM) continue;
         cp_async4(tokens + stage + 4 * kTogether * t, p.scale_a.ptr + (token[t] + step * p.scale_a.stride_k));
       }
 #pragma unroll

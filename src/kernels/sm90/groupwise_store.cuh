@@ -20,7 +20,7 @@ class GroupwiseStore {
 
   // TMA writes whole 16-byte units only.
   static bool can_store_boxes(GroupwiseProblem const& p) {
-    return C::kStoresBoxes && Slot::has_lines(p) && p.n % Slot::kUnit == 0;
+    return C::kStoresBoxes && Slot::has_lines(p) && (C::kTransposesD ? p.m : p.n) % Slot::kUnit == 0;
   }
 
   // `first_row`: the warp's first row in a tile; the rows of the next round follow kRoundRows later.
@@ -184,8 +184,14 @@ class GroupwiseStore {
 
   // By one lane, which then commits.
   __device__ __forceinline__ void issue_store(int slot, int part, int tile_row, int tile_column) const {
-    int const column = (tile_column + part % C::kChunks * C::kChunk) * static_cast<int>(sizeof(typename C::Out));
-    tma_store(params_.output, column, tile_row + part / C::kChunks * C::kRoundRows, shared_address(slot_at(slot)));
+    constexpr int kBytes = sizeof(typename C::Out);
+    int const row = tile_row + part / C::kChunks * C::kRoundRows, column = tile_column + part % C::kChunks * C::kChunk;
+    SharedAddress const from = shared_address(slot_at(slot));
+    if constexpr (C::kTransposesD) {
+      tma_store(params_.output, row * kBytes, column, from);
+    } else {
+      tma_store(params_.output, column * kBytes, row, from);
+    }
   }
 
   // By the warp's threads, where TMA cannot store.

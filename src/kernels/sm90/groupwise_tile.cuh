@@ -43,10 +43,11 @@ struct Groupwise {
   // Rounds of 64 tokens per warpgroup: each multiplies the same stage of weights. The rows of all warpgroups of one
   // round precede those of the next, as in DeepGEMM.
   static constexpr int kRounds = kRounds_, kRoundRows = 64 * kMGroups;
-  // A has a scale per row for all of K, which the sums are multiplied by at the end.
-  static constexpr bool kWholeRowScales = kScales_ == Scales::kColumnsOfWholeRows;
+  // Computes D^T: the launch exchanges A and B, so that the rows of the tile are those of the problem's B. Theirs are
+  // the scales per 128 of K, two per thread; columns have one scale for all of K, applied in the epilogue.
+  static constexpr bool kTransposesD = kScales_ == Scales::kColumnsOfWholeRows;
   // Of B: one per column rather than per 128 columns.
-  static constexpr bool kColumnScales = kScales_ == Scales::kColumns || kWholeRowScales;
+  static constexpr bool kColumnScales = kScales_ == Scales::kColumns;
   static constexpr bool kPerRowScales =
       kScales_ == Scales::kPerRowScales;  // scales cover all of K and are applied in the epilogue
   static constexpr bool kExact = std::is_same_v<Element, std::int8_t>;
@@ -78,7 +79,7 @@ struct Groupwise {
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumerGroups / 8 * 8;
   static_assert(kMGroups == 1 || kKGroups == 1);
   static_assert(kRounds == 1 || (kRounds == 2 && kKGroups == 1 && !kExact));
-  static_assert(!kWholeRowScales || kKGroups == 1);
+  static_assert(!kTransposesD || (kMGroups > 1 && sizeof(Out) == 2));
   // The two CTAs of a cluster compute adjacent tiles and load their tokens by multicast: each loads half of them for
   // both. Saves L2 traffic and power.
   static constexpr bool kMulticast = kRounds > 1;
@@ -90,21 +91,21 @@ struct Groupwise {
   // 128-column groups.
   static constexpr bool kMayCopyAllScales = kSmallM && kN <= 32 && !kColumnScales && !kPerRowScales;
   static constexpr int kQuad = 4;
-  static constexpr int kWeightScales = kColumnScales ? kN : 2;                      // loaded by warps
+  static constexpr int kWeightScales = kTransposesD ? 0 : kColumnScales ? kN : 2;   // loaded by warps
   static constexpr bool kOneWeightScale = !kColumnScales && kGroupDepth % kN == 0;  // per tile
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
-  static constexpr int kTokenScaleSlots = kWholeRowScales ? 0 : kM;
-  static constexpr int kStageScales = kPerRowScales ? 0 : (kTokenScaleSlots + kWeightScaleSlots + 31) / 32 * 32;
+  static constexpr int kStageScales = kPerRowScales ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
 
-  // D leaves through shared memory: a warp's rows by a line of 128 bytes per slot; kSlots may be in flight.
-  static constexpr int kLine = 128;
-  static constexpr int kChunk = kLine / static_cast<int>(sizeof(Out));  // columns
-  static constexpr int kChunks = (kN + kChunk - 1) / kChunk;            // per round
+  // D leaves through shared memory: a warp's rows by kChunk columns per slot, in lines of 128 bytes of a row or, of
+  // D^T, of 32 bytes of a column; kSlots may be in flight.
+  static constexpr int kLine = kTransposesD ? kWarpRows * static_cast<int>(sizeof(Out)) : 128;
+  static constexpr int kChunk = 128 / static_cast<int>(sizeof(Out));  // columns
+  static constexpr int kChunks = (kN + kChunk - 1) / kChunk;          // per round
   static constexpr bool kStoresBoxes = kMGroups > 1 && kN % kChunk == 0;
   static constexpr int kParts = kRounds * kChunks;  // per tile
   static constexpr int kSlots = kStoresBoxes ? std::min(kParts, 4) : 1;
-  static constexpr int kSlotBytes = kWarpRows * kLine;
+  static constexpr int kSlotBytes = kWarpRows * kChunk * static_cast<int>(sizeof(Out));
   static_assert(kN % 8 == 0);
   // A tile spans at most two 128-column scale groups, wherever it begins.
   static_assert(kColumnScales || kPerRowScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
@@ -112,7 +113,8 @@ struct Groupwise {
   // column operands unless all warps synchronise in every tile: then there are two copies, as one warp may be a tile
   // ahead.
   static constexpr int kOperands = !kPerRowScales ? 0 : kHasZeroPoint ? 2 : 1;
-  static constexpr int kRowOperands = kOperands * kWarpRows * kRounds, kColumnOperands = kOperands * kN;
+  static constexpr int kRowOperands = kOperands * kWarpRows * kRounds;
+  static constexpr int kColumnOperands = kTransposesD ? kN : kOperands * kN;
   static constexpr bool kSharesColumnOperands = kKGroups > 1;
   static constexpr int kOperandBytes =
       4 * (kConsumerWarps * kRowOperands + (kSharesColumnOperands ? 2 : kConsumerWarps) * kColumnOperands);
@@ -196,9 +198,8 @@ struct Groupwise {
   // others multiply meanwhile.)
   static constexpr bool kOverlaps = kMGroups == 2 && kRounds == 1 && kN <= 128 && !kColumnScales && !kExact;
   // Deferred stores: if each part has a slot, a tile is stored between the next one's products; not with two products
-  // in flight, and not where scales of columns leave no registers for it (ptxas spills).
-  static constexpr bool kDefersStores =
-      kStoresBoxes && kParts <= kSlots && !kOverlaps && !(kWholeRowScales && kRounds > 1);
+  // in flight.
+  static constexpr bool kDefersStores = kStoresBoxes && kParts <= kSlots && !kOverlaps;
   // The parts of the first round then fill their slots during the last product of the second round. Not with per-row
   // scales: ptxas spills.
   static constexpr bool kFillsSlotsEarly = kDefersStores && kRounds > 1 && !kPerRowScales;
