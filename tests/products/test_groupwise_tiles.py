@@ -76,6 +76,7 @@ WHOLE_ROW_SIZES = [
     (256, 4096, 640),
     (300, 7168, 2064),
     (1000, 8200, 272),
+    (200, 4100, 272),
     (2049, 6144, 400),
 ]
 
@@ -83,7 +84,7 @@ WHOLE_ROW_SIZES = [
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_with_one_scale_each(seed: int, device: str, dtype: torch.dtype, bias: bool) -> None:
-    """Scales that a view repeats along K give the product of a copy's; on SM90 kernels of their own apply them last."""
+    """Scales that a view repeats along K give the product of a copy's; SM90 has kernels that apply them last."""
     for m, n, k in WHOLE_ROW_SIZES if device == "cuda" else [(9, 70, 640), (65, 8, 16), (3, 130, 2064)]:
         p = make(m, n, k, device=device, recipe=(1, 1, 128))
         blocks = p.scale_a.shape[1]
@@ -95,22 +96,28 @@ def test_tokens_with_one_scale_each(seed: int, device: str, dtype: torch.dtype, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype, by_rows: bool) -> None:
+    """They compute the transpose. Scales of the weight are read by TMA unless its rows' are stored together."""
     reached = set()
     for m, n, k in WHOLE_ROW_SIZES[1:]:  # scales of a single block have no stride along K
         p = make(m, n, k, device="cuda", recipe=(1, 1, 128))
+        if by_rows:
+            p.scale_b = p.scale_b.t().contiguous().t()
         p.scale_a = p.scale_a[:, :1].expand(-1, p.scale_a.shape[1])
-        for tokens, weights in ((128, 96), (128, 128), (256, 128))[: 2 if dtype == torch.float32 else 3]:
-            kernel = f"sm90 per-column, whole rows of tokens, wgmma, {tokens} tokens x {weights} weights"
-            with forced(kernel):
-                out = poisoned((m, n), dtype, "cuda")
-                call(p, None, out=out)
+        bias = torch.randn(n, device="cuda").to(dtype)
+        for weights in ("128", "192", "256"):
+            with forced(f"sm90 per-column, whole rows of tokens, wgmma, 128 tokens x {weights} weights"):
+                for out in (poisoned((m, n), dtype, "cuda"), poisoned((m, n + 3), dtype, "cuda")[:, 1 : n + 1]):
+                    call(p, bias, out=out)
+                    assert_close(out, *p.operands(), bias)
                 given = (p.a, p.b, p.scale_a, p.scale_b)
                 reached.add(epiloq.explain("groupwise_mm", *given, recipe=p.recipe, out_dtype=dtype))
-            assert_close(out, *p.operands())
-    expected = tile_rows.WHOLE_ROWS - (dtype == torch.float32)  # which has no kernel of two rounds
-    assert sum("whole rows" in kernel for kernel in reached) >= expected, reached
+    assert sum("whole rows" in kernel for kernel in reached) >= tile_rows.WHOLE_ROWS, reached
+    p.scale_a = p.scale_a.contiguous()
+    in_float32 = {"recipe": p.recipe, "out_dtype": torch.float32}
+    assert "whole rows" not in epiloq.explain("groupwise_mm", p.a, p.b, p.scale_a, p.scale_b, **in_float32)
 
 
 @pytest.mark.gpu

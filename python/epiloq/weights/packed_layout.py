@@ -109,3 +109,10 @@ def parameters_of(packed: Tensor) -> Tensor:
     """Inverse of `packed_parameters`, including padding."""
     panels, groups, _ = packed.shape
     return packed.view(panels, groups, 8, 2).permute(0, 3, 2, 1).reshape(panels * PANEL_ROWS, groups)
+
+
+def parameters_by_group(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The transpose of `parameters_of`, contiguous ``[groups, panels * 16]`` of another type, in one copy."""
+    panels, groups, _ = packed.shape
+    by_group = packed.new_empty((groups, panels, 2, 8), dtype=dtype)
+    return by_group.copy_(packed.view(panels, groups, 8, 2).permute(1, 0, 3, 2)).view(groups, panels * PANEL_ROWS)

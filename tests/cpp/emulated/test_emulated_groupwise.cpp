@@ -43,13 +43,17 @@ constexpr DType kOutOf = std::is_same_v<Out, float>    ? DType::kFloat32
 // A row of a table, with one type of D and, of int8, one epilogue.
 template <GroupwiseConfig kTile, int kRow, Scales kScales, class Element>
 Kernel kernel_of() {
-  using Out = std::tuple_element_t<kRow % 3, std::tuple<__nv_bfloat16, __half, float>>;
+  constexpr bool kTransposesD = kScales == Scales::kColumnsOfWholeRows;
+  using Out = std::tuple_element_t<kRow % (kTransposesD ? 2 : 3), std::tuple<__nv_bfloat16, __half, float>>;
   constexpr bool kHasZeroPoint = std::is_same_v<Element, std::int8_t> && kRow % 2 == 1;
   using Epilogue = std::conditional_t<kHasZeroPoint, epilogue::ScaledAzp, epilogue::Scaled>;
   using Gemm = gemm::GroupwiseGemm<
       gemm::Groupwise<kTile.m_groups, kTile.k_groups, kTile.n, kTile.rounds, kScales, Element, Out, Epilogue>>;
   DType const element = std::is_same_v<Element, std::int8_t> ? DType::kInt8 : DType::kFloat8E4M3;
-  return {kTile, kScales, element, kOutOf<Out>, kHasZeroPoint, Gemm::launch, Gemm::split_tile_count};
+  auto const split_tiles = [](GroupwiseProblem const& p, int sm_count) {
+    return Gemm::split_tile_count(kTransposesD ? Gemm::transposed(p) : p, sm_count);
+  };
+  return {kTile, kScales, element, kOutOf<Out>, kHasZeroPoint, Gemm::launch, split_tiles};
 }
 template <auto const& kTable, Scales kScales, class Element>
 void add_all(std::vector<Kernel>& kernels) {
@@ -105,7 +109,7 @@ class Trial {
       : kernel_(kernel),
         random_(seed),
         sm_count_(maybe(random_) ? 2 : between(random_, 3, 6)),
-        experts_(below(random_, 3) == 0 ? 3 : 1) {
+        experts_(kernel.scales != Scales::kColumnsOfWholeRows && below(random_, 3) == 0 ? 3 : 1) {
     // Half of the time enough of K to wrap around the pipeline in one tile or, at large M, in two. Of pairs
     // sometimes so much that many steps follow one another.
     bool const is_few = kernel.tile.tokens() == 64, is_deep = kernel.tile.rounds > 1 && below(random_, 4) == 0;
@@ -119,6 +123,7 @@ class Trial {
                  : maybe(random_) ? between(random_, 1, 50)
                  : is_few         ? between(random_, 150, 250)
                                   : between(random_, 40, 80));
+    if (kernel.scales == Scales::kColumnsOfWholeRows) std::swap(p_.m, p_.n);  // whose tiles are of D^T
     p_.experts = experts_;
     choose_rows();
     a_ = std::make_unique<Operand>(random_, kernel.element, token_rows_, p_.k);
@@ -167,6 +172,15 @@ class Trial {
   void choose_scales() {
     bool const whole = kernel_.scales == Scales::kPerRowScales;
     auto const in_fours = [](int count) { return (count + 3) / 4 * 4; };
+    if (kernel_.scales == Scales::kColumnsOfWholeRows) {
+      int const groups = (p_.k + 127) / 128, column = in_fours(p_.n);
+      bool const for_tma = maybe(random_);
+      p_.scale_a.stride_row = below(random_, 2);
+      p_.scale_b.stride_row = for_tma ? 1 : groups, p_.scale_b.stride_k = for_tma ? column : 1;
+      scale_a_ = powers_of_two(random_, p_.m), scale_b_ = powers_of_two(random_, std::int64_t{column} * groups);
+      p_.scale_a.ptr = scale_a_.data(), p_.scale_b.ptr = scale_b_.data();
+      return;
+    }
     int const groups = whole ? 1 : (p_.k + 127) / 128, line = in_fours(groups), column = in_fours(token_rows_);
     p_.depth = whole ? p_.k : 128;
     p_.scale_a.shift = !whole && experts_ == 1 && below(random_, 4) == 0 ? 7 : 0;
@@ -273,6 +287,7 @@ int main(int count, char** arguments) {
   std::vector<Kernel> kernels;
   add_all<kTiles, Scales::kBlocks, cutlass::float_e4m3_t>(kernels);
   add_all<kColumnScaleTiles, Scales::kColumns, cutlass::float_e4m3_t>(kernels);
+  add_all<kWholeRowTiles, Scales::kColumnsOfWholeRows, cutlass::float_e4m3_t>(kernels);
   add_all<kInt8RowTiles, Scales::kPerRowScales, std::int8_t>(kernels);
   add_all<kFloat8RowTiles, Scales::kPerRowScales, cutlass::float_e4m3_t>(kernels);
   // In float32 two rounds of a tile have more parts than slots.

@@ -16,7 +16,7 @@ from epiloq.ops.checks.w4a8_mm import GROUP
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.scaled_mm import scaled_mm
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
-from epiloq.weights.packed_layout import parameters_of
+from epiloq.weights.packed_layout import parameters_by_group
 from epiloq.weights.packed_weight import PackedWeight
 
 # Tokens from which a product of 8 bits gains more than unpacking costs.
@@ -65,16 +65,16 @@ def multiply(
     if scale.shape[1] == 1:
         scaled_mm(x_q, rows.t(), scale_a.contiguous(), scale, bias, out=out)
     else:
-        by_group = scale_a.expand(-1, scale.shape[1])
+        by_group = scale_a.expand(-1, scale.shape[1])  # for kernels that apply a token's scale at the end
         groupwise_mm(x_q, rows.t(), by_group, scale.t(), bias, recipe=(1, 1, GROUP), out=out)
 
 
 def _unpacked(weight: PackedWeight | PackedFp4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers ``[N, K]`` of an 8-bit type, and float32 scales ``[N, 1]`` or ``[N, ceil(K / 128)]``."""
+    """Numbers ``[N, K]`` of an 8-bit type, and float32 scales ``[N, 1]`` or, by columns, ``[N, ceil(K / 128)]``."""
     if isinstance(weight, PackedFp4Weight):
         return weight.float8_rows()
     groups = 1 if weight.group_size == -1 else -(-weight.k // weight.group_size)
-    scale = parameters_of(weight.scale)[: weight.n, :groups]  # without those of padded columns
+    scale = parameters_by_group(weight.scale[:, :groups], torch.float32)  # without those of padded columns
     if groups > 1 and weight.group_size > GROUP:
-        scale = scale.repeat_interleave(weight.group_size // GROUP, 1)[:, : -(-weight.k // GROUP)]
-    return weight.integers(dtype), scale.to(torch.float32, memory_format=torch.contiguous_format)
+        scale = scale.repeat_interleave(weight.group_size // GROUP, 0)[: -(-weight.k // GROUP)]
+    return weight.integers(dtype), scale[:, : weight.n].t()

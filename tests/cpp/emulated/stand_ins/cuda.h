@@ -14,6 +14,7 @@ enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
 enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1, CU_TENSOR_MAP_DATA_TYPE_FLOAT32 = 4 };  // by their bytes
 enum CUtensorMapSwizzle {                                                                             // likewise
   CU_TENSOR_MAP_SWIZZLE_NONE = 0,
+  CU_TENSOR_MAP_SWIZZLE_32B = 32,
   CU_TENSOR_MAP_SWIZZLE_64B = 64,
   CU_TENSOR_MAP_SWIZZLE_128B = 128
 };
