@@ -20,6 +20,7 @@ from torch import Tensor
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+import foreign_variants as variants
 from command_line import ROUND, letters, run
 from epiloq.formats import convert, deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
@@ -177,3 +178,21 @@ def test_a_forward_that_dequantising_leaves_behind(activations: Any, status: str
     assert is_plain(layer)
     forward.set_forward_quantized(layer)
     assert is_plain(layer) == (activations is None and status == "decompressed")
+
+
+@pytest.mark.parametrize("tool", ["int8 weights alone", "int8 per tensor", "fp8 weights alone"])
+def test_a_classifier_of_a_language_models_files(
+    seed: int, tmp_path: Path, epiloq_in_transformers: None, tool: str
+) -> None:
+    """The description that epiloq saves leaves the new head in floating point: others would look for its scales."""
+    foreign.write_as(tmp_path / "in", foreign.llama(), *variants.VARIANTS[tool])
+    classes = transformers.AutoModelForTokenClassification
+    ours = classes.from_pretrained(tmp_path / "in", num_labels=3).eval()
+    expected = logits(ours)
+    ours.save_pretrained(tmp_path / "out")
+    description = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert description["ignore"] == ["re:.*lm_head", "score"]
+    integration.unregister()
+    found = logits(classes.from_pretrained(tmp_path / "out", dtype=torch.float32).eval())
+    # Beside 8-bit activations the package restores the weights in floating point before it multiplies.
+    assert float((found - expected).norm() / expected.norm()) < (0.1 if tool == "int8 per tensor" else 1e-5)

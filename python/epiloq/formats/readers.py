@@ -51,6 +51,16 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
 }
 """Parsers of the configurations of all methods other than epiloq's own."""
 
+_NOT_CONVERTED = "modules_to_not_convert"
+_LISTS_OF_FLOAT_LAYERS: dict[str, str] = {
+    ct_config.METHOD: "ignore",
+    bitsandbytes_config.METHOD: "llm_int8_skip_modules",
+    quark_config.METHOD: "exclude",
+    **dict.fromkeys((gptq_config.METHOD, awq_config.METHOD, fp8.METHOD, fp8.FBGEMM), _NOT_CONVERTED),
+    **dict.fromkeys(auto_round.METHODS, _NOT_CONVERTED),
+    **dict.fromkeys(modelopt_config.METHODS, "ignore"),
+}
+
 
 # Excludes names that other layers, such as norms, use for their scales.
 _MARKERS = frozenset(layout.marker for layout in LAYOUTS.values()) - {fp8.SCALE}
@@ -158,6 +168,23 @@ def parse(found: Mapping[str, Any]) -> Rules:
             "quantise the float model instead"
         )
     return CONFIGS[method](found)
+
+
+def leaving(found: Mapping[str, Any], layers: Mapping[str, type[nn.Module]]) -> dict[str, Any]:
+    """A ``quantization_config`` that leaves these layers, given with their classes, in floating point: those that it
+    describes as quantised are listed, so that other readers do not expect scales of them."""
+    key = _LISTS_OF_FLOAT_LAYERS.get(str(found.get("quant_method")))
+    rules = parse(found) if key is not None and layers else None
+    described = [name for name, kind in layers.items() if rules is not None and rules((name,), kind) is not None]
+    if key is None or not described:
+        return dict(found)
+    if isinstance(found.get("quantization"), dict):  # ModelOpt's own file
+        inner = found["quantization"]
+        return {
+            **found,
+            "quantization": inner | {"exclude_modules": [*(inner.get("exclude_modules") or ()), *described]},
+        }
+    return {**found, key: [*(found.get(key) or ()), *described]}
 
 
 def _described(

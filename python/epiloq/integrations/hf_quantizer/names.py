@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from epiloq.formats.io.architecture import ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -51,3 +51,15 @@ def check(model: Any, checkpoint: Checkpoint, unused: Collection[str]) -> None:
         why = why_another_model(model, own, partial(checkpoint.tensor, name))
         if why:
             raise FormatError(f"{checkpoint.where(name)}: {why}")
+
+
+def layers_without_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, type[nn.Module]]:
+    """A model's linear layers of which a checkpoint has no weight, not even a tied one, and which transformers
+    therefore initialises, with their classes."""
+    names = Names(model)
+    given = {names.of(name) for name in checkpoint.entries}.union(*model.all_tied_weights_keys.items())
+    return {
+        name: type(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in given
+    }

@@ -17,10 +17,11 @@ from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import Names, saved_by_layer, unstacked_weights, without_stacking
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import shared
+from epiloq.formats.readers import leaving, shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig
 from epiloq.integrations.hf_quantizer.layers import tensors_of
+from epiloq.integrations.hf_quantizer.names import layers_without_tensors
 from epiloq.integrations.hf_quantizer.parallel import Split, is_parallel
 from epiloq.integrations.hf_quantizer.stored import open_layers, store_layers, stored_scales
 from epiloq.models.mixtures import file_state, named_layers
@@ -47,6 +48,8 @@ class EpiloqQuantizer(HfQuantizer):
         """Tensors of a quantised key-value cache or of activations, which are not used."""
         self.sharing: dict[str, str] = {}
         """Layers without a weight of their own, and the embeddings whose weights they share."""
+        self.initialised: dict[str, type[torch.nn.Module]] = {}
+        """Linear layers that are not in the files, such as a classifier's head on those of a language model."""
         self.unstacked_weights: list[str] = []
         """Weights of unstacked experts, which transformers would stack."""
         self.in_float = False
@@ -113,6 +116,7 @@ class EpiloqQuantizer(HfQuantizer):
         self.readers = store_layers(model, checkpoint)
         self.scales = stored_scales(model, checkpoint, self.readers)
         self.in_float = not self.readers
+        self.initialised = layers_without_tensors(model, checkpoint)
         self.unstacked_weights, self.sharing = unstacked_weights(model), shared(checkpoint)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -194,6 +198,9 @@ class EpiloqQuantizer(HfQuantizer):
             except ValueError as error:
                 raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
+        if self.initialised:
+            changed = EpiloqConfig(**leaving(config, self.initialised))
+            model.config.quantization_config = self.quantization_config = changed
         return state | self.scales
 
     def is_serializable(self) -> bool:
