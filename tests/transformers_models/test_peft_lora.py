@@ -98,6 +98,8 @@ def test_adapters_are_saved_and_opened(seed: int, tmp_path: Path) -> None:
         assert not torch.equal(again(tokens[0]).logits, base(tokens[0]).logits)
         with again.disable_adapter():
             assert torch.equal(again(tokens[0]).logits, base(tokens[0]).logits)
+        created_empty = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True)
+        assert torch.equal(created_empty(tokens[0]).logits, adapted(tokens[0]).logits)
 
 
 def test_an_opened_checkpoint_is_trained(seed: int, tmp_path: Path, epiloq_in_transformers: None) -> None:

@@ -66,7 +66,9 @@ class LoraLinear(Linear):
         for name in (*self.adapter_layer_names, *self.other_param_names):
             adapters: Any = getattr(self, name, None)
             holds_modules = isinstance(adapters, nn.Module)  # other dictionaries contain numbers
-            if holds_modules and adapter_name in adapters:
+            if not holds_modules or adapter_name not in adapters:
+                continue
+            if not any(tensor.is_meta for tensor in adapters[adapter_name].parameters()):  # by low_cpu_mem_usage
                 adapters[adapter_name] = adapters[adapter_name].to(target)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
