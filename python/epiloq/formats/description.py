@@ -82,6 +82,9 @@ class Description:
         How activations are quantised; None leaves them in floating point.
     scaled
         Whether inputs are multiplied by a vector of the files first.
+    left
+        How the files describe activations that stay in floating point, because no layer quantises them so; None if
+        `inputs` says it.
     """
 
     layout: str
@@ -94,6 +97,7 @@ class Description:
     ordered: bool = False
     inputs: Inputs | None = None
     scaled: bool = False
+    left: Inputs | None = None
 
     def __post_init__(self) -> None:
         inputs = () if self.inputs is None else (self.inputs.group_size,)
@@ -208,6 +212,10 @@ class Description:
             )
         if self.kind == "fp4" and self.inputs is not None and self.kind_of_inputs is None:
             return f"FP4 weights are used as they are, but activations stay in floating point, not in {self.inputs}"
+        if self.left is not None:
+            return (
+                f"{self.weights} weights are used as they are; activations stay in floating point, not in {self.left}"
+            )
         if self.layout == INT4_FOR_FP8:
             return (
                 "int4 weights are used as they are, not rounded to FP8, and activations stay in floating point, not in "

@@ -14,6 +14,7 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
+from epiloq.formats.configs import torchao as torchao_config
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description
 from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq, modelopt_int4
 from epiloq.formats.layouts.base import FormatError
@@ -111,6 +112,26 @@ def _to_int4(weight: Weight, described: Description, dtype: torch.dtype) -> dict
     return modelopt_int4.to_tensors(value, described, holds)
 
 
+_OF_TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
+
+
+def _torchao(layout: str, inner: Layout) -> Layout:
+    """The tensors of another layout under torchao's names; a scale of the whole weight may have two dimensions."""
+
+    def renamed(tensors: Tensors, described: Description) -> dict[str, Tensor]:
+        found = {_OF_TORCHAO[name]: tensor for name, tensor in tensors.items()}
+        one = described.strategy == "tensor"
+        return {name: t.reshape(1) if one and name != "weight" and t.numel() == 1 else t for name, t in found.items()}
+
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        return inner.from_tensors(renamed(tensors, described), replace(described, layout=layout), shape)
+
+    def check(tensors: Tensors, described: Description, shape: Shape) -> object:
+        return inner.check(renamed(tensors, described), replace(described, layout=layout), shape)
+
+    return Layout("_weight_qdata", lambda _: frozenset(_OF_TORCHAO), read, _only_read, check)
+
+
 LAYOUTS: dict[str, Layout] = {
     INT8_OF_BITSANDBYTES: Layout(
         "SCB", lambda _: bitsandbytes.INT8_PARTS, bitsandbytes.int8_weight, _only_read, bitsandbytes.check_int8
@@ -152,6 +173,8 @@ LAYOUTS: dict[str, Layout] = {
         for layout in (modelopt_config.NVFP4, modelopt_config.MXFP4)
     },
     **{layout: _float4(float4.Names("weight", inputs=None)) for layout in (quark_config.MXFP4, mxfp4_config.LAYOUT)},
+    torchao_config.INTEGERS: _torchao(ct_config.INTEGER, _integers("weight_scale")),
+    torchao_config.FLOATS: _torchao(ct_config.FLOAT, _float8(float8.Names(zeros=("weight_zero_point",)))),
     **{version: _gptq(version) for version in gptq.VERSIONS},
     **{version: _awq(version) for version in awq.VERSIONS},
 }

@@ -19,6 +19,7 @@ from epiloq.formats.configs import gptq as gptq_config
 from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
+from epiloq.formats.configs import torchao as torchao_config
 from epiloq.formats.description import TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.embeddings import SHARED, shared_in
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
@@ -47,6 +48,7 @@ CONFIGS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     **dict.fromkeys(modelopt_config.METHODS, modelopt_config.parse),
     quark_config.METHOD: quark_config.parse,
     mxfp4_config.METHOD: mxfp4_config.parse,
+    torchao_config.METHOD: torchao_config.parse,
     **dict.fromkeys(auto_round.METHODS, auto_round.parse),
 }
 """Parsers of the configurations of all methods other than epiloq's own."""
@@ -57,7 +59,7 @@ _LISTS_OF_FLOAT_LAYERS: dict[str, str] = {
     bitsandbytes_config.METHOD: "llm_int8_skip_modules",
     quark_config.METHOD: "exclude",
     **dict.fromkeys((gptq_config.METHOD, awq_config.METHOD, fp8.METHOD, fp8.FBGEMM), _NOT_CONVERTED),
-    **dict.fromkeys(auto_round.METHODS, _NOT_CONVERTED),
+    **dict.fromkeys((torchao_config.METHOD, *auto_round.METHODS), _NOT_CONVERTED),
     **dict.fromkeys(modelopt_config.METHODS, "ignore"),
 }
 
@@ -216,6 +218,8 @@ def _described(
             described = replace(described, layout=fp8.BY_SCALE[described.layout])
         if described.layout == TABLE_OF_BITSANDBYTES:
             described = _sized(checkpoint, layer, described)
+        if described.layout == torchao_config.ANY:
+            described = _of_torchao(checkpoint, layer)
         if described.layout in modelopt_config.SCALED and f"{layer}.{SCALE}" in checkpoint.files:
             described = replace(described, scaled=True)
         layers[layer] = described
@@ -242,6 +246,20 @@ def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Descri
     except FormatError as error:
         raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
     return replace(described, group_size=size)
+
+
+def _of_torchao(checkpoint: Checkpoint, layer: str) -> Description:
+    """The description that a layer's own metadata has."""
+    weight, zeros = f"{layer}._weight_qdata", f"{layer}._weight_zero_point"
+    shape = checkpoint.entries[weight].shape
+    has_zeros = zeros in checkpoint.files and bool(checkpoint.tensor(zeros).any())
+    metadata = checkpoint.metadata(weight).get(f"{checkpoint.stored_layer(layer)}.weight")
+    try:
+        if len(shape) != 2:
+            raise FormatError(f"{torchao_config.METHOD}: expected a matrix, got {list(shape)}")
+        return torchao_config.described(metadata, (shape[0], shape[1]), has_zeros)
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.where(weight)}: {error}") from error
 
 
 def _warn(checkpoint: Checkpoint, what: str) -> None:

@@ -44,7 +44,8 @@ _REGISTRATIONS: tuple[tuple[dict[str, Any], type], ...] = (
     (AUTO_QUANTIZATION_CONFIG_MAPPING, EpiloqConfig),
     (AUTO_QUANTIZER_MAPPING, EpiloqQuantizer),
 )
-_KEYS = (*METHODS, *HELD_AS.values())
+# transformers finds what the caller of ``from_pretrained`` gives by its method: torchao's stays torchao's.
+_KEYS = (*(method for method in METHODS if method not in HELD_AS or method == bitsandbytes.METHOD), *HELD_AS.values())
 _REPLACED = [{method: table[method] for method in _KEYS if method in table} for table, _ in _REGISTRATIONS]
 
 
@@ -73,8 +74,8 @@ def _from_dict(config: Any) -> Any:
 
 
 def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, **options: Any) -> Any:
-    """The configuration of a directory; bitsandbytes' own class is used only if `given` is one."""
-    if isinstance(config, dict) and config.get("quant_method") == bitsandbytes.METHOD and given is None:
+    """The configuration of a directory; bitsandbytes' or torchao's own class is used only if `given` is one."""
+    if isinstance(config, dict) and config.get("quant_method") in HELD_AS and given is None:
         return EpiloqConfig(**config)
     return _ORIGINAL_METHODS[2].__func__(cls, config, given, *more, **options)
 

@@ -20,7 +20,7 @@ from epiloq.files import Held, check_free, held, named_failures
 from epiloq.formats.io.described import KEY, SEPARATE_FILES, description, hoisted
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import check_encodable, check_folder, check_new, check_regular, read_json, status
-from epiloq.formats.io.safetensors_file import Entry, Shard, read_header
+from epiloq.formats.io.safetensors_file import Entry, Shard, read_header, read_metadata
 from epiloq.formats.layouts.base import FormatError
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +28,7 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and descriptions of weights. All other files are copied to a new directory.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
+PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 DESCRIPTIONS = {"config.json", *SEPARATE_FILES}
 
 
@@ -64,6 +65,7 @@ class Checkpoint:
         self._layers: dict[str, str] = {}
         self.described_by, self._quantization = description(self.folder, self.config, self.files)
         self._opened: dict[str, Any] = {}
+        self._metadata: dict[str, dict[str, str]] = {}
         self.limits.check_config(self.config)
 
     @cached_property
@@ -117,6 +119,13 @@ class Checkpoint:
         if file not in self._opened:
             self._opened[file] = _opened(self.folder / file)
         return self._opened[file].get_tensor(stored)  # type: ignore[no-any-return]
+
+    def metadata(self, name: str) -> Mapping[str, str]:
+        """The texts, by the names that they have there, of the file of a tensor."""
+        file = self.files[name]
+        if file not in self._metadata:
+            self._metadata[file] = read_metadata(self.folder / file)
+        return self._metadata[file]
 
     def close(self) -> None:
         """Close the files. Their memory is released when no tensor refers to it any more."""
@@ -194,7 +203,9 @@ class Checkpoint:
             return f", but shards ({found[0]}): expected the index that lists their tensors, too"
         config = self.config.get(KEY)
         method = config.get("quant_method") if isinstance(config, dict) else None
-        return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}"
+        pickled = Path(found[0]).suffix in PICKLES
+        advice = ": pickles are never opened: save the model again as safetensors" if pickled else ""
+        return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}{advice}"
 
     def _named_by_auto_gptq(self) -> str | None:
         """The single weight file named in AutoGPTQ's configuration."""

@@ -83,6 +83,32 @@ def read_header(file: Path) -> dict[str, Entry]:
     Raises FormatError, naming file and tensor, for an incomplete or invalid header, an unknown dtype, sizes that
     disagree with the shape, tensors outside the file or overlapping, and bytes that belong to no tensor.
     """
+    header, begins, size = _header(file)
+    header.pop(METADATA, None)
+    places = {name: _place(file, name, described, size - begins) for name, described in header.items()}
+    end = 0
+    for name, (begin, after) in sorted(places.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise FormatError(f"{file}: {name}: expected its bytes from {end} on, got {begin}")
+        end = after
+    if end != size - begins:
+        raise FormatError(f"{file}: expected {end} bytes of tensors, got {size - begins}")
+    return {
+        name: Entry(described["dtype"], tuple(described["shape"]), places[name][1] - places[name][0])
+        for name, described in header.items()
+    }
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """The texts by name that a file has beside its tensors. Raises FormatError for an incomplete or invalid header."""
+    found = _header(file)[0].get(METADATA)
+    if found is not None and not (isinstance(found, dict) and all(isinstance(text, str) for text in found.values())):
+        raise FormatError(f"{file}: {METADATA}: expected texts by name, got {found!r}")
+    return found or {}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header as it is, where its tensors begin, and the size of the file."""
     size = check_regular(file).st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -94,19 +120,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise FormatError(f"{file}: damaged safetensors file: header: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"{file}: damaged safetensors file: header: expected a JSON object")
-    header.pop(METADATA, None)
-    places = {name: _place(file, name, described, size - 8 - length) for name, described in header.items()}
-    end = 0
-    for name, (begin, after) in sorted(places.items(), key=lambda item: item[1]):
-        if begin != end:
-            raise FormatError(f"{file}: {name}: expected its bytes from {end} on, got {begin}")
-        end = after
-    if end != size - 8 - length:
-        raise FormatError(f"{file}: expected {end} bytes of tensors, got {size - 8 - length}")
-    return {
-        name: Entry(described["dtype"], tuple(described["shape"]), places[name][1] - places[name][0])
-        for name, described in header.items()
-    }
+    return header, 8 + length, size
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

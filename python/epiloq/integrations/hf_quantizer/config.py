@@ -10,9 +10,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from epiloq.formats.epiloq_modules import METHOD
 
-# transformers reserves "bitsandbytes" for that package's quantizers, so a different name is used in memory; config.json
-# has the original one.
-HELD_AS = {"bitsandbytes": "bitsandbytes by epiloq"}
+# These packages also quantise models while transformers loads them, by classes of their own with these names; a
+# directory's description has a different name in memory, and the original one in config.json.
+HELD_AS = {method: f"{method} by epiloq" for method in ("bitsandbytes", "torchao")}
 _IN_FILES = {held: method for method, held in HELD_AS.items()}
 
 
