@@ -138,6 +138,53 @@ def test_layers_of_several_algorithms(seed: int, tmp_path: Path) -> None:
         torch.testing.assert_close(values, exact.get_parameter(layer), rtol=2**-23, atol=0)
 
 
+UNNAMED = {"ignore": ["lm_head"], "quant_algo": "FP8", "quant_library": "modelopt"}
+NAMED_BY_PRODUCER = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": None}}
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.filterwarnings("ignore:.*key-value cache stays")
+@pytest.mark.parametrize("config", [UNNAMED, UNNAMED | {"kv_cache_scheme": "FP8"}, NAMED_BY_PRODUCER])
+def test_earlier_versions_named_no_method(config: dict[str, Any], seed: int, tmp_path: Path) -> None:
+    exact = foreign.write_as(tmp_path / "in", foreign.llama(), lambda _, linear: fp8(linear), config, shards=1)
+    assert_opened(tmp_path / "in", exact, Fp8Linear, tmp_path)
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_layers_are_described_in_the_other_file(seed: int, tmp_path: Path) -> None:
+    """Earlier versions left them out of config.json."""
+
+    def pack(name: str, linear: nn.Linear) -> foreign.Layer:
+        return nvfp4(linear) if ".mlp." in name else fp8(linear)
+
+    config = UNNAMED | {"quant_algo": "MIXED_PRECISION"}
+    model = foreign.llama()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    entries = {True: {"quant_algo": "NVFP4", "group_size": 16}, False: {"quant_algo": "FP8"}}
+    layers = {name: entries[".mlp." in name] for name in names}
+    exact = foreign.write_as(tmp_path / "in", model, pack, config, shards=1)
+    with pytest.raises(FormatError, match="quantized_layers: expected what each layer is quantised to"):
+        models.load(Checkpoint(tmp_path / "in"))
+    beside = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (tmp_path / "in" / "hf_quant_config.json").write_text(json.dumps(beside))
+    expected = logits(models.load(Checkpoint(tmp_path / "in"))[0])
+    assert float((expected - logits(exact)).norm() / logits(exact).norm()) < 0.15
+    theirs = opened(tmp_path / "in")
+    assert torch.equal(logits(theirs), expected)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(opened(tmp_path / "saved")), expected)
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_only_the_cache_is_quantised(seed: int, tmp_path: Path) -> None:
+    config = FLAT | {"kv_cache_scheme": _FP4}
+    exact = foreign.write_as(tmp_path / "in", foreign.llama(), lambda *_: None, config, shards=1)
+    with pytest.warns(UserWarning, match="the key-value cache stays in the model's type"):
+        model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert torch.equal(logits(model), logits(exact))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "smoothed": ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "quant_algo: W8A8_SQ_PER_CHANNEL is int8 inputs by a stored"),
     "small blocks": ({"quant_algo": "mxfp8"}, "quant_algo: mxfp8 is FP8 weights in blocks of 32"),

@@ -154,8 +154,8 @@ LAYOUTS: dict[str, Layout] = {
     fp8.TENSORS: _float8(float8.Names()),
     fp8.SCALARS: _float8(float8.Names("weight_scale_inv", "activation_scale", scalar=True)),
     fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
-    modelopt_config.TENSORS: _float8(float8.Names(scalar=True)),
-    modelopt_config.ROWS: _float8(float8.Names(flat=True)),
+    **dict.fromkeys((modelopt_config.TENSORS, quark_config.TENSORS), _float8(float8.Names(scalar=True))),
+    **dict.fromkeys((modelopt_config.ROWS, quark_config.ROWS), _float8(float8.Names(flat=True))),
     modelopt_config.BLOCKS: _float8(float8.Names(apart=True)),
     **{
         layout: Layout(

@@ -30,7 +30,7 @@ from transformers.quantizers.auto import (
 from epiloq.formats.configs import bitsandbytes
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.described import KEY, described_beside, hoisted
+from epiloq.formats.io.described import KEY, described_beside, hoisted, lacks_layers
 from epiloq.formats.readers import CONFIGS
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import HELD_AS, EpiloqConfig
@@ -87,7 +87,8 @@ def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, A
     found: tuple[dict[str, Any], dict[str, Any]] = hoisted(config, "config.json"), rest
     source = given[0] if given else options.get("pretrained_model_name_or_path")
     folder = Path(source) if isinstance(source, (str, PathLike)) else None
-    if folder is not None and KEY not in found[0] and described_beside(folder):
+    incomplete = KEY not in found[0] or lacks_layers(found[0][KEY])
+    if folder is not None and incomplete and described_beside(folder):
         config = Checkpoint(folder).quantization
         if config is not None:
             found[0][KEY] = config

@@ -54,12 +54,18 @@ _MIXED = "MIXED_PRECISION"
 _BESIDE = {"quant_method", "quantization", "producer"}
 _INSIDE = {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"}
 _FLAT = {"quant_method", "kv_cache_scheme", "ignore", "config_groups", *_INSIDE}
+_NOTES = {"producer", "quant_library"}
 _LAYER = {"quant_algo", "group_size"}
 # Entries of config_groups that repeat the algorithm; other entries change the computation.
 _GROUP = {"input_activations", "weights", "targets", "quant_algo"}
 # Caches that only round keys and values, so that a float cache may replace them.
 _CACHES = ("FP8", "INT8", "NVFP4", "NVFP4_AFFINE")
-_OF_BITS: dict[tuple[Any, Any], str] = {(8, "float"): "FP8", (8, "int"): "INT8"}
+# Bits, type and block size.
+_OF_BITS: dict[tuple[Any, ...], str] = {
+    (8, "float", None): "FP8",
+    (8, "int", None): "INT8",
+    (4, "float", 16): "NVFP4",
+}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
@@ -67,10 +73,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     entries."""
     inner = found.get("quantization")
     entries = found if inner is None else mapping(found, "quantization", METHOD)
-    described = _of_layers(entries) if entries.get("quant_algo") == _MIXED else {"": _described(entries, METHOD)}
+    described = _all_described(entries)
     before = _before(entries.get("quant_algo"))
     if inner is None:
-        check_keys(found, _FLAT | before, METHOD, {"producer"})
+        check_keys(found, _FLAT | before, METHOD, _NOTES)
     else:
         check_keys(found, _BESIDE, METHOD)
         check_keys(entries, _INSIDE | before, f"{METHOD}: quantization")
@@ -92,6 +98,13 @@ def parse(found: Mapping[str, Any]) -> Rules:
 def _is_in(layer: str, pattern: str) -> bool:
     """Whether a name or pattern matches a layer or a parent of it; an empty one matches everything."""
     return not pattern or fnmatchcase(layer, pattern) or fnmatchcase(layer, f"{pattern}.*")
+
+
+def _all_described(entries: Mapping[str, Any]) -> dict[str, Description]:
+    """Descriptions by names of layers or of what holds them; empty if only the cache is quantised."""
+    if entries.get("quant_algo") is None and (entries.get("kv_cache_quant_algo") or entries.get("kv_cache_scheme")):
+        return {}
+    return _of_layers(entries) if entries.get("quant_algo") == _MIXED else {"": _described(entries, METHOD)}
 
 
 def _of_layers(entries: Mapping[str, Any]) -> dict[str, Description]:
@@ -136,8 +149,8 @@ def _check_cache(entries: Mapping[str, Any]) -> None:
     """Raise FormatError for a key-value cache in a format whose rounding cannot be omitted."""
     cache = entries.get("kv_cache_quant_algo", entries.get("kv_cache_scheme"))
     if isinstance(cache, dict):
-        check_keys(cache, {"dynamic", "num_bits", "type"}, f"{METHOD}: kv_cache_scheme")
-        numbers = cache.get("num_bits"), cache.get("type")
+        check_keys(cache, {"dynamic", "num_bits", "type", "group_size"}, f"{METHOD}: kv_cache_scheme")
+        numbers = cache.get("num_bits"), cache.get("type"), cache.get("group_size")
         cache = next((name for known, name in _OF_BITS.items() if known == numbers), None) or dict(cache)
     if cache is not None and cache not in _CACHES:
         raise FormatError(f"{METHOD}: kv_cache_quant_algo: expected {' or '.join(_CACHES)} or none, got {cache!r}")

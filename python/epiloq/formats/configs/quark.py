@@ -1,4 +1,4 @@
-"""The configurations of AMD's Quark (MXFP4 only): one setting for all layers, with exceptions by pattern.
+"""The configurations of AMD's Quark (MXFP4 and FP8): one setting for all layers, with exceptions by pattern.
 
 Defined by ``quark/torch/quantization/config/config.py``; "Pack_mxfp4" packs even columns into the low halves of bytes.
 """
@@ -16,6 +16,7 @@ from epiloq.formats.description import Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 
 METHOD, MXFP4 = "quark", "quark mxfp4"
+TENSORS, ROWS = "quark fp8", "quark fp8 rows"
 
 _KNOWN = {"quant_method", "global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "export"}
 _KNOWN |= {"algo_config", "kv_cache_quant_config", "softmax_quant_spec", "kv_cache_post_rope"}
@@ -34,7 +35,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
     entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
-    for key in ("kv_cache_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
+    for key in ("layer_type_quant_config", "softmax_quant_spec"):
         if found.get(key):
             raise FormatError(f"{METHOD}: {key}: expected none, got {found[key]!r}")
     algorithms = found.get("algo_config") or []
@@ -46,13 +47,16 @@ def parse(found: Mapping[str, Any]) -> Rules:
     check_keys(export, _EXPORT, f"{METHOD}: export", {"min_kv_scale", "weight_merge_groups"})
     one_of(export, "pack_method", "reorder", ("reorder", "order"), f"{METHOD}: export")
     one_of(export, "weight_format", "real_quantized", ("real_quantized",), f"{METHOD}: export")
-    if export.get("kv_cache_group"):
-        raise FormatError(f"{METHOD}: export: kv_cache_group: expected none, got {export['kv_cache_group']!r}")
+    cached = names(export, "kv_cache_group", f"{METHOD}: export")
+    for name, entry in mapping(found, "kv_cache_quant_config", METHOD).items():
+        _check_cache(entry, f"{METHOD}: kv_cache_quant_config: {name}")
     left = names(found, "exclude", METHOD)
     usual = _described(mapping(found, "global_quant_config", METHOD), f"{METHOD}: global_quant_config")
     each = {
         name: _described(
-            entry if isinstance(entry, dict) else {"weight": entry}, f"{METHOD}: layer_quant_config: {name}"
+            entry if isinstance(entry, dict) else {"weight": entry},
+            f"{METHOD}: layer_quant_config: {name}",
+            cached=name in cached,
         )
         for name, entry in mapping(found, "layer_quant_config", METHOD).items()
     }
@@ -72,20 +76,71 @@ def _means(text: str, layer: str) -> bool:
     return fnmatchcase(layer, text)
 
 
-def _described(entry: Mapping[str, Any], where: str) -> Description | None:
-    """The description of one layer; None leaves it in floating point."""
+def _described(entry: Mapping[str, Any], where: str, cached: bool = False) -> Description | None:
+    """The description of one layer; None leaves it in floating point. Outputs are quantised only to be `cached`, as
+    keys and values; a cache in floating point may replace that one."""
     check_keys(entry, _LAYER, where, {"target_device"})
+    if cached and entry.get("output_tensors") is not None:
+        _check_cache({**entry, "weight": None, "input_tensors": None}, where)
+        entry = {**entry, "output_tensors": None}
     for part in ("output_tensors", "bias"):
         if entry.get(part) is not None:
             raise FormatError(f"{where}: {part}: expected none, got {entry[part]!r}")
     weight, inputs = entry.get("weight"), entry.get("input_tensors")
     if weight is None and inputs is None:
         return None
+    if _dtype(weight) == _FP8:
+        return _float8(weight, inputs, where)
     _check_mxfp4(weight, f"{where}: weight", dynamic=False)
     if inputs is not None:
         _check_mxfp4(inputs, f"{where}: input_tensors", dynamic=True)
     of_inputs = None if inputs is None else Inputs("fp4", "group", group_size=32)
     return Description(MXFP4, "fp4", 4, "group", 32, inputs=of_inputs)
+
+
+_FP8 = "fp8_e4m3"
+
+
+def _dtype(entry: Any) -> Any:
+    return entry.get("dtype") if isinstance(entry, dict) else None
+
+
+def _check_cache(entry: Any, where: str) -> None:
+    """Raise FormatError for cached keys or values that are more than rounded to FP8."""
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object, got {entry!r}")
+    check_keys(entry, _LAYER, where, {"target_device"})
+    for part in ("weight", "input_tensors", "bias"):
+        if entry.get(part) is not None:
+            raise FormatError(f"{where}: {part}: expected none, got {entry[part]!r}")
+    _numbers_of_fp8(entry.get("output_tensors"), f"{where}: output_tensors")
+
+
+def _float8(weight: Any, inputs: Any, where: str) -> Description:
+    """FP8 weights per tensor or channel; activations as they are, per tensor, or per token."""
+    _, of_weights, dynamic = _numbers_of_fp8(weight, f"{where}: weight")
+    if dynamic:
+        raise FormatError(f"{where}: weight: is_dynamic: expected scales in the files, got {dynamic!r}")
+    of_inputs = None
+    if inputs is not None:
+        strategy, _, dynamic = _numbers_of_fp8(inputs, f"{where}: input_tensors")
+        of_inputs = Inputs("fp8", strategy, dynamic)
+        if strategy == "token" and not dynamic:
+            raise FormatError(f"{where}: input_tensors: is_dynamic: expected true with per_channel, got {dynamic!r}")
+    return Description(TENSORS if of_weights == "tensor" else ROWS, "fp8", strategy=of_weights, inputs=of_inputs)
+
+
+def _numbers_of_fp8(entry: Any, where: str) -> tuple[str, str, bool]:
+    """The granularity of scales as that of activations and as that of weights, and whether they are computed at run
+    time."""
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected an object, got {entry!r}")
+    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    one_of(entry, "dtype", None, (_FP8,), where)
+    scheme = one_of(entry, "qscheme", None, ("per_tensor", "per_channel", "per_token"), where)
+    of_inputs, of_weights = ("tensor", "tensor") if scheme == "per_tensor" else ("token", "channel")
+    one_of(entry, "group_size", None, (None,), where)
+    return of_inputs, of_weights, one_of(entry, "is_dynamic", False, (True, False, None), where) is True
 
 
 def _check_mxfp4(entry: Any, where: str, dynamic: bool) -> None:

@@ -10,7 +10,8 @@ from epiloq.formats.io.safe_files import read_json, status
 from epiloq.formats.layouts.base import FormatError
 
 KEY = "quantization_config"
-SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_OF_MODELOPT = "hf_quant_config.json"
+SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", _OF_MODELOPT: "modelopt"}
 """Separate files that older AutoGPTQ, AutoAWQ and ModelOpt wrote, and their methods."""
 _OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
@@ -19,6 +20,12 @@ _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
 def described_beside(folder: Path) -> bool:
     """Whether there is a separate quantisation configuration next to config.json."""
     return any(status(folder / file) is not None for file in SEPARATE_FILES)
+
+
+def lacks_layers(found: Any) -> bool:
+    """Whether a description of ModelOpt leaves what each layer is quantised to in the separate file."""
+    mixed = isinstance(found, dict) and found.get("quant_method") == "modelopt" and "quantization" not in found
+    return mixed and found.get("quant_algo") == "MIXED_PRECISION" and not found.get("quantized_layers")
 
 
 def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
@@ -37,7 +44,16 @@ def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
         if value != first:
             raise FormatError(f"{where}: {place}, {other}: expected one description of quantised layers, got two")
     config = _without(config)
-    return config if _is_dense(first) else {**config, KEY: first}
+    return config if _is_dense(first) else {**config, KEY: _with_method(first)}
+
+
+def _with_method(found: Any) -> Any:
+    """A description with the method that ModelOpt's earlier versions left out."""
+    if not isinstance(found, dict) or found.get("quant_method") is not None:
+        return found
+    producer = found.get("producer")
+    names = found.get("quant_library"), producer.get("name") if isinstance(producer, dict) else None
+    return {"quant_method": "modelopt", **found} if "modelopt" in names else found
 
 
 def _places(config: dict[str, Any], parent: str) -> Iterator[tuple[str, Any]]:
@@ -85,6 +101,8 @@ def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, 
     # transformers wrote none for bitsandbytes in its first versions, and still reads such files.
     if found is not None and "quant_method" not in found and any(found.get(key) is True for key in _OF_BITSANDBYTES):
         return "config.json", {**found, "quant_method": "bitsandbytes"}
+    if lacks_layers(found) and status(folder / _OF_MODELOPT) is not None:
+        return _OF_MODELOPT, {"quant_method": "modelopt"} | read_json(folder / _OF_MODELOPT)
     if found is None and any(name.endswith((".qweight", ".weight_scale")) for name in names):
         for file, method in SEPARATE_FILES.items():
             if status(folder / file) is not None:
