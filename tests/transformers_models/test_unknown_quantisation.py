@@ -59,6 +59,16 @@ def test_unknown_methods_give_no_random_model(tmp_path: Path, method: str) -> No
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_directory_is_no_gguf_file(tmp_path: Path) -> None:
+    """transformers would load what floating-point tensors there are, and leave the others as they are initialised."""
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gguf"}}))
+    for read in (transformers.AutoModelForCausalLM.from_pretrained, models.from_directory):
+        with pytest.raises(ValueError, match=r"quant_method: .*got 'gguf'; open the \.gguf file itself"):
+            read(tmp_path)
+
+
 def test_files_of_the_version_before_are_opened(tmp_path: Path) -> None:
     model = epiloq.quantize_(tiny_model(), "w8a8-int8")
     epiloq_modules.save(model, tmp_path / "model")

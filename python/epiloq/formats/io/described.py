@@ -39,6 +39,11 @@ def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
     if not found:
         return config
     place, first = found[0]
+    if isinstance(first, dict) and first.get("quant_method") == "gguf":
+        raise FormatError(
+            f"{where}: {place}: quant_method: expected one of a directory, got 'gguf'; open the .gguf file itself, or "
+            "convert it by epiloq convert FILE.gguf DIR"
+        )
     at_top = place == KEY
     for other, value in [] if at_top else found[1:]:
         if value != first:
