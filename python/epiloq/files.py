@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -111,12 +111,20 @@ def why_not_made(folder: Path) -> str | None:
     return None
 
 
-def why_not_written(file: Path) -> str | None:
-    """Return why `write_text` could not write a file in an existing folder; None if it could."""
+def why_not_written(file: Path, inputs: Iterable[Path | str | None] = ()) -> str | None:
+    """Return why `write_text` could not, or must not, write a file in an existing folder; None if it may.
+
+    It must not replace one of a command's `inputs`, files and folders, or a file that is in such a folder.
+    """
     reason = why_not_named(file)
     if reason is not None:
         return reason
     file = file.resolve()
+    if file.is_file():
+        for read in map(Path, filter(None, inputs)):
+            if read.exists() and file.is_relative_to(read.resolve()):
+                what = f"a file of {read}" if read.is_dir() else "a file"
+                return f"it is {what} that this command reads: choose another name, or remove it first"
     if file.exists() and not file.is_file():
         return None if os.access(file, os.W_OK) else f"{file} cannot be written to"
     return why_not_made(file.parent)

@@ -51,6 +51,37 @@ def test_figures_go_into_a_fifo_and_a_linked_file(tmp_path: Path) -> None:
     assert (tmp_path / "link.json").is_symlink() and "torch" in json.loads((tmp_path / "figures.json").read_text())
 
 
+def test_what_a_command_reads_is_not_replaced(tmp_path: Path) -> None:
+    """By figures, a report or a plot, also through a link: a checkpoint without its config.json is lost."""
+    model = teacher_and_text(tmp_path, ROUND)
+    assert quantize(model, tmp_path / "w8", "--scheme", "w8a16", "--algorithm", "rtn").exit_code == 0
+    text, config, link = tmp_path / "text.txt", model / "config.json", tmp_path / "link.json"
+    link.symlink_to(config)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    round_to_nearest = ("--scheme", "w8a16", "--algorithm", "rtn")
+    commands: list[tuple[object, ...]] = [
+        ("inspect", model, "--json", config),
+        ("inspect", model, "--json", link),
+        ("inspect", tmp_path, "--json", config),
+        ("eval", model, "--text", text, "--json", text),
+        ("eval", tmp_path / "w8", "--text", text, "--kl", model, "--json", model / "model.safetensors"),
+        ("compare", model, tmp_path / "w8", "--json", tmp_path / "w8" / "config.json"),
+        ("convert", tmp_path / "w8", tmp_path / "out", "--format", "gptq", "--json", tmp_path / "w8" / "config.json"),
+        ("quantize", model, *round_to_nearest, "--output", tmp_path / "out", "--json", config),
+        ("quantize", model, *round_to_nearest, "--output", tmp_path / "out", "--report", config),
+        ("quantize", model, *round_to_nearest, "--output", tmp_path / "out", "--calibration", text, "--json", text),
+        ("tune", model, "--json", config),
+        ("demo", "--teacher", model, "--output", tmp_path / "out", "--json", config),
+        ("bench", "--model", model, "--device", "cpu", "--json", config),
+    ]
+    for command in commands:
+        found = run(*command)
+        assert found.exit_code == 2, command
+        assert "that this command reads" in " ".join(found.output.replace("│", "").split()), found.output
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert run("inspect", model, "--json", model / "figures.json").exit_code == 0  # a new file may lie there
+
+
 def test_device_files_are_not_replaced() -> None:
     assert run("env", "--json", os.devnull).exit_code == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)

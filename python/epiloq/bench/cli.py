@@ -138,7 +138,7 @@ def _bench_model(
         if shares < 0:
             raise ValueError(f"bench: --shares: expected at least 0, got {shares}")
         target = _device(device)
-        _check_targets(json, plot)
+        _check_targets(json, plot, model)
         _check_counts(layers=[layers or 1], batch=batch or [1], context=[context], prompt=[options["prompt"] or 1])
         _check_counts(generate=[options["generate"] or 1])
         if find_spec("transformers") is None:
@@ -198,7 +198,7 @@ def _check_names(option_name: str, given: Sequence[str] | None, known: Collectio
             )
 
 
-def _check_targets(json: Path | None, plot: Path | None) -> None:
+def _check_targets(json: Path | None, plot: Path | None, model: str = "") -> None:
     for name, path in (("json", json), ("plot", plot)):
         if path is None or (path == STDOUT and name == "json"):
             continue
@@ -207,7 +207,7 @@ def _check_targets(json: Path | None, plot: Path | None) -> None:
             raise ValueError(f"bench: --{name}: {path}: {reason}")
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"bench: --{name}: expected a file in a folder that exists, got {path}")
-        reason = why_not_written(path)
+        reason = why_not_written(path, [model])
         if reason is not None:
             raise ValueError(f"bench: --{name}: {path}: {reason}")
     if plot is not None and plot.suffix not in (".png", ".svg"):

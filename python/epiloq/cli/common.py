@@ -131,8 +131,8 @@ def check_device(device: str) -> None:
         raise typer.BadParameter(f"{device!r}: torch sees no CUDA device here; use cpu", param_hint="--device")
 
 
-def check_target(path: Path | None, option: str = "--json") -> None:
-    """Refuse a file to write that could not be written later, before any work is done."""
+def check_target(path: Path | None, option: str = "--json", inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse a file to write that could not be written later, or is one of the `inputs`, before any work is done."""
     if path is None or (path == STDOUT and option == "--json"):
         return
     if path == STDOUT:
@@ -146,7 +146,7 @@ def check_target(path: Path | None, option: str = "--json") -> None:
         raise typer.BadParameter(f"{path} is a folder, expected a file name", param_hint=option)
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
-    reason = why_not_written(path)
+    reason = why_not_written(path, inputs)
     if reason is not None:
         raise typer.BadParameter(f"{path}: {reason}", param_hint=option)
 

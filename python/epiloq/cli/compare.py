@@ -50,7 +50,7 @@ def compare(
 
     Exit codes: 0 compared, whatever the result; 2 a directory is invalid, or they contain different models.
     """
-    check_target(json_file)
+    check_target(json_file, inputs=(a, b, text))
     check_device(device)
     console = results_console(json_file)
     with failures("compare"):

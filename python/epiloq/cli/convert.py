@@ -30,7 +30,7 @@ def convert(
     Exit codes: 0 converted; 1 disk error; 2 invalid input, or the format cannot represent it; 130 interrupted.
     OUT is created only on success.
     """
-    check_target(json_file)
+    check_target(json_file, inputs=(source,))
     console = summary_console(json_file)
     with failures("convert"):
         quiet()

@@ -195,7 +195,7 @@ def demo(
 
     console = results_console(json_file)
     chosen, devices = choose_schemes(schemes), choose_devices(device)
-    check_target(json_file)
+    check_target(json_file, inputs=(teacher,))
     check_folders(output, teacher)
     if vision and (teacher or schemes):
         raise typer.BadParameter("expected without --teacher and --schemes", param_hint="--vision")

@@ -174,7 +174,7 @@ def evaluate(
 
     Exit codes: 0 measured, whatever the result; 2 bad usage or input; 130 interrupted.
     """
-    check_target(json_file)
+    check_target(json_file, inputs=(folder, text, kl, tasks))
     check_device(device)
     console = results_console(json_file)
     with failures("eval"):

@@ -40,7 +40,7 @@ def inspect(
 
     Exit codes: 0 valid; 2 invalid, with one sentence that names the file and the tensor.
     """
-    check_target(json_file)
+    check_target(json_file, inputs=(folder,))
     console = results_console(json_file)
     with failures("inspect"):
         quiet()

@@ -252,8 +252,8 @@ def quantize(
 
     Exit codes: 0 quantised; 1 disk error; 2 bad usage or input; 130 interrupted.
     """
-    check_target(json_file)
-    check_target(report, "--report")
+    for target, option in ((json_file, "--json"), (report, "--report")):
+        check_target(target, option, inputs=(model, calibration, evaluation))
     console = summary_console(json_file)
     with failures("quantize"):
         quiet()

@@ -62,7 +62,7 @@ def tune(
 
     Exit codes: 2 for invalid input, or without a CUDA device.
     """
-    check_target(json_file)
+    check_target(json_file, inputs=what)
     counts = read_tokens(tokens)
     with failures("tune"):
         quiet()
