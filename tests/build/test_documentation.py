@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,22 @@ def test_blocks_run_in_order_as_they_stand(
 @every_page
 def test_blocks_are_of_known_languages(page: Path) -> None:
     assert {block.language for block in documents.blocks(page)} <= LANGUAGES
+
+
+@every_page
+def test_checks_assert(page: Path) -> None:
+    """A hidden check that only computes a value cannot fail."""
+    for block in documents.blocks(page):
+        if block.language == "check":
+            assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(block.text))), block
+
+
+@every_page
+def test_lines_are_not_written_twice(page: Path) -> None:
+    """A line that begins like its neighbour is what an edit has left behind; tables and code may."""
+    lines = re.sub(r"```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE).splitlines()
+    prose = [line for line in lines if not line.startswith(("|", "    "))]
+    assert not [line for line, following in pairwise(prose) if line[:30] == following[:30] and len(line) > 30]
 
 
 def check_epiloq(arguments: list[str]) -> None:
