@@ -139,10 +139,22 @@ def test_counts_agree_with_their_nouns(made: Path) -> None:
 
 
 def test_settings_are_words(made: Path) -> None:
-    message = found(made) | {"calibration_tokens": 0, "symmetric": False}
+    message = found(made) | {"scheme": "w4a16-g32", "calibration_tokens": 0, "symmetric": False}
     shown = report.settings(message)
     assert shown["symmetric weights"] == "no" and shown["calibrated on"] == "no text"
     assert report.settings(found(made))["seed"] == "0"
+
+
+def test_settings_without_effect_are_left_out(made: Path) -> None:
+    """A page of symmetric weights must not say that they are not, because nobody gave --symmetric."""
+    rounded = found(made) | {"algorithm": "rtn", "calibration_tokens": 0, "symmetric": False, "budget": None}
+    shown = report.settings(rounded | {"scheme": "w8a8-int8"})
+    assert shown["symmetric weights"] == "yes"
+    assert shown.keys().isdisjoint({"alpha", "seed", "windows at most", "tokens in a window", "keep dynamic"})
+    assert "symmetric weights" not in report.settings(rounded | {"scheme": "fp8-token"})
+    assert report.settings(rounded | {"scheme": "w4a16-g32", "symmetric": True})["symmetric weights"] == "yes"
+    static = {"scheme": "w8a8-int8-static", "algorithm": "smoothquant", "calibration_tokens": 512}
+    assert {"alpha", "seed", "keep dynamic", "windows at most"} <= report.settings(rounded | static).keys()
 
 
 def test_names_cannot_break_the_page(made: Path) -> None:

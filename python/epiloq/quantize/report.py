@@ -17,11 +17,15 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.model import load, load_float
 from epiloq.formats.table import FORMATS
 from epiloq.quantize import figures
+from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget import search
 from epiloq.quantize.calibration.tally import Tally
 from epiloq.quantize.measures import environment, peak_memory, weight_bytes
+from epiloq.quantize.targets import TARGETS
 from epiloq.quantize.texts import evaluated_length, tokens_in
 from epiloq.quantize.vocabulary import costs
+from epiloq.weights.codebooks import OffsetGrid
+from epiloq.weights.grid import Grid
 
 if TYPE_CHECKING:
     from epiloq.quantize.job import Job
@@ -49,6 +53,8 @@ SETTINGS = {
     "device": "device",
 }
 """Label in the page, and key in the figures."""
+CALIBRATION_ONLY = ("windows at most", "tokens in a window", "seed")
+"""Settings without effect if nothing was calibrated."""
 
 
 def missing() -> list[str]:
@@ -79,8 +85,21 @@ def in_words(value: object) -> str:
 
 
 def settings(report: Mapping[str, Any]) -> dict[str, str]:
-    """The settings, as text."""
+    """The settings that had an effect, as text."""
     found = {name: in_words(report[key]) for name, key in SETTINGS.items()}
+    if not report["calibration_tokens"]:
+        found = {name: text for name, text in found.items() if name not in CALIBRATION_ONLY}
+    if ALGORITHMS[report["algorithm"]].fold != "smoothquant":
+        del found["alpha"]
+    if report["scheme"] in TARGETS:
+        target = TARGETS[report["scheme"]]
+        grid = target.grid(report["symmetric"])
+        if isinstance(grid, (Grid, OffsetGrid)):
+            found["symmetric weights"] = in_words(grid.symmetric)
+        else:  # floating-point grids have no zero points
+            del found["symmetric weights"]
+        if not target.static:
+            del found["keep dynamic"]
     if report["budget"]:
         found["scheme"] = f"chosen for each layer by {report['budget']['asked']}"
     tokens, windows = report["calibration_tokens"], report["calibration_windows"]
