@@ -112,7 +112,20 @@ def check_python(arguments: list[str]) -> None:
         assert (documents.ROOT / arguments[0]).exists(), arguments
 
 
-CHECKS = {"epiloq": check_epiloq, "make": check_make, "pip": check_pip, "python": check_python}
+def check_torchrun(arguments: list[str]) -> None:
+    """What it starts is an `epiloq` command; options before `-m` are torchrun's."""
+    module = arguments.index("-m")
+    assert arguments[module + 1] == "epiloq", arguments
+    check_epiloq(arguments[module + 2 :])
+
+
+CHECKS = {
+    "epiloq": check_epiloq,
+    "torchrun": check_torchrun,
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_python,
+}
 OTHER_PROGRAMS = {"cd", "git"}
 
 
