@@ -121,7 +121,7 @@ def why_not_written(file: Path, inputs: Iterable[Path | str | None] = ()) -> str
         return reason
     file = file.resolve()
     if file.is_file():
-        for read in map(Path, filter(None, inputs)):
+        for read in [Path(each) for each in inputs if each]:
             if read.exists() and file.is_relative_to(read.resolve()):
                 what = f"a file of {read}" if read.is_dir() else "a file"
                 return f"it is {what} that this command reads: choose another name, or remove it first"
