@@ -175,9 +175,9 @@ def is_transformed() -> bool:
     return not is_dynamo_compiling() and _transform() is not None
 
 
-def reads_values() -> bool:
-    """Whether code may depend on the values of tensors: not in a graph, nor under torch.func's transforms."""
-    return not is_compiling() and not is_transformed()
+def reads_values(tensor: Tensor) -> bool:
+    """Whether code may depend on a tensor's values: not in a graph, under torch.func's transforms, or of a fake one."""
+    return not is_compiling() and not is_transformed() and type(tensor) in PLAIN
 
 
 # Arguments of operations that write into them; some only read those that are given.

@@ -49,6 +49,11 @@ class FrozenParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if values.dtype != self.dtype and not (self.is_floating_point() and values.is_floating_point()):
+            raise TypeError(
+                f"FrozenParameter.data: expected {self.dtype}, as the layer stores it, got {values.dtype} (as from "
+                "torch.nn.utils.vector_to_parameters: pass only parameters that are trained)"
+            )
         self._report()
         _DATA.__set__(self, values)
 
@@ -83,3 +88,5 @@ def _accept_in_make_fx() -> None:
 
 _accept_in_fake_mode()
 _accept_in_make_fx()
+# ``torch.load(weights_only=True)`` of ``state_dict(keep_vars=True)``.
+torch.serialization.add_safe_globals([FrozenParameter])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq._torch.library import PLAIN, reads_values
+from epiloq._torch.library import reads_values
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
@@ -174,7 +174,7 @@ class QuantizedEmbedding(QuantizedLayer):
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"QuantizedEmbedding: ids: expected a tensor of int32 or int64, got {got}")
-        if ids.device.type == "cpu" and type(ids) in PLAIN and reads_values() and ids.numel():
+        if ids.device.type == "cpu" and reads_values(ids) and ids.numel():
             low, high = map(int, ids.aminmax())
             if low < 0 or high >= self.num_embeddings:
                 wanted = f"0 to {self.num_embeddings - 1}"

@@ -204,7 +204,7 @@ def without_codes_of_zeros(q: Tensor, scale: Tensor, chosen: Fp4Format) -> Tenso
     """Set codes in blocks of scale 0 to 0, because kernels read that scale as a small number."""
     if chosen.name == "mxfp4" or q.is_meta:
         return q
-    if reads_values() and not bool((scale == 0).any()):
+    if reads_values(scale) and not bool((scale == 0).any()):
         return q
     there = (parameters_of(scale) != 0).to(torch.uint8).repeat_interleave(chosen.block_size, 1)
     return packed_codes(codes_of(q, 4) * there[:, : q.shape[1] * 64], 4)

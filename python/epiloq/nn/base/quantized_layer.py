@@ -76,8 +76,9 @@ class QuantizedLayer(StoredTensors):
         )
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; raises NotImplementedError for a float "weight", which the layer does not have."""
-        if name == "weight":
+        """Register a parameter; raises NotImplementedError for a float "weight", which the layer does not have, and for
+        the one that is computed, as ``torch.nn.utils.prune`` does by another name."""
+        if name == "weight" or isinstance(param, WeightView):
             self._refuse_weight()
         super().register_parameter(name, param)
 

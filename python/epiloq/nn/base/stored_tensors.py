@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -212,6 +212,13 @@ class StoredTensors(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_held": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script`` for every module of a model."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.jit.script does not support it: use torch.compile, torch.export or "
+            "torch.jit.trace"
+        )
 
 
 def expected(held: Tensor, given: Tensor) -> str:

@@ -51,7 +51,7 @@ def check_routing(
             raise ValueError(
                 f"{name}: {argument}: expected top_k_index and top_k_weights of [{tokens}, top_k], got {shapes}"
             )
-    if top_k_index.device.type == "cpu" and top_k_index.numel() > 0 and reads_values():
+    if top_k_index.device.type == "cpu" and top_k_index.numel() > 0 and reads_values(top_k_index):
         low, high = (int(end) for end in top_k_index.aminmax())
         if low < 0 or high >= experts:
             raise ValueError(f"{name}: top_k_index: expected indices from 0 to {experts - 1}, got {low} to {high}")

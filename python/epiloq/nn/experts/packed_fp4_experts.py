@@ -152,7 +152,7 @@ class PackedFp4Experts(Experts):
             return q, scale, None
         global_scale = divisor.reciprocal() if self.reciprocal else divisor
         each = global_scale.view(self.experts, self.matrices)
-        if reads_values() and not global_scale.is_meta and bool((each == each[:, :1]).all()):
+        if reads_values(global_scale) and not global_scale.is_meta and bool((each == each[:, :1]).all()):
             global_scale = each[:, 0].contiguous()
         return q, scale, global_scale
 
