@@ -11,6 +11,7 @@ import torch
 
 import epiloq
 from epiloq import _core
+from epiloq.ops.w4a8 import unpacked
 
 NUMBER = r"([\d.]+)"
 EXPECTED = re.compile(rf"  expected {NUMBER} us: (\d+) CTA tiles on (\d+) SMs, start {NUMBER} us")
@@ -111,7 +112,7 @@ def test_terms_of_batch_invariant_kernels() -> None:
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_terms_of_w4a8_mm(group_size: int) -> None:
     split = 0
-    for (n, k), m in itertools.product(SIZES, ROWS):
+    for (n, k), m in itertools.product(SIZES, (*ROWS[:-1], unpacked.MANY_GROUPED_TOKENS - 1)):
         problem = {"m": m, "n": n, "k": k, "group_size": group_size}
         parts = kernels(epiloq.explain("w4a8_mm", **problem, terms=True))
         assert len(parts) == 2 and parts[0][0] == epiloq.explain("w4a8_mm", **problem)
@@ -138,6 +139,24 @@ def test_other_architectures_have_no_kernel_of_w4a8_mm() -> None:
         ValueError, match="w4a8_mm: group_size: expected -1, 32, 64 or a power of two times 128, got 384"
     ):
         epiloq.explain("w4a8_mm", m=64, n=4096, k=4096, group_size=384)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "tokens"),
+    [(-1, unpacked.MANY_TOKENS), (128, unpacked.MANY_GROUPED_TOKENS), (512, unpacked.MANY_GROUPED_TOKENS), (64, None)],
+)
+def test_sizes_say_which_weights_are_unpacked(group_size: int, tokens: int | None) -> None:
+    """As a call does, which has tensors on a GPU."""
+
+    def explained(m: int) -> str:
+        return epiloq.explain("w4a8_mm", m=m, n=4096, k=4096, group_size=group_size)
+
+    if tokens is None:
+        assert "registers" in explained(1 << 20)
+        return
+    assert "registers" in explained(tokens - 1) and "unpacked to 8 bits" in explained(tokens)
+    with epiloq.config(batch_invariant=True):
+        assert "unpacked" not in explained(tokens)
 
 
 def test_calls_take_terms(seed: int) -> None:

@@ -293,8 +293,7 @@ def explain(given: Arguments, *, terms: bool = False) -> str:
         by_weight = explain_fp4(x, w) if isinstance(w, PackedFp4Weight) else explain_weight_only(x, w, terms=terms)
         return f"{how}, times their scales per group: {by_weight}"
     if not is_batch_invariant() and unpacked.fits(x_q.view(m, w.k), w):
-        what = "integers" if isinstance(w, PackedWeight) else "FP4 numbers"
-        return f"the weight's {what} unpacked to 8 bits, then a product of 8-bit operands"
+        return unpacked.explanation("integers" if isinstance(w, PackedWeight) else "FP4 numbers")
     if isinstance(w, PackedFp4Weight):
         return f"{how}: {explain_fp4(x, w)}"
     if _multiplies_integers(x_q, w):

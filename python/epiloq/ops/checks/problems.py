@@ -9,8 +9,18 @@ from typing import Any
 import torch
 
 from epiloq import _core
+from epiloq._torch.library import is_batch_invariant
+from epiloq.ops.w4a8 import unpacked
 
 _SIZES = ("m", "n", "k")
+
+
+def _explain_w4a8_mm(**call: Any) -> str:
+    """The packed weight's kernel for float8 tokens, or that the call unpacks the weight."""
+    kernel = _core.explain_w4a8_mm_problem(**call)
+    sizes, arch = (call["m"], call["k"], call.get("group_size", 128)), call.get("arch", "sm90")
+    unpacks = unpacked.fits_sizes(*sizes, torch.float8_e4m3fn, lambda archs: arch in archs)
+    return unpacked.explanation("integers") if unpacks and not is_batch_invariant() else kernel
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ _QUESTIONS = {
     "weight_only_mm": _Question(
         _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s", "terms")
     ),
-    "w4a8_mm": _Question(_core.explain_w4a8_mm_problem, ("group_size", "arch", "sm_count", "terms")),
+    "w4a8_mm": _Question(_explain_w4a8_mm, ("group_size", "arch", "sm_count", "terms")),
 }
 
 

@@ -8,6 +8,9 @@ hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -32,16 +35,31 @@ _GROUPED_ARCHS = ("sm90",)  # whose kernels for tokens with one scale each were 
 
 def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
     """Whether this path computes the product of ``x_q`` ``[M, K]``."""
-    if not x_q.is_cuda or weight.k % _ALIGNED != 0:
+    if not x_q.is_cuda:
         return False
+    multiplies_float8 = partial(_multiplies_float8, x_q.device)
     if isinstance(weight, PackedFp4Weight):
-        fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn
-        return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and _multiplies_float8(x_q.device)
-    if weight.group_size == -1 or weight.group_size >= weight.k:
-        return len(x_q) >= MANY_TOKENS and (x_q.dtype == torch.int8 or _multiplies_float8(x_q.device))
-    if not keeps_groups(weight.group_size) or x_q.dtype == torch.int8:
+        fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn and weight.k % _ALIGNED == 0
+        return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and multiplies_float8(_FLOAT8_ARCHS)
+    return fits_sizes(len(x_q), weight.k, weight.group_size, x_q.dtype, multiplies_float8)
+
+
+def fits_sizes(
+    m: int, k: int, group_size: int, dtype: torch.dtype, multiplies_float8: Callable[[tuple[str, ...]], bool]
+) -> bool:
+    """`fits` for integers ``[N, K]``, given whether the GPU multiplies float8 by a kernel of some architectures."""
+    if k % _ALIGNED != 0:
         return False
-    return len(x_q) >= MANY_GROUPED_TOKENS and _multiplies_float8(x_q.device, _GROUPED_ARCHS)
+    if group_size == -1 or group_size >= k:
+        return m >= MANY_TOKENS and (dtype == torch.int8 or multiplies_float8(_FLOAT8_ARCHS))
+    if not keeps_groups(group_size) or dtype == torch.int8:
+        return False
+    return m >= MANY_GROUPED_TOKENS and multiplies_float8(_GROUPED_ARCHS)
+
+
+def explanation(numbers: str) -> str:
+    """What `explain` says of a weight of such numbers."""
+    return f"the weight's {numbers} unpacked to 8 bits, then a product of 8-bit operands"
 
 
 def keeps_groups(group_size: int) -> bool:
@@ -49,7 +67,7 @@ def keeps_groups(group_size: int) -> bool:
     return group_size > 0 and group_size % GROUP == 0
 
 
-def _multiplies_float8(device: torch.device, archs: tuple[str, ...] = _FLOAT8_ARCHS) -> bool:
+def _multiplies_float8(device: torch.device, archs: tuple[str, ...]) -> bool:
     forced = _core.forced_arch()
     archs = tuple(arch for arch in archs if arch in _core.built_archs() and forced in ("auto", arch))
     capability = _core.device_properties(device.index or 0)["compute_capability"]
