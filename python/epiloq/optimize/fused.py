@@ -59,7 +59,7 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_integers = attention[1] is not None, mlp[1] is not None
-        step = PreNormStep(module, around, takes_integers, ours, attention) if has_step else None
+        step = PreNormStep(attention, module, around, takes_integers, ours) if has_step else None
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
     return partial(sandwich_decoder, module, Step(module, around, (False, False), ours)) if has_step else None
 
@@ -110,15 +110,8 @@ class PreNormStep(Step):
     """The step of a `pre_norm_decoder`. A graph calls the layer's modules instead, but there, too, the layer before
     computes the sum and this layer's first norm of it in one kernel."""
 
-    def __init__(
-        self,
-        block: Any,
-        around: tuple[tuple[str, ...], tuple[str, ...]],
-        takes_integers: tuple[bool, bool],
-        ours: tuple[Callable[..., Any], ...],
-        first: _Half,
-    ) -> None:
-        super().__init__(block, around, takes_integers, ours)
+    def __init__(self, first: _Half, *arguments_of_step: Any) -> None:
+        super().__init__(*arguments_of_step)
         self._first = first
         self._in_graph: tuple[Tensor, Tensor] | None = None
         """While a graph is made: a sum and its norm, which the layer before computed for this one."""
