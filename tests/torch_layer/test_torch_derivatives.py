@@ -46,6 +46,44 @@ def test_derivatives_are_refused(seed: int, derive: Callable[[Problem], Any]) ->
         derive(p)
 
 
+_PACKED = epiloq.nn.WeightOnlyLinear.from_linear(torch.nn.Linear(64, 48, bias=False), group_size=32).packed
+_BLOCKS = epiloq.nn.OnlineQuantLinear.from_linear(torch.nn.Linear(64, 48, bias=False)).prepared
+_WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: epiloq.rms_norm(x, torch.ones(64)),
+    "rms_norm_quant": lambda x: epiloq.rms_norm_quant(x, torch.ones(64))[1],
+    "silu_and_mul": epiloq.silu_and_mul,
+    "silu_and_mul_quant": lambda x: epiloq.silu_and_mul_quant(x)[1],
+    "quantize_int8": lambda x: epiloq.quantize_int8(x)[1],
+    "quantize_fp8": lambda x: epiloq.quantize_fp8(x)[1],
+    "quantize_blockwise_int8": lambda x: epiloq.quantize_blockwise_int8(x, 32)[1],
+    "weight_only_mm": lambda x: epiloq.weight_only_mm(x, _PACKED),
+    "online_quant_mm": lambda x: epiloq.online_quant_mm(x, _BLOCKS),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", _WITHOUT_GRADIENT)
+def test_compiled_functions_refuse_a_backward_pass(name: str, dynamic: bool, seed: int) -> None:
+    """The gradient of the other addend would else be all that is left; the forward pass alone is no error."""
+
+    def total(x: Tensor) -> Tensor:
+        return x.sum() + _WITHOUT_GRADIENT[name](x).sum()
+
+    torch.compiler.reset()
+    x = torch.randn(3, 64, requires_grad=True)
+    y = torch.compile(total, backend="aot_eager", fullgraph=True, dynamic=dynamic)(x)
+    torch.testing.assert_close(y.detach(), total(x.detach()))
+    with pytest.raises(NotImplementedError, match=rf"epiloq\.{name} has no gradient"):
+        y.backward()
+
+
+def test_operators_by_name_refuse_a_backward_pass(seed: int) -> None:
+    x = torch.randn(3, 64, requires_grad=True)
+    y = torch.ops.epiloq.silu_and_mul(x)
+    with pytest.raises(NotImplementedError, match=r"epiloq\.silu_and_mul has no gradient"):
+        y.sum().backward()
+
+
 def test_forward_with_gradients_on(seed: int, device: str) -> None:
     """A module's bias and activations may require grad while nobody asks for a gradient."""
     p, x = problem(device=device)

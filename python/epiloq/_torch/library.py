@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,8 +56,26 @@ def _share_torch() -> None:
 _share_torch()
 
 
-def register(operation: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define one ``torch.ops.epiloq.<name>`` of an operation: one implementation for CPU and CUDA, and its shapes."""
+_DIFFERENTIABLE: set[str] = set()
+"""Operations that have a gradient."""
+
+
+class Gradient(NamedTuple):
+    """Functions of ``torch.library.register_autograd``."""
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None]
+
+
+def register(
+    operation: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Gradient | None = None,
+) -> None:
+    """Define one ``torch.ops.epiloq.<name>`` of an operation: one implementation for CPU and CUDA, its shapes, and its
+    gradient, without which a backward pass raises."""
     if dtype_numbers.NEEDED:
         schema, (implementation, fake) = dtype_numbers.with_numbers(schema, implementation, fake)
     name = LIBRARY.define(schema).removeprefix("epiloq::")
@@ -77,6 +95,51 @@ def register(operation: str, schema: str, implementation: Callable[..., Any], fa
         return fake(*args, **kwargs)
 
     _register_fake(f"epiloq::{name}", on_one_device)
+    if "!" not in schema:
+        if gradient is not None:
+            _DIFFERENTIABLE.add(operation)
+        backward, setup_context = gradient or _refusal(operation)
+        torch.library.register_autograd(f"epiloq::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def _refusal(operation: str) -> Gradient:
+    """A gradient that raises, also in a graph, from which torch would drop it silently.
+
+    The error is an operation of the graph: compiling a function whose backward is never called is no error.
+    """
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
+        ctx.given = [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in inputs]
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = next((each for each in dy if each is not None), None)
+        refused = torch.ops.epiloq.refused_gradient
+        return tuple(
+            refused(there, *given, operation) if there is not None and given is not None and needed else None
+            for given, needed in zip(ctx.given, ctx.needs_input_grad, strict=False)  # compilers omit defaults
+        )
+
+    return Gradient(backward, remember)
+
+
+def _define_refusal() -> None:
+    def raise_error(dy: Tensor, size: list[int], dtype: torch.dtype, operation: str) -> Tensor:
+        _raise_no_gradient(operation)
+
+    def fake(dy: Tensor, size: list[int], dtype: torch.dtype, operation: str) -> Tensor:
+        return dy.new_empty(size, dtype=dtype)
+
+    LIBRARY.define("refused_gradient(Tensor dy, SymInt[] size, ScalarType dtype, str operation) -> Tensor")
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl("refused_gradient", raise_error, device)
+    _register_fake("epiloq::refused_gradient", fake)
+
+
+def _raise_no_gradient(operation: str) -> NoReturn:
+    raise NotImplementedError(
+        f"epiloq.{operation} has no gradient; call it under torch.no_grad() or on detached tensors"
+    )
 
 
 def _register_fake(name: str, fake: Callable[..., Any]) -> None:
@@ -89,6 +152,9 @@ def _register_fake(name: str, fake: Callable[..., Any]) -> None:
         torch.library.register_fake(name, fake, lib=LIBRARY)
 
 
+_define_refusal()
+
+
 def register_product(
     name: str,
     arguments: str,
@@ -96,6 +162,7 @@ def register_product(
     fake: Callable[..., Tensor],
     allocating: str = "",
     depth: Callable[..., int] | None = flops.columns,
+    gradient: Gradient | None = None,
 ) -> None:
     """Define ``name``, which returns ``run(*arguments)``, and ``name_out``, which is ``run(*arguments, out=out)``.
 
@@ -110,7 +177,7 @@ def register_product(
     def fake_out(*_: Any, out: Tensor) -> None:
         return None
 
-    register(name, f"{name}({arguments}{allocating and ', *, ' + allocating}) -> Tensor", run, fake)
+    register(name, f"{name}({arguments}{allocating and ', *, ' + allocating}) -> Tensor", run, fake, gradient)
     register(name, f"{name}_out({arguments}, *, Tensor(a!) out) -> ()", write, fake_out)
     if depth is not None:
         flops.count(name, depth)
@@ -213,6 +280,9 @@ def expect_tensors(operation: str, required: Mapping[str, Any], optional: Mappin
             raise ValueError(
                 f"epiloq.{operation}: {name}: expected no lazily negated tensor with out, got one; call resolve_neg()"
             )
+        # Transforms do not compose with `register_autograd`, whose gradient would raise.
+        elif value.requires_grad and operation not in _DIFFERENTIABLE and is_transformed() and torch.is_grad_enabled():
+            _raise_no_gradient(operation)
         elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(f"epiloq.{operation}: {name}: has a tangent, but there is no forward derivative")
     tensors = {name: value for name, value in {**required, **optional}.items() if isinstance(value, Tensor)}
@@ -233,9 +303,7 @@ def refuse_backward(operation: str, output: Tensor) -> Tensor:
     """Return ``output`` such that a gradient that reaches it raises; torch alone only warns and drops it."""
 
     def refuse(_: Tensor) -> None:
-        raise NotImplementedError(
-            f"epiloq.{operation} has no gradient; call it under torch.no_grad() or detach its output"
-        )
+        _raise_no_gradient(operation)
 
     if isinstance(output, Tensor) and not is_dynamo_compiling() and output.requires_grad:
         output.register_hook(refuse)

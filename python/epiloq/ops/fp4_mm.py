@@ -11,7 +11,7 @@ from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
-    LIBRARY,
+    Gradient,
     direct,
     expect_tensors,
     is_transformed,
@@ -192,5 +192,5 @@ def _pull(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, dbias
 
 
-register_product(_NAME, "Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias", run, _fake)
-torch.library.register_autograd(f"epiloq::{_NAME}", _pull, setup_context=_save, lib=LIBRARY)
+_ARGUMENTS = "Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias"
+register_product(_NAME, _ARGUMENTS, run, _fake, gradient=Gradient(_pull, _save))

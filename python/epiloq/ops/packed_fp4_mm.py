@@ -14,7 +14,7 @@ from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
     DENSE_PRODUCT,
-    LIBRARY,
+    Gradient,
     direct,
     expect_tensors,
     is_batch_invariant,
@@ -271,5 +271,5 @@ register_product(
     "int n, int k",
     run,
     _fake,
+    gradient=Gradient(_pull, _save),
 )
-torch.library.register_autograd(f"epiloq::{NAME}", _pull, setup_context=_save, lib=LIBRARY)
