@@ -80,7 +80,7 @@ def test_opcheck(seed: int, device: str, shape: tuple[int, int, int]) -> None:
         torch.library.opcheck(op.default, args, kwargs, test_utils=OP_CHECKS[1:] if takes_fp8 else OP_CHECKS)
         checked.add(op.default.name())
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("epiloq::")}
-    assert checked == registered
+    assert checked == registered - {"epiloq::refused_gradient"}  # which only raises
 
 
 @pytest.mark.parametrize("f", [linear, into])
