@@ -106,8 +106,9 @@ def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
         return
     yield replace(few, tokens=range(1, MANY_TOKENS))
     options = (("group_size", layer.group_size),)
-    # More tokens have their weight unpacked, with scales per group for kernels that are chosen by their cost model.
-    last = unpacked.MANY_GROUPED_TOKENS if unpacked.keeps_groups(layer.group_size) else 1 << 31
+    # More tokens have their weight unpacked for kernels that are chosen by their cost model.
+    unpacks = unpacked.has_whole_rows(layer.group_size, layer.in_features) or unpacked.keeps_groups(layer.group_size)
+    last = unpacked.MANY_TOKENS if unpacks else 1 << 31
     yield _Product("w4a8_mm", layer.out_features, layer.in_features, options, range(MANY_TOKENS, last))
 
 

@@ -22,15 +22,14 @@ from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.packed_layout import parameters_by_group
 from epiloq.weights.packed_weight import PackedWeight
 
-# Tokens from which a product of 8 bits gains more than unpacking costs.
-MANY_TOKENS = 2048
-# For scales per group: the alternative is w4a8_mm's kernel for SM90, which converts weights while it multiplies.
-MANY_GROUPED_TOKENS = 3072
+# Tokens from which a product of 8 bits gains more than unpacking costs, on an H200; on other GPUs it was not measured.
+MANY_TOKENS = 384
+MANY_TOKENS_ELSEWHERE = 2048
 # For FP4: the alternative multiplies in bfloat16, at half the rate.
 MANY_FP4_TOKENS = 257
 _ALIGNED = 16  # elements: rows that TMA reads
 _FLOAT8_ARCHS = ("sm89", "sm90")
-_GROUPED_ARCHS = ("sm90",)  # whose kernels for tokens with one scale each were measured
+_MEASURED_ARCHS = ("sm90",)
 
 
 def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
@@ -48,18 +47,23 @@ def fits_sizes(
     m: int, k: int, group_size: int, dtype: torch.dtype, multiplies_float8: Callable[[tuple[str, ...]], bool]
 ) -> bool:
     """`fits` for integers ``[N, K]``, given whether the GPU multiplies float8 by a kernel of some architectures."""
-    if k % _ALIGNED != 0:
+    if k % _ALIGNED != 0 or m < MANY_TOKENS:
         return False
-    if group_size == -1 or group_size >= k:
-        return m >= MANY_TOKENS and (dtype == torch.int8 or multiplies_float8(_FLOAT8_ARCHS))
-    if not keeps_groups(group_size) or dtype == torch.int8:
-        return False
-    return m >= MANY_GROUPED_TOKENS and multiplies_float8(_GROUPED_ARCHS)
+    was_measured = multiplies_float8(_MEASURED_ARCHS)
+    if has_whole_rows(group_size, k):
+        multiplies = dtype == torch.int8 or multiplies_float8(_FLOAT8_ARCHS)
+        return multiplies and (was_measured or m >= MANY_TOKENS_ELSEWHERE)
+    return keeps_groups(group_size) and dtype != torch.int8 and was_measured
 
 
 def explanation(numbers: str) -> str:
     """What `explain` says of a weight of such numbers."""
     return f"the weight's {numbers} unpacked to 8 bits, then a product of 8-bit operands"
+
+
+def has_whole_rows(group_size: int, k: int) -> bool:
+    """Whether a row has one scale."""
+    return group_size == -1 or group_size >= k
 
 
 def keeps_groups(group_size: int) -> bool:
