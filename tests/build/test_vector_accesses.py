@@ -69,6 +69,7 @@ ACCESSES = {
     "generic/rms_norm.cu": (2, IN_VECTORS),
     "generic/silu_and_mul.cu": (2, IN_VECTORS),
     "generic/table_mm.cu": (6, TOKENS + " Likewise codes off 8 bytes. Dequantising: " + TESTED),
+    "generic/w4a16_dequantize.cu": (2, "Out: refused by weight_only_mm.cpp; rows and groups are whole runs. " + PACKED),
     "generic/widen_tokens.cu": (6, TESTED + " `aligned` of w4a8_mm.cpp."),
     "quantize/blockwise_int8.cu": (5, IN_VECTORS + " Four parameters at once: " + WORKSPACE),
     "quantize/fp8.cu": (6, IN_VECTORS),
@@ -98,11 +99,11 @@ ACCESSES = {
     "sm80/w4a8_mainloop.cuh": (1, WORKSPACE),
     "sm90/conv2d_w4a16_gemm.cuh": (2, "`has_chunks` and `image_map_of`: pointer and strides of x."),
     "sm90/groupwise_epilogue.cuh": (
-        9,
+        12,
         "Out: `has_lines`, else elements. Scales and zero points: " + FOUR + " " + SHARED,
     ),
     "sm90/groupwise_gemm.cuh": (
-        6,
+        7,
         REFUSED
         + " Maps of scales and of out are made only after can_copy_scales, may_copy_all_scales, can_store_boxes.",
     ),
@@ -113,7 +114,7 @@ ACCESSES = {
         "bytes; those of scales, without swizzle, at tokens that are multiples of 4, as can_copy_scales requires.",
     ),
     "sm90/groupwise_scale_producer.cuh": (4, "By TMA as the producer's, four K steps at once; else " + FOUR),
-    "sm90/groupwise_store.cuh": (1, "`can_store_boxes`: pointer, stride and N. From slots of a multiple of 128 bytes."),
+    "sm90/groupwise_store.cuh": (2, "`can_store_boxes`: pointer, stride and N. From slots of a multiple of 128 bytes."),
     "sm90/w4a16/w4a16_decode_tma.cuh": (2, SHARED),
     "sm90/w4a16/w4a16_launch.cuh": (3, PACKED + " " + TOKENS + " A single row gets a stride that is a multiple of 8."),
     "sm90/w4a16/w4a16_mainloop.cuh": (1, SHARED),

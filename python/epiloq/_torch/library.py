@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -98,8 +99,7 @@ def register(
     if "!" not in schema:
         if gradient is not None:
             _DIFFERENTIABLE.add(operation)
-        backward, setup_context = gradient or _refusal(operation)
-        torch.library.register_autograd(f"epiloq::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+        _register_gradient(name, gradient or _refusal(operation))
 
 
 def _refusal(operation: str) -> Gradient:
@@ -150,6 +150,26 @@ def _register_fake(name: str, fake: Callable[..., Any]) -> None:
         entry.fake_impl.register(fake, __name__, lib=LIBRARY)
     except (AttributeError, TypeError):  # not torch's public interface
         torch.library.register_fake(name, fake, lib=LIBRARY)
+
+
+def _register_gradient(name: str, gradient: Gradient) -> None:
+    """`torch.library.register_autograd`, whose classes are made at an operation's first call: of all operations they take
+    a quarter of an import's time."""
+    private = getattr(torch._library, "autograd", None)
+    if not (hasattr(private, "make_autograd_impl") and hasattr(private, "Info")):
+        torch.library.register_autograd(
+            f"epiloq::{name}", gradient.backward, setup_context=gradient.setup_context, lib=LIBRARY
+        )
+        return
+
+    @cache
+    def made() -> Callable[..., Any]:
+        return private.make_autograd_impl(getattr(torch.ops.epiloq, name).default, private.Info(*gradient))  # type: ignore[no-any-return, union-attr]
+
+    def differentiate(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return made()(keyset, *args, **kwargs)
+
+    LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
 
 
 _define_refusal()

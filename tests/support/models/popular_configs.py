@@ -183,6 +183,5 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hqq": {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
     "quanto": {"weights": "int8"},
     "spqr": {"beta1": 16, "bits": 3},
-    "torchao": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 128}}}},
     "vptq": {"config_for_layers": {}},
 }
