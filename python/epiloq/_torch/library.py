@@ -153,8 +153,8 @@ def _register_fake(name: str, fake: Callable[..., Any]) -> None:
 
 
 def _register_gradient(name: str, gradient: Gradient) -> None:
-    """`torch.library.register_autograd`, whose classes are made at an operation's first call: of all operations they take
-    a quarter of an import's time."""
+    """`torch.library.register_autograd`, whose classes are made at an operation's first call: those of all operations
+    take a quarter of an import's time."""
     private = getattr(torch._library, "autograd", None)
     if not (hasattr(private, "make_autograd_impl") and hasattr(private, "Info")):
         torch.library.register_autograd(
