@@ -39,6 +39,16 @@ print(fake(a, b, one, one, out_dtype=torch.bfloat16).shape)
 """
 
 
+GRADIENTS_BY_TORCH = """
+import torch
+del torch._library.autograd.Info
+calls = []
+torch.library.register_autograd = lambda name, backward, setup_context, lib: calls.append(name)
+import epiloq
+print("epiloq::scaled_mm" in calls, "epiloq::scaled_mm_out" in calls)
+"""
+
+
 def test_modules_are_attributes() -> None:
     assert epiloq.compat.vllm.cutlass_scaled_mm and epiloq.compat.sglang.int8_scaled_mm
     assert epiloq.compat.deep_gemm.fp8_gemm_nt
@@ -75,3 +85,5 @@ def test_import_is_light() -> None:
 def test_shapes_are_registered_by_torch_where_its_registry_is_not_as_expected() -> None:
     run = subprocess.run([sys.executable, "-c", REGISTERED_BY_TORCH], capture_output=True, text=True)
     assert run.stdout.strip() == "torch.Size([3, 5])", run.stderr
+    run = subprocess.run([sys.executable, "-c", GRADIENTS_BY_TORCH], capture_output=True, text=True)
+    assert run.stdout.strip() == "True False", run.stderr

@@ -114,7 +114,10 @@ ACCESSES = {
         "bytes; those of scales, without swizzle, at tokens that are multiples of 4, as can_copy_scales requires.",
     ),
     "sm90/groupwise_scale_producer.cuh": (4, "By TMA as the producer's, four K steps at once; else " + FOUR),
-    "sm90/groupwise_store.cuh": (2, "`can_store_boxes`: pointer, stride and N. From slots of a multiple of 128 bytes."),
+    "sm90/groupwise_store.cuh": (
+        2,
+        "`can_store_boxes`: pointer, stride and length of D's rows. From slots of a multiple of 128 bytes.",
+    ),
     "sm90/w4a16/w4a16_decode_tma.cuh": (2, SHARED),
     "sm90/w4a16/w4a16_launch.cuh": (3, PACKED + " " + TOKENS + " A single row gets a stride that is a multiple of 8."),
     "sm90/w4a16/w4a16_mainloop.cuh": (1, SHARED),

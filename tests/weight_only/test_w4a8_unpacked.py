@@ -36,6 +36,38 @@ def test_a_group_longer_than_a_row(seed: int, group_size: int, k: int) -> None:
     assert_close(out, problem)
 
 
+@pytest.mark.parametrize(
+    ("capability", "built", "float8", "measured"),
+    [
+        (90, ["sm89", "sm90"], True, True),
+        (89, ["sm89", "sm90"], True, False),
+        (100, ["sm89", "sm90"], True, False),
+        (100, ["sm90"], False, False),
+        (80, ["sm89", "sm90"], False, False),
+    ],
+)
+def test_gpus_whose_kernels_multiply_float8(
+    monkeypatch: pytest.MonkeyPatch, capability: int, built: list[str], float8: bool, measured: bool
+) -> None:
+    """SM90's run on SM90 alone, and newer GPUs run SM89's, for which the number of tokens was not measured."""
+    monkeypatch.setattr(unpacked._core, "device_properties", lambda _: {"compute_capability": capability})
+    monkeypatch.setattr(unpacked._core, "built_archs", lambda: built)
+    device = torch.device("cuda", 0)
+    assert unpacked._multiplies_float8(device, unpacked._FLOAT8_ARCHS) == float8
+    assert unpacked._multiplies_float8(device, unpacked._MEASURED_ARCHS) == measured
+
+    def on_this_gpu(archs: tuple[str, ...]) -> bool:
+        return unpacked._multiplies_float8(device, archs)
+
+    for group_size, m, fits in (
+        (128, MANY, measured),
+        (128, unpacked.MANY_TOKENS_ELSEWHERE, measured),
+        (-1, MANY, measured),
+        (-1, unpacked.MANY_TOKENS_ELSEWHERE, float8),
+    ):
+        assert unpacked.fits_sizes(m, 512, group_size, torch.float8_e4m3fn, on_this_gpu) == fits
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("group_size", "activations"), [*WAYS, *OTHERS])

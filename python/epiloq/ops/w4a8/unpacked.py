@@ -75,7 +75,8 @@ def _multiplies_float8(device: torch.device, archs: tuple[str, ...]) -> bool:
     forced = _core.forced_arch()
     archs = tuple(arch for arch in archs if arch in _core.built_archs() and forced in ("auto", arch))
     capability = _core.device_properties(device.index or 0)["compute_capability"]
-    return any(capability >= int(arch.removeprefix("sm")) for arch in archs)
+    # Newer GPUs run older architectures' kernels, but not WGMMA, which only SM90 has.
+    return any(capability == 90 if arch == "sm90" else capability >= int(arch.removeprefix("sm")) for arch in archs)
 
 
 def multiply(
