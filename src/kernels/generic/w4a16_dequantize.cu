@@ -1,8 +1,12 @@
-// Dequantises a packed weight to rows in memory: one thread per lane of a tile, in runs of 8 columns. Types of 8 bits
-// receive the integers q - zero, for products that apply scales later; from at most 4 bits in runs of 16 columns, if
-// rows and groups are whole runs.
+// Dequantises a packed weight to rows in memory, in runs of 8 columns. Types of 8 bits receive the integers q - zero,
+// for products that apply scales later.
+//
+// A warp has a tile at a time. Lanes exchange words so that each of them has whole runs, and that the four lanes of a
+// row have neighbouring ones: a store then fills whole sectors of memory.
 
 #include <cuda_fp8.h>
+
+#include <bit>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -15,42 +19,25 @@ namespace epiloq::ops::weight_only_mm {
 namespace {
 
 constexpr int kRun = 8;
+template <bool kWholeRuns>
+constexpr int kCtasPerSm = kWholeRuns ? 6 : 1;  // six keep enough loads and stores in flight
 
-__device__ __forceinline__ float read(void const* values, DType dtype, std::int64_t i) {
-  if (dtype == DType::kFloat16) return static_cast<float>(static_cast<__half const*>(values)[i]);
-  if (dtype == DType::kBFloat16) return static_cast<float>(static_cast<__nv_bfloat16 const*>(values)[i]);
-  return static_cast<float const*>(values)[i];
-}
-
-struct Affine {
-  float scale, zero, offset;
-};
-
-template <class T>
-constexpr bool kScaled = sizeof(T) > 1;
-
-template <int kBits, class T>
-__device__ __forceinline__ Affine affine_at(Weight const& w, std::int64_t panel, int row, int k) {
-  std::int64_t const i = (panel * w.groups + k / w.group) * kPanelRows + parameter_of(row);
-  float const scale = kScaled<T> ? read(w.scale, w.scale_dtype, i) : 1.f;
-  if (w.offset != nullptr) return {scale, 0.f, read(w.offset, w.scale_dtype, i)};
-  return {scale, w.zero != nullptr ? static_cast<float>(w.zero[i]) : static_cast<float>(1 << (kBits - 1)), 0.f};
-}
-
-// Values of 2 and 3 bits are widened to 4 before the transposition.
-template <int kBits>
-constexpr int kHeldBits = kBits < 4 ? 4 : kBits;
+// A lane's 2 runs of 8 columns: of rows g and g + 8 (8 bits), or 32 columns apart, of both rows (fewer bits). Word i
+// has columns 2 i and 2 i + 1 of the first run in its bytes 0 and 1, of the second in its bytes 2 and 3. Values of
+// fewer than 8 bits have 4 here, those of row g in a byte's lower half.
+using Words = std::uint32_t[4];
 
 template <int kBits>
-__device__ __forceinline__ void hold(std::uint32_t (&words)[4], std::uint32_t const* from) {
-  std::uint32_t lane[kBits < 4 ? kBits : 4];
+__device__ __forceinline__ void load_tile(Words& words, std::uint8_t const* lane_of_tile) {
+  std::uint32_t lane[lane_bytes(kBits) / 4];
+  auto const* const from = reinterpret_cast<std::uint32_t const*>(lane_of_tile);
+  if constexpr (sizeof(lane) == sizeof(uint4)) {
+    *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<uint4 const*>(from));
+  } else {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(lane) / 4); ++i) lane[i] = __ldcg(from + i);
+    for (int i = 0; i < static_cast<int>(sizeof(lane) / 4); ++i) lane[i] = __ldg(from + i);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (kBits >= 4) {
-      words[i] = lane[i];
-    } else {
+    for (int i = 0; i < 4; ++i) {
       std::uint32_t block[narrow::block_words(kBits)];
       narrow::take_block<kBits>(block, lane, i / 2);
       words[i] = narrow::widened<kBits>(block, i % 2);
@@ -58,130 +45,205 @@ __device__ __forceinline__ void hold(std::uint32_t (&words)[4], std::uint32_t co
   }
 }
 
-// A lane's columns are two runs of a 64-column tile, or one of 32 columns: where the first begins; the second follows.
+// From the fragments of packed_layout.h to runs.
 template <int kBits>
-constexpr int kFirstRun = kBits == 8 ? kRun : 2 * kRun;
-
-// A lane's value at row g (0) or g + 8 (1) and a column of a run.
-template <int kBits>
-constexpr int index_of(int row, int run, int column) {
-  if (kBits == 8) return 4 * (column / 2) + 2 * row + column % 2;
-  return 2 * (4 * (column / 2) + 2 * (column % 2) + run) + row;
-}
-
-template <int kBits, class T>
-__device__ __forceinline__ void write_run(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t panel,
-                                          int row, int k, int const (&index)[kRun]) {
-  std::int64_t const n = panel * kPanelRows + row;
-  if (n >= w.n || k >= w.k) return;
-  alignas(16) T values[kRun];
-  Affine a = affine_at<kBits, T>(w, panel, row, k);
+__device__ __forceinline__ void arrange(Words& words) {
+  if constexpr (kBits < 8) {
+    // Of 16 columns, two runs, a word has those of the first in its bytes 0 and 2.
+    constexpr std::uint32_t kFirstRuns = 0x6420, kSecondRuns = 0x7531;
+    Words const w = {words[0], words[1], words[2], words[3]};
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    if (i > 0 && w.group % kRun != 0 && k + i < w.k) a = affine_at<kBits, T>(w, panel, row, k + i);
-    float const difference = static_cast<float>(value_at(lane, kHeldBits<kBits>, index[i])) - a.zero;
-    values[i] = static_cast<T>(kScaled<T> ? __fadd_rn(__fmul_rn(a.scale, difference), a.offset) : difference);
+    for (int i = 0; i < 4; ++i) words[i] = __byte_perm(w[i / 2], w[i / 2 + 2], i % 2 == 0 ? kFirstRuns : kSecondRuns);
   }
-  store_run(w, out, n, k, values);
+  transpose_fours(words);
 }
 
-template <int kBits, class T, int kRow, int kOf>
-__device__ __forceinline__ void write_part(Weight const& w, T* out, std::uint8_t const* lane, std::int64_t panel, int g,
-                                           int first) {
-  constexpr int kIndex[kRun] = {index_of<kBits>(kRow, kOf, 0), index_of<kBits>(kRow, kOf, 1),
-                                index_of<kBits>(kRow, kOf, 2), index_of<kBits>(kRow, kOf, 3),
-                                index_of<kBits>(kRow, kOf, 4), index_of<kBits>(kRow, kOf, 5),
-                                index_of<kBits>(kRow, kOf, 6), index_of<kBits>(kRow, kOf, 7)};
-  write_run<kBits>(w, out, lane, panel, g + 8 * kRow, first + kOf * kRun, kIndex);
+// Of rows g and g + 8, which are neighbours (parameter_of).
+__device__ __forceinline__ float2 pair_at(void const* values, DType dtype, std::int64_t pair) {
+  if (dtype == DType::kFloat16) return __half22float2(static_cast<__half2 const*>(values)[pair]);
+  if (dtype == DType::kBFloat16) return __bfloat1622float2(static_cast<__nv_bfloat162 const*>(values)[pair]);
+  return static_cast<float2 const*>(values)[pair];
 }
+
+// Of a row and scale group. With real offsets, the zero point is 0.
+struct Affine {
+  float scale, zero, offset;
+};
+
+// Those of rows g and g + 8.
+struct Parameters {
+  float2 scale, zero, offset;
+
+  __device__ __forceinline__ Affine of(int row) const {
+    return row == 0 ? Affine{scale.x, zero.x, offset.x} : Affine{scale.y, zero.y, offset.y};
+  }
+};
+
+struct Groups {
+  std::int64_t first;  // the lane's pair of parameters in the panel's first group
+  int shift;           // groups have 2^shift columns; if negative, any number
+
+  __device__ __forceinline__ std::int64_t pair_of(Weight const& w, int column) const {
+    constexpr int kPairs = kPanelRows / 2;
+    return first + (shift >= 0 ? column >> shift : column / w.group) * kPairs;
+  }
+};
 
 template <int kBits, class T>
-__global__ __launch_bounds__(kDequantizeThreads, 4) void dequantize_kernel(__grid_constant__ Weight const w, T* out) {
-  constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
-  pdl_trigger();
-  pdl_wait();
-  int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes;
-  std::int64_t const panel = blockIdx.x;
-  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
-       tile += gridDim.y * kDequantizeWarps) {
-    std::uint32_t words[4];
-    hold<kBits>(words, reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
-    transpose_fours(words);
-    auto const* const bytes = reinterpret_cast<std::uint8_t const*>(words);
-    int const first = tile * kDepth + lane % 4 * kFirstRun<kBits>;
-    write_part<kBits, T, 0, 0>(w, out, bytes, panel, lane / 4, first);
-    write_part<kBits, T, 1, 0>(w, out, bytes, panel, lane / 4, first);
-    if constexpr (kDepth == 64) {
-      write_part<kBits, T, 0, 1>(w, out, bytes, panel, lane / 4, first);
-      write_part<kBits, T, 1, 1>(w, out, bytes, panel, lane / 4, first);
-    }
+__device__ __forceinline__ Parameters parameters_at(Weight const& w, Groups const& groups, int column) {
+  constexpr float kMiddle = 1 << (kBits - 1);
+  std::int64_t const pair = groups.pair_of(w, column);
+  Parameters result{{1.f, 1.f}, {kMiddle, kMiddle}, {0.f, 0.f}};
+  if (sizeof(T) > 1) result.scale = pair_at(w.scale, w.scale_dtype, pair);
+  if (w.offset != nullptr) {
+    result.zero = {0.f, 0.f};
+    result.offset = pair_at(w.offset, w.scale_dtype, pair);
+  } else if (w.zero != nullptr) {
+    uchar2 const zero = reinterpret_cast<uchar2 const*>(w.zero)[pair];
+    result.zero = {static_cast<float>(zero.x), static_cast<float>(zero.y)};
+  }
+  return result;
+}
+
+// A run of row g (0) or g + 8 (1).
+template <int kBits>
+struct Run {
+  Words const& words;
+  int row, run;
+
+  __device__ __forceinline__ int half() const { return kBits == 8 ? row : run; }
+  __device__ __forceinline__ std::uint32_t bytes_of(std::uint32_t word) const {
+    return kBits == 8 ? word : word >> (4 * row) & 0x0f0f0f0fu;
+  }
+  // Column i plus 2^23: its byte is the lowest of that float.
+  __device__ __forceinline__ float above_2_to_23(int i) const {
+    constexpr std::uint32_t kBitsOf2To23 = 0x4b000000, kByteOf2To23 = 0x7440;
+    return __uint_as_float(__byte_perm(bytes_of(words[i / 2]), kBitsOf2To23, kByteOf2To23 + 2 * half() + i % 2));
+  }
+  // Four columns as bytes.
+  __device__ __forceinline__ std::uint32_t four(int first) const {
+    constexpr std::uint32_t kLower = 0x5410, kUpper = 0x7632;
+    return bytes_of(__byte_perm(words[first / 2], words[first / 2 + 1], half() == 0 ? kLower : kUpper));
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void convert_two(T* to, float2 from) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __float22bfloat162_rn(from);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    *reinterpret_cast<__half2*>(to) = __float22half2_rn(from);
+  } else {
+    to[0] = static_cast<T>(from.x), to[1] = static_cast<T>(from.y);
   }
 }
 
-// A lane's 16 columns of a row, of which a word is four.
-constexpr int kByteRun = 16;
-
-// Integers u in the low nibbles of four bytes, of which `zeros` are subtracted: 128 + u - zero, which does not borrow
-// from the next byte.
-__device__ __forceinline__ std::uint32_t biased_differences(std::uint32_t nibbles, std::uint32_t zeros) {
-  return (nibbles & 0x0f0f0f0fu | 0x80808080u) - zeros;
-}
-
-__device__ __forceinline__ std::uint32_t numbers_of(std::uint32_t biased, std::int8_t) { return biased ^ 0x80808080u; }
+// Four bytes 128 + d, where d is a difference of two 4-bit integers, as numbers d.
+__device__ __forceinline__ std::uint32_t without_128(std::uint32_t biased, std::int8_t) { return biased ^ 0x80808080u; }
 
 // A byte ORed into the half 1024 is 1024 plus the byte.
-__device__ __forceinline__ std::uint32_t numbers_of(std::uint32_t biased, __nv_fp8_e4m3) {
-  std::uint32_t numbers = 0;
+__device__ __forceinline__ std::uint32_t without_128(std::uint32_t biased, __nv_fp8_e4m3) {
+  std::uint32_t bytes = 0;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     std::uint32_t const of_1024 = __byte_perm(biased, 0x64646464u, pair == 0 ? 0x4140 : 0x4342);
     __half2 const differences = __hsub2(reinterpret_cast<__half2 const&>(of_1024), __float2half2_rn(1024 + 128));
-    numbers |= std::uint32_t{__nv_cvt_halfraw2_to_fp8x2(differences, __NV_SATFINITE, __NV_E4M3)} << (16 * pair);
+    bytes |= std::uint32_t{__nv_cvt_halfraw2_to_fp8x2(differences, __NV_SATFINITE, __NV_E4M3)} << (16 * pair);
   }
-  return numbers;
+  return bytes;
 }
 
+// A run whose columns have the same parameters.
 template <int kBits, class T>
-__global__ __launch_bounds__(kDequantizeThreads, 8) void integers_kernel(__grid_constant__ Weight const w, T* out) {
-  constexpr int kBytes = lane_bytes(kBits), kDepth = depth(kBits);
-  pdl_trigger();
-  pdl_wait();
-  int const tiles = w.padded_k / kDepth, lane = threadIdx.x % kLanes, g = lane / 4;
-  std::int64_t const panel = blockIdx.x;
-  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
-       tile += gridDim.y * kDequantizeWarps) {
-    std::uint32_t words[4];
-    hold<kBits>(words, reinterpret_cast<std::uint32_t const*>(w.q + ((panel * tiles + tile) * kLanes + lane) * kBytes));
-    transpose_fours(words);
-    int const k = tile * kDepth + lane % 4 * kByteRun;
-    if (k >= w.k) continue;
-    uchar2 zero = {1 << (kBits - 1), 1 << (kBits - 1)};  // of rows g and g + 8
-    if (w.zero != nullptr) {
-      std::int64_t const i = (panel * w.groups + k / w.group) * kPanelRows + parameter_of(g);
-      zero = __ldg(reinterpret_cast<uchar2 const*>(w.zero + i));
+__device__ __forceinline__ void dequantize_run(T (&to)[kRun], Run<kBits> const& run, Affine const& a, bool has_offset) {
+  if constexpr (sizeof(T) == 1 && kBits < 8) {
+    std::uint32_t const zeros = static_cast<std::uint32_t>(a.zero) * 0x01010101u;
+#pragma unroll
+    for (int i = 0; i < kRun; i += 4) {  // 128 + q - zero, which does not borrow from the next byte
+      reinterpret_cast<std::uint32_t*>(to)[i / 4] = without_128((run.four(i) | 0x80808080u) - zeros, T());
     }
+  } else {
+    float const from = 0x1p23f + a.zero;
+    float2 numbers[kRun / 2];
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) {
+      numbers[i] = {run.above_2_to_23(2 * i) - from, run.above_2_to_23(2 * i + 1) - from};
+      if (sizeof(T) > 1) numbers[i] = {__fmul_rn(a.scale, numbers[i].x), __fmul_rn(a.scale, numbers[i].y)};
+    }
+    if (sizeof(T) > 1 && has_offset) {
+#pragma unroll
+      for (float2& two : numbers) two = {__fadd_rn(two.x, a.offset), __fadd_rn(two.y, a.offset)};
+    }
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) convert_two(to + 2 * i, numbers[i]);
+  }
+}
+
+// A run in which groups begin.
+template <int kBits, class T>
+__device__ __forceinline__ void dequantize_columns(T (&to)[kRun], Run<kBits> const& run, Weight const& w,
+                                                   Groups const& groups, int column) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    Affine const a = parameters_at<kBits, T>(w, groups, min(column + i, w.k - 1)).of(run.row);
+    float const difference = run.above_2_to_23(i) - (0x1p23f + a.zero);
+    to[i] = static_cast<T>(sizeof(T) == 1 ? difference : __fadd_rn(__fmul_rn(a.scale, difference), a.offset));
+  }
+}
+
+template <int kBits, class T, bool kWholeRuns>
+__device__ __forceinline__ void store_tile(Weight const& w, T* out, Words const& words, Groups const& groups,
+                                           std::int64_t first_row, int first_column) {
+#pragma unroll
+  for (int r = 0; r < depth(kBits) / 32; ++r) {
+    int const column = first_column + 32 * r;
+    if (column >= w.k) break;
+    Parameters const p = parameters_at<kBits, T>(w, groups, column);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      std::int64_t const n = panel * kPanelRows + g + 8 * row;
-      std::uint32_t const zeros = (row == 0 ? zero.x : zero.y) * 0x01010101u;
-      std::uint32_t numbers[4];  // of the columns 2 i, 2 i + 8, 2 i + 1 and 2 i + 9
-#pragma unroll
-      for (int i = 0; i < 4; ++i) numbers[i] = numbers_of(biased_differences(words[i] >> (4 * row), zeros), T());
-      constexpr std::uint32_t kFirstRunOf = 0x6420, kSecondRunOf = 0x7531;  // bytes of two such words
-      if (n >= w.n) continue;
-      *reinterpret_cast<uint4*>(out + n * w.k + k) = {
-          __byte_perm(numbers[0], numbers[1], kFirstRunOf), __byte_perm(numbers[2], numbers[3], kFirstRunOf),
-          __byte_perm(numbers[0], numbers[1], kSecondRunOf), __byte_perm(numbers[2], numbers[3], kSecondRunOf)};
+      std::int64_t const n = first_row + 8 * row;
+      if (n >= w.n) break;
+      Run<kBits> const run{words, row, r};
+      alignas(16) T values[kRun];
+      if constexpr (kWholeRuns) {
+        dequantize_run(values, run, p.of(row), w.offset != nullptr);
+      } else {
+        dequantize_columns<kBits>(values, run, w, groups, column);
+      }
+      store_run(w, out, n, column, values);
     }
   }
+}
+
+template <int kBits, class T, bool kWholeRuns>
+__global__ __launch_bounds__(kDequantizeThreads,
+                             kCtasPerSm<kWholeRuns>) void dequantize_kernel(__grid_constant__ Weight const w,
+                                                                            int group_shift, T* out) {
+  pdl_trigger();
+  pdl_wait();
+  int const tiles = w.padded_k / depth(kBits), lane = threadIdx.x % kLanes;
+  std::int64_t const panel = blockIdx.x;
+  Groups const groups{panel * w.groups * (kPanelRows / 2) + lane / 4, group_shift};
+  for (int tile = blockIdx.y * kDequantizeWarps + threadIdx.x / kLanes; tile < tiles;
+       tile += gridDim.y * kDequantizeWarps) {
+    Words words;
+    load_tile<kBits>(words, w.q + ((panel * tiles + tile) * kLanes + lane) * lane_bytes(kBits));
+    arrange<kBits>(words);
+    store_tile<kBits, T, kWholeRuns>(w, out, words, groups, panel * kPanelRows + lane / 4,
+                                     tile * depth(kBits) + lane % 4 * kRun);
+  }
+}
+
+// See Groups.
+int shift_of(Weight const& w) {
+  constexpr int kWholeRows = 31;  // every column is in group 0
+  if (w.group >= w.k) return kWholeRows;
+  return std::has_single_bit(static_cast<unsigned>(w.group)) ? std::countr_zero(static_cast<unsigned>(w.group)) : -1;
 }
 
 template <int kBits, class T>
 auto kernel_of(Weight const& w) {
-  if constexpr (!kScaled<T> && kBits <= 4) {
-    if (w.k % kByteRun == 0 && w.group % kByteRun == 0) return integers_kernel<kBits, T>;
-  }
-  return dequantize_kernel<kBits, T>;
+  return w.group % kRun == 0 ? &dequantize_kernel<kBits, T, true> : &dequantize_kernel<kBits, T, false>;
 }
 
 template <class T>
@@ -189,15 +251,16 @@ void launch_typed(DequantizeProblem const& problem, int device, Stream stream) {
   Weight const& w = problem.weight;
   struct Variant {
     int bits;
-    void (*kernel)(Weight, T*);
+    void (*kernel)(Weight, int, T*);
   };
   Variant const variants[] = {
       {2, kernel_of<2, T>(w)}, {3, kernel_of<3, T>(w)}, {4, kernel_of<4, T>(w)}, {8, kernel_of<8, T>(w)}};
   dim3 const grid = dequantize_grid(w.n, w.padded_k / depth(w.bits), device);
   for (Variant const& variant : variants) {
     if (variant.bits != w.bits) continue;
-    cuda_check(launch_pdl(variant.kernel, grid, kDequantizeThreads, 0, stream, w, static_cast<T*>(problem.out)),
-               "launching epiloq.dequantize_weight");
+    cuda_check(
+        launch_pdl(variant.kernel, grid, kDequantizeThreads, 0, stream, w, shift_of(w), static_cast<T*>(problem.out)),
+        "launching epiloq.dequantize_weight");
   }
 }
 
