@@ -50,11 +50,17 @@ void register_tuning(py::module_& module) {
       py::arg("fast_accum") = false);
   module.def(
       "candidates_groupwise_mm",
-      [](int device, std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales) {
-        return answer(
-            GroupwiseMmProblem{.m = m, .n = n, .k = k, .column_scales = column_scales, .aligned = k % 16 == 0}, device);
+      [](int device, std::int64_t m, std::int64_t n, std::int64_t k, bool column_scales, bool whole_row_scales) {
+        return answer(GroupwiseMmProblem{.m = m,
+                                         .n = n,
+                                         .k = k,
+                                         .column_scales = column_scales,
+                                         .aligned = k % 16 == 0,
+                                         .whole_row_scales = whole_row_scales},
+                      device);
       },
-      py::arg("device"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false);
+      py::arg("device"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("column_scales") = false,
+      py::arg("whole_row_scales") = false);
   module.def(
       "candidates_online_quant_mm",
       [](int device, std::int64_t m, std::int64_t n, std::int64_t k, int bits, std::int64_t group_size) {

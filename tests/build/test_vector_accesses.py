@@ -69,7 +69,7 @@ ACCESSES = {
     "generic/rms_norm.cu": (2, IN_VECTORS),
     "generic/silu_and_mul.cu": (2, IN_VECTORS),
     "generic/table_mm.cu": (6, TOKENS + " Likewise codes off 8 bytes. Dequantising: " + TESTED),
-    "generic/w4a16_dequantize.cu": (2, "Out: refused by weight_only_mm.cpp; rows and groups are whole runs. " + PACKED),
+    "generic/w4a16_dequantize.cu": (5, PACKED),
     "generic/widen_tokens.cu": (6, TESTED + " `aligned` of w4a8_mm.cpp."),
     "quantize/blockwise_int8.cu": (5, IN_VECTORS + " Four parameters at once: " + WORKSPACE),
     "quantize/fp8.cu": (6, IN_VECTORS),

@@ -43,11 +43,14 @@ def _scaled_mm(p: Problem, device: torch.device) -> Call:
 
 
 def _groupwise_mm(p: Problem, device: torch.device) -> Call:
-    rows = 1 if dict(p.options).get("column_scales") else 128
+    options = dict(p.options)
+    rows = 1 if options.get("column_scales") else 128
     dtype, blocks = torch.float8_e4m3fn, -(-p.k // 128)
     a, b = _values((p.m, p.k), dtype, device), _values((p.n, p.k), dtype, device).t()
     # Scales of tokens one column after the other, their columns on 16 bytes, as quantize_fp8 writes them.
     scale_a = _scales((blocks, -(-p.m // 4) * 4), torch.float32, device)[:, : p.m].t()
+    if options.get("whole_row_scales"):  # as w4a8_mm calls it
+        scale_a = _scales((p.m, 1), torch.float32, device).expand(-1, blocks)
     scale_b = _scales((-(-p.n // rows), blocks), torch.float32, device).t()
     out = torch.empty((p.m, p.n), dtype=torch.bfloat16, device=device)
     return partial(_core.groupwise_mm, out, a, b, scale_a, scale_b, columns_per_scale=rows, constant_b=True)

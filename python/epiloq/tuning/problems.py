@@ -99,17 +99,24 @@ def _weight_only(layer: PackedLinear, dtype: str) -> _Product:
 
 
 def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
-    """Products with few tokens run in 16 bits, others in float8 if there is a kernel."""
-    few = _weight_only(layer, "bfloat16")
-    if layer.activation == "int8" or layer.weight_zero is not None:
-        yield few
-        return
-    yield replace(few, tokens=range(1, MANY_TOKENS))
-    options = (("group_size", layer.group_size),)
-    # More tokens have their weight unpacked for kernels that are chosen by their cost model.
-    unpacks = unpacked.has_whole_rows(layer.group_size, layer.in_features) or unpacked.keeps_groups(layer.group_size)
-    last = unpacked.MANY_TOKENS if unpacks else 1 << 31
-    yield _Product("w4a8_mm", layer.out_features, layer.in_features, options, range(MANY_TOKENS, last))
+    """Products with few tokens run in 16 bits, others in float8 if there is a kernel, and many with the weight
+    unpacked to 8 bits."""
+    few, sizes = _weight_only(layer, "bfloat16"), (layer.out_features, layer.in_features)
+    is_float8 = layer.activation == "fp8"
+    many = None
+    if unpacked.has_whole_rows(layer.group_size, layer.in_features):
+        many = _Product("scaled_mm", *sizes, (("dtype", "float8_e4m3fn" if is_float8 else "int8"),))
+    elif is_float8 and unpacked.keeps_groups(layer.group_size):
+        many = _Product("groupwise_mm", *sizes, (("column_scales", True), ("whole_row_scales", True)))
+    from_registers = MANY_TOKENS if is_float8 and layer.weight_zero is None else None
+    from_memory = unpacked.MANY_TOKENS if many and layer.in_features % unpacked.ALIGNED == 0 else None
+    last = 1 << 31
+    yield replace(few, tokens=range(1, from_registers or from_memory or last))
+    if from_registers is not None:
+        options = (("group_size", layer.group_size),)
+        yield _Product("w4a8_mm", *sizes, options, range(from_registers, from_memory or last))
+    if many is not None and from_memory is not None:
+        yield replace(many, tokens=range(from_memory, last))
 
 
 def _products_of(layer: nn.Module) -> Iterator[_Product]:

@@ -10,7 +10,7 @@ namespace epiloq::ops::weight_only_mm {
 std::string Selection::terms(Choice const& choice, Problem const& p, Target const& t) {
   using tuning::fixed;
   if (choice.family == Family::kTiled) return "  no cost model: the narrowest tile that holds all tokens\n";
-  if (choice.family == Family::kDense) return "  expected " + fixed(time_of_dense(p)) + " us\n";
+  if (choice.family == Family::kDense) return "  expected " + fixed(time_of_dense(p, t)) + " us\n";
   std::ostringstream text;
   Cost const c = cost_of(choice, p, t);
   text << "  expected " << fixed(c.us) << " us: start " << fixed(c.start) << " + first load " << fixed(c.first_load)

@@ -84,7 +84,7 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
 std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& t, Costs const& costs) {
   std::vector<Timed> all;
   if (why_dense(p, t) != nullptr) return all;
-  if (p.m > kExactTokens) all.push_back({kLargeM, time_of_dense(p)});
+  if (p.m > kExactTokens) all.push_back({kLargeM, time_of_dense(p, t)});
   for (Choice const& choice : kernels_of(p, t)) {
     all.push_back({choice, choice.family == Family::kTiled ? 0 : cost_of(choice, p, t, costs).us});
   }

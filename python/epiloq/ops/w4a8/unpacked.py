@@ -27,7 +27,7 @@ MANY_TOKENS = 384
 MANY_TOKENS_ELSEWHERE = 2048
 # For FP4: the alternative multiplies in bfloat16, at half the rate.
 MANY_FP4_TOKENS = 257
-_ALIGNED = 16  # elements: rows that TMA reads
+ALIGNED = 16  # elements: rows that TMA reads
 _FLOAT8_ARCHS = ("sm89", "sm90")
 _MEASURED_ARCHS = ("sm90",)
 
@@ -38,7 +38,7 @@ def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
         return False
     multiplies_float8 = partial(_multiplies_float8, x_q.device)
     if isinstance(weight, PackedFp4Weight):
-        fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn and weight.k % _ALIGNED == 0
+        fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn and weight.k % ALIGNED == 0
         return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and multiplies_float8(_FLOAT8_ARCHS)
     return fits_sizes(len(x_q), weight.k, weight.group_size, x_q.dtype, multiplies_float8)
 
@@ -47,7 +47,7 @@ def fits_sizes(
     m: int, k: int, group_size: int, dtype: torch.dtype, multiplies_float8: Callable[[tuple[str, ...]], bool]
 ) -> bool:
     """`fits` for integers ``[N, K]``, given whether the GPU multiplies float8 by a kernel of some architectures."""
-    if k % _ALIGNED != 0 or m < MANY_TOKENS:
+    if k % ALIGNED != 0 or m < MANY_TOKENS:
         return False
     was_measured = multiplies_float8(_MEASURED_ARCHS)
     if has_whole_rows(group_size, k):
@@ -83,7 +83,7 @@ def multiply(
     out: Tensor, x_q: Tensor, weight: PackedWeight | PackedFp4Weight, scale_a: Tensor, bias: Tensor | None
 ) -> None:
     """``out`` ``[M, N]``, 16-bit, from ``x_q`` ``[M, K]`` and ``scale_a`` ``[M, 1]``."""
-    x_q = x_q if x_q.data_ptr() % _ALIGNED == 0 and x_q.stride(0) % _ALIGNED == 0 else x_q.clone()
+    x_q = x_q if x_q.data_ptr() % ALIGNED == 0 and x_q.stride(0) % ALIGNED == 0 else x_q.clone()
     rows, scale = _unpacked(weight, x_q.dtype)
     if scale.shape[1] == 1:
         scaled_mm(x_q, rows.t(), scale_a.contiguous(), scale, bias, out=out)

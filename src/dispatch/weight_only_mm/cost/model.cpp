@@ -150,9 +150,10 @@ Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& p, Target const& t
   return cost;
 }
 
-double time_of_dense(WeightOnlyMmProblem const& p) {
-  double const weights = real(p.n) * real(p.k);
-  return kDenseTime.call + weights * (kDenseTime.weight + real(p.m) * kDenseTime.product);
+double time_of_dense(WeightOnlyMmProblem const& p, Target const& t) {
+  constexpr int kBytes = 2;  // of a dequantised weight
+  double const weights = real(p.n) * real(p.k), bytes = weights * (kBytes + p.bits / 8.0);
+  return kDenseTime.call + bytes / (kDenseTime.memory * memory_rate(t)) + weights * real(p.m) * kDenseTime.product;
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -36,6 +36,6 @@ Cost cost_of(Choice const& choice, WeightOnlyMmProblem const& problem, Target co
              Costs const& costs = kSm90Costs);
 
 // Dequantising into memory, then a dense product.
-double time_of_dense(WeightOnlyMmProblem const& problem);
+double time_of_dense(WeightOnlyMmProblem const& problem, Target const& target);
 
 }  // namespace epiloq::ops::weight_only_mm

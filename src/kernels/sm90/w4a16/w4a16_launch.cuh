@@ -98,12 +98,14 @@ TileParams params_of(Config const& config, Problem const& p, int split, TileMaps
   TileStage const stage(config, C::kBits, C::kGroups, scale_bytes, zero_bytes, kTokenBytes);
   TokenBoxes const boxes = TokenBoxes::of(p.m, C::kTokens);
   int const shared_bytes = device_properties(device).shared_memory_per_block;
-  int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens));
+  int const steps = w.padded_k / kPadding, token_tiles = static_cast<int>(ceil_div(p.m, C::kTokens)),
+            row_tiles = static_cast<int>(ceil_div(w.n, C::kRows));
   int const stages = stage_count(config, stage, shared_bytes);
   return {.maps = maps,
           .steps = steps / split,
           .longer = steps % split,
           .token_tiles = token_tiles,
+          .row_tiles = row_tiles,
           .tokens = p.m,
           .early = std::min(stages, C::kEarly),
           .stages = stages,
@@ -114,7 +116,7 @@ TileParams params_of(Config const& config, Problem const& p, int split, TileMaps
           .loaded_bytes = {stage.loaded_bytes(C::kTokens - boxes.whole, kTokenBytes),
                            stage.loaded_bytes(C::kTokens - boxes.last, kTokenBytes)},
           .p = p,
-          .tiles = token_tiles * static_cast<int>(ceil_div(w.n, C::kRows)),
+          .tiles = token_tiles * row_tiles,
           .exchange_at = exchange_at(config, stage, shared_bytes)};
 }
 

@@ -9,6 +9,7 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/pipeline.cuh"
 #include "kernels/common/ptx/tma.cuh"
+#include "kernels/common/tile_bands.cuh"
 #include "kernels/sm90/w4a16/w4a16_stage_layout.h"
 #include "problems/weight_only.h"
 
@@ -25,7 +26,7 @@ struct TileParams {
   TileMaps maps;
   // What a CTA's first copies need comes first: reading constant memory waits per line.
   int steps, longer;  // K steps per CTA; this many CTAs of a cluster have one more
-  int token_tiles, tokens;
+  int token_tiles, row_tiles, tokens;
   int early, stages;
   int group_shift, scale_bytes, zero_bytes;
   TileStage stage;
@@ -97,16 +98,16 @@ struct TileCopies {
     }
   };
 
-  // A tile and the CTA's K steps of it. Tiles of the same rows are neighbours and share weights in L2.
+  // A tile and the CTA's K steps of it.
   struct WorkTile {
     int first_token, first_panel;
     int first_step, steps;
 
     __device__ __forceinline__ WorkTile(TileParams const& params, int tile) {
-      // Avoids the division, which takes as long as the rest of the prologue; small M is one tile.
-      int const high = params.token_tiles == 1 ? tile : tile / params.token_tiles, rank = blockIdx.y;
-      first_token = (tile - high * params.token_tiles) * kTokens;
-      first_panel = high * kPanels;
+      auto const [token_tile, row_tile] = gemm::tile_in_bands<kTokens>(tile, params.token_tiles, params.row_tiles);
+      int const rank = blockIdx.y;
+      first_token = token_tile * kTokens;
+      first_panel = row_tile * kPanels;
       first_step = rank * params.steps + min(rank, params.longer);
       steps = params.steps + (rank < params.longer);
     }

@@ -8,6 +8,7 @@
 #include "core/target.h"
 #include "kernels/common/pipeline.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
+#include "kernels/common/tile_bands.cuh"
 #include "kernels/common/w4a8_epilogue.cuh"
 #include "problems/w4a8_gemm.h"
 
@@ -104,13 +105,13 @@ struct BlockwiseSm90Tile {
     int first_m = 0, first_n;
     __device__ TileOrigin(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
       if (p.m <= kTokens) return;  // avoids a division
-      first_m = tile % token_tiles(p) * kTokens, first_n = tile / token_tiles(p) * kRows;
+      TilePlace const place = tile_in_bands<kTokens>(tile, token_tiles(p), row_tiles(p));
+      first_m = place.token_tile * kTokens, first_n = place.row_tile * kRows;
     }
   };
   static __host__ __device__ int token_tiles(BlockwiseProblem const& p) { return (p.m + kTokens - 1) / kTokens; }
-  static __host__ __device__ int tiles(BlockwiseProblem const& p) {
-    return token_tiles(p) * ((p.n + kRows - 1) / kRows);
-  }
+  static __host__ __device__ int row_tiles(BlockwiseProblem const& p) { return (p.n + kRows - 1) / kRows; }
+  static __host__ __device__ int tiles(BlockwiseProblem const& p) { return token_tiles(p) * row_tiles(p); }
 
   // A CTA's tiles: whole ones, then one whose K its cluster splits, if any.
   struct TileScheduler {
