@@ -126,6 +126,44 @@ def test_the_problem_of_a_layer_is_the_one_that_dispatch_sees(scheme: str) -> No
     assert explained(problem, layer) == fast + TUNED
 
 
+@pytest.mark.parametrize("activation", ["fp8", "int8"])
+@pytest.mark.parametrize("zeros", ["none", "zero"])
+@pytest.mark.parametrize("group_size", [64, 128, 256, -1])
+def test_w4a8_tunes_the_products_of_its_numbers_of_tokens(group_size: int, zeros: str, activation: str) -> None:
+    n, k = 136, 272
+    options: Any = {"group_size": group_size, "zeros": zeros, "activation": activation}
+    layer = epiloq.nn.W4A8Linear(k, n, dtype=torch.bfloat16, **options)
+    found = [problems_of([layer], (m,))[0] for m in (100, 300, 1000)]
+    is_float8 = activation == "fp8"
+    registers = "w4a8_mm" if is_float8 and zeros == "none" else "weight_only_mm"
+    many = registers
+    if group_size == -1:
+        many = "scaled_mm"
+    elif is_float8 and group_size != 64:
+        many = "groupwise_mm"
+    assert [problem.operation for problem in found] == ["weight_only_mm", registers, many]
+    if many == "scaled_mm":
+        assert dict(found[-1].options) == {"dtype": "float8_e4m3fn" if is_float8 else "int8"}
+
+
+def test_scales_of_whole_rows_are_tuned_apart() -> None:
+    """`groupwise_mm` with a scale per token, as w4a8_mm calls it: another choice than with one per group."""
+    m, n, k = 1000, 4096, 4096
+    (problem,) = problems_of([epiloq.nn.W4A8Linear(k, n, dtype=torch.bfloat16)], (m,))
+    operands = (torch.zeros(m, k, dtype=torch.float8_e4m3fn), torch.zeros(n, k, dtype=torch.float8_e4m3fn).t())
+    scale_b = torch.ones(k // 128, n)
+
+    def explanation(scale_a: torch.Tensor) -> str:
+        return epiloq.explain("groupwise_mm", *operands, scale_a, scale_b, recipe=(1, 1, 128))
+
+    scales = torch.ones(m, k // 128)
+    default = explanation(scales)
+    fast = others(problem)[0]
+    tune_problems([problem], CARD, constant(fast), None)
+    assert explanation(scales[:, :1].expand(-1, k // 128)) == fast + TUNED
+    assert explanation(scales) == default
+
+
 def explained(problem: Problem, layer: Any) -> str:
     m, n, k = problem.m, problem.n, problem.k
     x = torch.zeros(m, k, dtype=torch.bfloat16)

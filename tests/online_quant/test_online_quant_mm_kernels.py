@@ -64,10 +64,11 @@ def integers(m: int, k: int, group: int) -> Tensor:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_are_exact(seed: int, arch: str, group: int, bits: int) -> None:
-    """Every kernel's and the staged pipeline's, with sums of at most 2^23."""
+    """Every kernel's and the staged pipeline's, with sums of at most 2^23; also of several bands of tokens
+    (tile_bands.cuh)."""
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")
-    for m, n in shapes_of_every_kernel(group, bits, arch):
+    for m, n in (*shapes_of_every_kernel(group, bits, arch), (2 * 1024 + 300, 700)):
         k = (504, 130, 34)[m % 3]
         x, weight = integers(m, k, group), make_weight(n, k, group, bits=bits, offset=False, device="cuda")
         weight = replace(weight, scale=torch.ones_like(weight.scale))

@@ -80,6 +80,7 @@ def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, see
         (256, 1029, 136),
         (300, 64, 4096),
         (513, 40, 72),
+        (1300, 300, 136),
     ],
 )
 @pytest.mark.parametrize("form", KINDS)

@@ -79,11 +79,12 @@ def test_integers_are_at_their_positions(kernel: Kernel, bits: int, dtype: torch
 
 @each_kernel
 def test_tokens_are_at_their_positions(seed: int, kernel: Kernel) -> None:
-    """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles."""
-    n, k, tile = 300, 384, TILES[kernel]
+    """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles, and
+    several bands of 1024 tokens (tile_bands.cuh)."""
+    n, k, tile = 700, 384, TILES[kernel]
     columns = torch.randint(k, (n,), device="cuda")
     packed = unit_weight(n, k, columns, torch.bfloat16)
-    for m in fitting(kernel, (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9)):
+    for m in fitting(kernel, (tile, 1, 7, tile - 3, tile + 1, 3 * tile + 9, 1024 + 1, 2 * 1024 + 3 * tile + 9)):
         x = torch.randn(m, k, device="cuda").bfloat16()
         assert_equal(run_kernel((*kernel, 1), x, packed), x[:, columns])
 

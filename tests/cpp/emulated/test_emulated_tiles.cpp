@@ -1,10 +1,13 @@
 // Who takes which tile of the group-wise kernel, for many sizes: each tile once, pairs by the two blocks of a cluster.
+// Where the tiles of kernels lie whose rows are weights.
 
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "check.h"
+#include "kernels/common/tile_bands.cuh"
 #include "kernels/sm90/groupwise_gemm.cuh"
 
 using namespace epiloq::gemm;
@@ -57,9 +60,34 @@ void check(int rows, int columns, int depth, int blocks, bool multicast) {
   }
 }
 
+// Each place once: all rows of a band of 1024 tokens before the next, and neighbours within it have the same rows.
+template <int kTokens>
+void check_bands(int token_tiles, int row_tiles) {
+  constexpr int kBand = 1024 / kTokens;
+  std::set<std::pair<int, int>> places;
+  TilePlace last{0, 0};
+  for (int tile = 0; tile < token_tiles * row_tiles; ++tile) {
+    TilePlace const place = tile_in_bands<kTokens>(tile, token_tiles, row_tiles);
+    CHECK(place.token_tile >= 0 && place.token_tile < token_tiles);
+    CHECK(place.row_tile >= 0 && place.row_tile < row_tiles);
+    places.insert({place.token_tile, place.row_tile});
+    int const band = place.token_tile / kBand, last_band = last.token_tile / kBand;
+    CHECK(band >= last_band && (band > last_band || place.row_tile >= last.row_tile));
+    last = place;
+  }
+  CHECK_EQUAL(static_cast<int>(places.size()), token_tiles * row_tiles);
+}
+
 }  // namespace
 
 int main() {
+  for (int token_tiles : {1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33}) {
+    for (int row_tiles : {1, 2, 7, 40}) {
+      check_bands<64>(token_tiles, row_tiles);
+      check_bands<128>(token_tiles, row_tiles);
+      check_bands<256>(token_tiles, row_tiles);
+    }
+  }
   constexpr int kShort = 1536, kLong = 4096;  // bands of 16 rows of pairs, and of 8
   for (int rows : {1, 2, 7, 8, 9, 15, 16, 17, 33}) {
     for (int columns : {1, 2, 3, 16, 31}) {
