@@ -160,7 +160,8 @@ def perform(
                 f"{checkpoint.folder}, will be quantised to FP8, as the format requires",
                 stacklevel=2,
             )
-        target.close(layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | split_off)
+        left = layers.linears.keys() | unquantised_neighbours(layers.model, target.quantised) | split_off
+        target.close(left, layers.model)
         checkpoint.copy_other_files(temporary)
     return {
         "input": str(checkpoint.folder),

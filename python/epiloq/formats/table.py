@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.configs import awq as awq_config
@@ -22,6 +22,7 @@ from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import awq, compressed_tensors, float8, gptq
 from epiloq.formats.layouts.base import FormatError, Quantization
 from epiloq.formats.weights import BlockWeight, ModuleWeight, ScaledWeight, Weight, exact, on_grid
+from epiloq.models.parent_reads import initialisation_reads
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
@@ -44,6 +45,8 @@ class Written:
         Names of quantised embeddings among them, in the model and in the files.
     shared
         Layers without a weight of their own, and the embeddings whose weights they share.
+    model
+        The model to which they belong, or None where only layers are judged.
     """
 
     quantised: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -52,6 +55,7 @@ class Written:
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tables: Collection[str] = ()
     shared: Mapping[str, str] = field(default_factory=dict)
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,16 @@ def _compressed_config(written: Written) -> dict[str, Any]:
             "an error (epiloq's integration does not): use w4a16-mxfp4 there",
             stacklevel=4,
         )
-    return compressed_config.config(written.described, written.ignored, written.tables)
+    packed = [name for name, one in written.described.items() if one.layout in compressed_config.WITHOUT_WEIGHT]
+    reads = written.model is not None and bool(packed) and initialisation_reads(written.model, packed)
+    config = compressed_config.config(written.described, written.ignored, written.tables, restored=reads)
+    if reads and not config.get("dequantize"):
+        warnings.warn(
+            "transformers without epiloq's integration cannot open several groups of this model, because it "
+            "initialises packed layers as if they had weights: use one scheme for all layers there",
+            stacklevel=4,
+        )
+    return config
 
 
 def _describe_blocks(weight: Weight, quantization: Quantization | None) -> Description:

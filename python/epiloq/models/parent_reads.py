@@ -8,13 +8,15 @@ as false, because models are quantised for inference).
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import operator
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 _UNKNOWN = object()
@@ -54,6 +56,29 @@ def changed_by_parents(model: nn.Module) -> dict[str, str]:
             when = f" if {condition}" if condition else ""
             found.setdefault(_joined(prefix, path), f"{type(search.module).__name__}{when}")
     return found
+
+
+def initialisation_reads(model: nn.Module, layers: Collection[str]) -> bool:
+    """Whether transformers' initialisation of a model reads the ``weight`` of any of these layers, by name.
+
+    `from_pretrained` runs it on every module, also on those that files have in a layout without a tensor of that name.
+    It is run here, on a copy without values.
+    """
+    if not hasattr(model, "initialize_weights"):
+        return False
+    with torch.device("meta"):
+        outline: Any = type(model)(copy.deepcopy(model.config))  # type: ignore[call-arg]
+    for name, module in outline.named_modules():
+        module._is_hf_initialized = False
+        if name in layers:
+            module._parameters.pop("weight", None)
+    try:
+        outline.initialize_weights()
+    except AttributeError as error:
+        if "'weight'" not in str(error):
+            raise
+        return True
+    return False
 
 
 def _searches(model: nn.Module) -> Iterator[tuple[str, _Search]]:

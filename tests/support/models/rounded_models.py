@@ -36,7 +36,7 @@ def written(
     for name, tensor in checkpoint.tensors():
         if name.removesuffix(".weight") not in target.quantised:
             target.writer.add(name, tensor)
-    target.close(linears)
+    target.close(linears, model)
     checkpoint.copy_other_files(folder)
     return folder
 

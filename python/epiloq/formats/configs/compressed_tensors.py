@@ -16,6 +16,8 @@ METHOD = "compressed-tensors"
 PACKED, INTEGER, FLOAT, FORMER = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
+WITHOUT_WEIGHT = frozenset({PACKED, NVFP4, MXFP4})
+"""Layouts whose layers have no tensor of the name ``weight``."""
 
 _KNOWN = {"quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}
 # State of the tool's own workflow, and notes.
@@ -242,11 +244,14 @@ def _block(value: Any, where: str) -> tuple[int, int] | None:
     raise FormatError(f"{where}: block_structure: expected rows and columns, got {value!r}")
 
 
-def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Collection[str] = ()) -> dict[str, Any]:
+def config(
+    layers: Mapping[str, Description], ignore: Sequence[str], tables: Collection[str] = (), *, restored: bool = False
+) -> dict[str, Any]:
     """The ``quantization_config`` of layers by name (all names that a reader may match); `ignore` names the others.
 
     The largest group targets all linear layers, the other groups their layers' names; every group lists its embeddings
-    (`tables`) by name. Raises FormatError for embeddings that are quantised differently from the layers.
+    (`tables`) by name. `restored` asks transformers to dequantise packed layers while it opens the directory, because
+    it fails to open them otherwise. Raises FormatError for embeddings that are quantised differently from the layers.
     """
     groups: dict[Description, list[str]] = {}
     for name, described in layers.items():
@@ -270,12 +275,17 @@ def config(layers: Mapping[str, Description], ignore: Sequence[str], tables: Col
         "config_groups": {f"group_{i}": group for i, group in enumerate(entries)},
         "ignore": list(ignore),
     }
-    packed = [described for described in groups if described.layout == PACKED]
-    if len(groups) == 1 and packed and (tables or not packed[0].symmetric):
-        # transformers 5.24 with compressed-tensors 0.20 gives packed zero points a wrong shape, and fails to initialise
-        # an embedding without a weight, unless it dequantises, which it does with the description of one group for all.
+    packed = [described for described in groups if described.layout in WITHOUT_WEIGHT]
+    if len(groups) == 1 and packed and (restored or _needs_restoring(packed[0], tables)):
+        # It does so with the description of one group for all.
         found["dequantize"] = True
     return found
+
+
+def _needs_restoring(described: Description, tables: Collection[str]) -> bool:
+    """Whether transformers 5.24 with compressed-tensors 0.20 opens packed layers of any model only if it dequantises
+    them: it gives packed zero points a wrong shape, and fails to initialise an embedding without a weight."""
+    return described.layout == PACKED and (bool(tables) or not described.symmetric)
 
 
 def _group(described: Description, targets: list[str]) -> dict[str, Any]:

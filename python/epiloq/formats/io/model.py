@@ -139,7 +139,7 @@ def save(
             is_conv1d = layer_name != name and isinstance(model.get_submodule(layer_name), TransposedConv1D)
             target.writer.add(source.stored_name(name), tensor.t() if is_conv1d else tensor)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    target.close(linears | unquantised_neighbours(model, target.quantised))
+    target.close(linears | unquantised_neighbours(model, target.quantised), model)
     source.copy_other_files(folder)
 
 
@@ -188,11 +188,12 @@ class Target:
             self.blocks[name] = tuple(weight.q.shape)
         self.act_order |= isinstance(weight, QuantizedWeight) and weight.perm is not None
 
-    def close(self, linears: Collection[str]) -> None:
-        """Finish writing, given the names of all linear layers and of other modules that stay in floating point."""
+    def close(self, linears: Collection[str], model: nn.Module) -> None:
+        """Finish writing, given the names of all linear layers and of other modules that stay in floating point, and
+        the model."""
         left = set(linears) - self.quantised.keys() - self.shared.keys()
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
-        written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared)
+        written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared, model)
         config = {**self.source.config, "quantization_config": self.layout.config(written)}
         config.pop("expert_dtype", None)  # DeepSeek-V4's top-level entry
         self.writer.close(untied(config) if self.untie else config)
