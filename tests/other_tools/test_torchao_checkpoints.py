@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import foreign_checkpoints as foreign
 from epiloq.formats import convert
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, WeightOnlyLinear
+from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, W4A8Linear, WeightOnlyLinear
 from opened_models import logits, opened
 from rounded_models import same, weights
 
@@ -82,6 +83,24 @@ class Kind:
         return tensors, (tensors["_weight_qdata"].float() - spread(shift)) * spread(scale)
 
 
+class Halves(Kind):
+    """Int4Tensor: two columns a byte, with scales and real offsets by group first, in bfloat16."""
+
+    def __init__(self, group: int, activation: str | None, zeros: bool) -> None:
+        super().__init__("Int4Tensor", (1, group), 4, zeros, activation_dtype=activation and dtype(activation))
+
+    def __call__(self, layer: str, linear: nn.Linear) -> foreign.Layer:
+        n, k = linear.out_features, linear.in_features
+        q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+        scale = (torch.rand(k // self.block[1], n) * 0.01 + 0.01).bfloat16()
+        offset = (torch.randn_like(scale) * 0.02).bfloat16() if self.zeros else torch.zeros_like(scale)
+        data = {**self.data, "block_size": list(self.block), "shape": [n, k]}
+        self.described[f"{layer}.weight"] = json.dumps({"_type": self.name, "_data": data})
+        values = [each.float().t().repeat_interleave(self.block[1], 1) for each in (scale, offset)]
+        parts = {"qdata": q[:, 1::2] << 4 | q[:, ::2] & 15, "scale": scale, "zero_point": offset}
+        return {f"_weight_{name}": part for name, part in parts.items()}, q.float() * values[0] + values[1]
+
+
 INTX = "IntxUnpackedToInt8Tensor"
 KINDS: dict[str, tuple[Kind, type[nn.Module]]] = {
     "int8": (Kind("Int8Tensor", (1, -1), 8, act_quant_kwargs=None, reduce_range=False), WeightOnlyLinear),
@@ -130,6 +149,34 @@ def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
     assert same(weights(tmp_path / "epiloq"), weights(tmp_path / "in"))
 
 
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize(
+    ("activation", "zeros", "module"),
+    [("bfloat16", True, WeightOnlyLinear), (None, False, WeightOnlyLinear), ("float8_e4m3fn", False, W4A8Linear)],
+)
+def test_two_integers_a_byte(
+    seed: int, tmp_path: Path, activation: str | None, zeros: bool, module: type[nn.Module]
+) -> None:
+    exact = make(tmp_path / "in", Halves(32, activation, zeros))
+    model = models.load(Checkpoint(tmp_path / "in"))[0]
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert type(layer) is module and (module is W4A8Linear or (layer.zeros == "offset") == zeros)
+    for name, values in weights(tmp_path / "in").items():
+        torch.testing.assert_close(values, exact.get_parameter(name), rtol=1e-6, atol=1e-7)
+    found, wanted = logits(model), logits(exact)
+    assert float((found - wanted).norm() / wanted.norm()) < (0.15 if module is W4A8Linear else 1e-4)
+    assert torch.equal(logits(opened(tmp_path / "in")), found)
+    convert.perform(convert.prepare(tmp_path / "in", tmp_path / "epiloq", "epiloq"))
+    assert same(weights(tmp_path / "epiloq"), weights(tmp_path / "in"))
+
+
+def test_fp8_activations_beside_offsets(seed: int, tmp_path: Path) -> None:
+    exact = make(tmp_path / "in", Halves(32, "float8_e4m3fn", True))
+    with pytest.warns(UserWarning, match="activations stay in floating point, not in FP8 per token"):
+        model = models.load(Checkpoint(tmp_path / "in"))[0]
+    torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-4)
+
+
 def test_activations_that_no_layer_quantises(seed: int, tmp_path: Path) -> None:
     """ExecuTorch's int8 with zero points beside 4-bit groups: the weights as they are, with a warning."""
     how = {"target_dtype": dtype("int4"), "activation_quantization": "int8_asym_per_token"}
@@ -143,7 +190,10 @@ def test_activations_that_no_layer_quantises(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Kind("Int4TilePackedTo4dTensor", (1, 32), 4), r"_type: expected one of Int8Tensor, .*got 'Int4TilePacked"),
+        (Kind("Int4TilePackedTo4dTensor", (1, 32), 4), "does not read Int4TilePackedTo4dTensor .*install torchao"),
+        (Kind("NVFP4Tensor", (1, 16), 4), r"does not read NVFP4Tensor \(NVFP4\): install torchao"),
+        (Kind("Int3Tensor", (1, 16), 4), r"_type: expected one of Int8Tensor, .*got 'Int3Tensor'"),
+        (Halves(32, "float16", True), "activation_dtype: expected bfloat16 or float8_e4m3fn, got 'float16'"),
         (Kind("Float8Tensor", (1, -1), rotation="x"), "rotation: epiloq does not know what it does"),
         (
             Kind("Float8Tensor", (1, -1), act_quant_kwargs=fp8_inputs("PerRow", hp_value_lb=1.0)),
@@ -194,3 +244,49 @@ def test_torchao_still_quantises_what_its_own_class_describes(epiloq_in_transfor
     with pytest.raises(Exception) as caught:  # transformers' own class is asked, which needs the package
         transformers.quantizers.auto.AutoHfQuantizer.merge_quantization_configs(CONFIG, given)
     assert not isinstance(caught.value, ValueError) or "epiloq" not in str(caught.value)
+
+
+def quant_type(name: str, **data: Any) -> dict[str, Any]:
+    return {"_type": name, "_version": 2, "_data": data}
+
+
+def packing(name: str) -> dict[str, str]:
+    return {"_type": "Int4PackingFormat", "_data": name}
+
+
+PLAIN = quant_type("Int4WeightOnlyConfig", group_size=32, int4_packing_format=packing("PLAIN"))
+TILED = quant_type("Int4WeightOnlyConfig", group_size=32, int4_packing_format=packing("TILE_PACKED_TO_4D"))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        (CONFIG["quant_type"]["default"], True),
+        (PLAIN, True),
+        (TILED, False),
+        (quant_type("NVFP4WeightOnlyConfig"), False),
+        (quant_type("Float8DynamicActivationInt4WeightConfig", int4_packing_format="preshuffled"), False),
+        (quant_type("FqnToConfig", fqn_to_config={"re:a": PLAIN, "_default": None}), True),
+        (quant_type("FqnToConfig", fqn_to_config={"re:a": PLAIN, "b": TILED}), False),
+        ("int4_weight_only", False),
+        ({"_type": [], "_data": {}}, False),
+    ],
+)
+def test_what_epiloq_does_not_read_is_left_to_torchao(
+    epiloq_in_transformers: None, monkeypatch: pytest.MonkeyPatch, kind: Any, read: bool, installed: bool
+) -> None:
+    """If it is installed; otherwise epiloq says what the files hold."""
+    found = find_spec
+    monkeypatch.setattr(
+        integration, "find_spec", lambda name: (object() if installed else None) if name == "torchao" else found(name)
+    )
+    merge = transformers.quantizers.auto.AutoHfQuantizer.merge_quantization_configs
+    given = {**CONFIG, "quant_type": {"default": kind}}
+    if read or not installed:
+        assert isinstance(merge(given, None), integration.EpiloqConfig)
+        return
+    try:  # transformers' own class is asked, which needs the package
+        assert not isinstance(merge(given, None), integration.EpiloqConfig)
+    except Exception as error:
+        assert "epiloq" not in str(error)

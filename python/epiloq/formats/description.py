@@ -17,8 +17,9 @@ from epiloq.weights.grid import Grid
 Kind = Literal["int", "fp8", "fp4", "table"]
 INT4_FOR_FP8 = "modelopt int4 fp8"
 INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES = "bitsandbytes int8", "bitsandbytes 4 bits"
-OFFSETS = "gemv_fast"
-"""The layout whose groups have real offsets instead of integer zero points."""
+TORCHAO_OFFSETS = "torchao int4 with offsets"
+OFFSETS = frozenset({"gemv_fast", TORCHAO_OFFSETS})
+"""Layouts whose groups have real offsets instead of integer zero points."""
 FP4_EXPERTS = ("fp4 experts", "fp4 experts by scale")
 """The layouts of DeepSeek's FP4 experts, whose activations stay in floating point: their products have few rows and are
 limited by reading weights, and quantised rows would be converted back to bfloat16."""
@@ -109,7 +110,7 @@ class Description:
     def grid(self) -> Grid | None:
         """The grid of integer weights with integer zero points or none; None for other weights. Raises FormatError for
         bits or groups that no grid has."""
-        if self.kind != "int" or self.layout == OFFSETS:
+        if self.kind != "int" or self.layout in OFFSETS:
             return None
         try:
             return Grid(self.bits, self.group_size, self.symmetric)

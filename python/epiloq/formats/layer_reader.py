@@ -87,7 +87,7 @@ def reader(described: Description) -> Reader:
     layout = LAYOUTS[described.layout]
     module: tuple[str, Mapping[str, Any]]
     quantization: Quantization | None
-    if described.layout == OFFSETS:
+    if described.layout in OFFSETS:
         options = {"bits": described.bits, "group_size": described.group_size, "zeros": "offset"}
         quantization, module = None, ("WeightOnlyLinear", options)
     else:

@@ -15,8 +15,8 @@ from epiloq.formats.configs import modelopt as modelopt_config
 from epiloq.formats.configs import mxfp4 as mxfp4_config
 from epiloq.formats.configs import quark as quark_config
 from epiloq.formats.configs import torchao as torchao_config
-from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description
-from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq, modelopt_int4
+from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, TORCHAO_OFFSETS, Description
+from epiloq.formats.layouts import awq, bitsandbytes, compressed_tensors, float4, float8, gptq, int4_bytes
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.weights import Weight, exact, on_grid
 
@@ -109,7 +109,7 @@ def _only_read(weight: Weight, described: Description, dtype: torch.dtype) -> di
 def _to_int4(weight: Weight, described: Description, dtype: torch.dtype) -> dict[str, Tensor]:
     value = on_grid(weight, described.layout)
     holds = exact(value.scale, (dtype, torch.float32), described.layout)
-    return modelopt_int4.to_tensors(value, described, holds)
+    return int4_bytes.to_tensors(value, described, holds)
 
 
 _OF_TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
@@ -130,6 +130,11 @@ def _torchao(layout: str, inner: Layout) -> Layout:
         return inner.check(renamed(tensors, described), replace(described, layout=layout), shape)
 
     return Layout("_weight_qdata", lambda _: frozenset(_OF_TORCHAO), read, _only_read, check)
+
+
+def _halves() -> Layout:
+    names = frozenset(_OF_TORCHAO)
+    return Layout("_weight_qdata", lambda _: names, int4_bytes.by_columns, _only_read, int4_bytes.check_columns)
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -160,13 +165,13 @@ LAYOUTS: dict[str, Layout] = {
     **{
         layout: Layout(
             "weight_scale",
-            lambda _: modelopt_int4.PARTS,
-            modelopt_int4.from_tensors,
+            lambda _: int4_bytes.PARTS,
+            int4_bytes.from_tensors,
             _to_int4,
-            modelopt_int4.check,
+            int4_bytes.check,
             lambda _, aside=aside: aside,  # type: ignore[misc]
         )
-        for layout, aside in modelopt_int4.ASIDE.items()
+        for layout, aside in int4_bytes.ASIDE.items()
     },
     **{
         layout: _float4(float4.Names("weight", whole="weight_scale_2", reciprocal=False, inputs="input_scale"))
@@ -174,6 +179,7 @@ LAYOUTS: dict[str, Layout] = {
     },
     **{layout: _float4(float4.Names("weight", inputs=None)) for layout in (quark_config.MXFP4, mxfp4_config.LAYOUT)},
     torchao_config.INTEGERS: _torchao(ct_config.INTEGER, _integers("weight_scale")),
+    **dict.fromkeys((torchao_config.HALVES, TORCHAO_OFFSETS), _halves()),
     torchao_config.FLOATS: _torchao(ct_config.FLOAT, _float8(float8.Names(zeros=("weight_zero_point",)))),
     **{version: _gptq(version) for version in gptq.VERSIONS},
     **{version: _awq(version) for version in awq.VERSIONS},

@@ -255,9 +255,7 @@ def _of_torchao(checkpoint: Checkpoint, layer: str) -> Description:
     has_zeros = zeros in checkpoint.files and bool(checkpoint.tensor(zeros).any())
     metadata = checkpoint.metadata(weight).get(f"{checkpoint.stored_layer(layer)}.weight")
     try:
-        if len(shape) != 2:
-            raise FormatError(f"{torchao_config.METHOD}: expected a matrix, got {list(shape)}")
-        return torchao_config.described(metadata, (shape[0], shape[1]), has_zeros)
+        return torchao_config.described(metadata, shape, has_zeros)
     except FormatError as error:
         raise FormatError(f"{checkpoint.where(weight)}: {error}") from error
 

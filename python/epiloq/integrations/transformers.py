@@ -15,6 +15,7 @@ the file and the tensor.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformers.quantizers.auto import (
     AutoQuantizationConfig,
 )
 
-from epiloq.formats.configs import bitsandbytes
+from epiloq.formats.configs import bitsandbytes, torchao
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.described import KEY, described_beside, hoisted, lacks_layers
@@ -75,9 +76,16 @@ def _from_dict(config: Any) -> Any:
 
 def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, **options: Any) -> Any:
     """The configuration of a directory; bitsandbytes' or torchao's own class is used only if `given` is one."""
-    if isinstance(config, dict) and config.get("quant_method") in HELD_AS and given is None:
+    is_held = isinstance(config, dict) and config.get("quant_method") in HELD_AS
+    if is_held and given is None and not _is_torchaos(config):
         return EpiloqConfig(**config)
     return _ORIGINAL_METHODS[2].__func__(cls, config, given, *more, **options)
+
+
+def _is_torchaos(config: dict[str, Any]) -> bool:
+    """Whether a directory is left to torchao, which is installed, because epiloq does not read its tensors."""
+    installed = config.get("quant_method") == torchao.METHOD and find_spec(torchao.METHOD) is not None
+    return installed and not torchao.is_read(config)
 
 
 def _get_config_dict(cls: Any, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
-from epiloq.formats.description import Description, Inputs, Rules
+from epiloq.formats.description import TORCHAO_OFFSETS, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 
 METHOD = "torchao"
-ANY, INTEGERS, FLOATS = "torchao", "torchao int", "torchao fp8"
-"""The layout of layers before their metadata is read, and the layouts of integers and of FP8."""
+ANY, INTEGERS, FLOATS, HALVES = "torchao", "torchao int", "torchao fp8", "torchao int4"
+"""The layout of layers before their metadata is read, and the layouts of integers, FP8 and two integers a byte."""
 _KNOWN = {"quant_method", "quant_type", "modules_to_not_convert"}
 # What was quantised, and how; metadata has the result.
 _NOTES = {"include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs"}
@@ -27,6 +27,28 @@ _DATA = {"block_size", "dtype", "act_quant_kwargs"}
 _INPUTS = {"granularity", "mapping_type", "reduce_range", "float8_dtype", "mm_config", "kernel_preference"}
 _LIMITS = ("hp_value_lb", "hp_value_ub")
 _BITS = (2, 3, 4, 8)
+# Classes whose tensors are in the order of a kernel, or of numbers that no layer computes with here.
+_DEVICE = {
+    "Int4TilePackedTo4dTensor": "4-bit integers in the order of a CUDA kernel",
+    "Int4PreshuffledTensor": "4-bit integers in the order of a CUDA kernel",
+    "Int4PlainInt32Tensor": "4-bit integers in the order of an XPU or NPU kernel",
+    "Int4OpaqueTensor": "4-bit integers in the order of a CPU kernel",
+    "IntxOpaqueTensor": "integers in the order of a CPU kernel",
+    "MXTensor": "MXFP4 or MXFP8",
+    "NVFP4Tensor": "NVFP4",
+}
+# Classes that say how to quantise, of which the tensors are read here, and entries under which they are not.
+_READ = {
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int4WeightOnlyConfig",
+    "Float8DynamicActivationInt4WeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+}
+_PACKINGS = ("PLAIN", "plain", "UNPACKED_TO_INT8", "unpacked_to_int8", None)
 
 Shape = tuple[int, int]
 
@@ -43,23 +65,31 @@ def parse(found: Mapping[str, Any]) -> Rules:
     return rules
 
 
-def described(metadata: str | None, shape: Shape, has_zeros: bool) -> Description:
-    """The description of a layer ``[N, K]``, given the metadata of its weight, and whether it has zero points other
-    than 0. Raises FormatError, which names key and value, for what no layer computes."""
+def described(metadata: str | None, shape: Sequence[int], has_zeros: bool) -> Description:
+    """The description of a layer, given the metadata of its weight, the shape of its integers, and whether it has zero
+    points other than 0. Raises FormatError, which names key and value, for what no layer computes."""
     try:
         found = json.loads(metadata or "null")
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{METHOD}: metadata: expected JSON: {error}") from None
     kind, data = (found.get("_type"), found.get("_data")) if isinstance(found, dict) else (found, None)
+    if isinstance(kind, str) and kind in _DEVICE:
+        raise FormatError(
+            f"{METHOD}: metadata: _type: epiloq does not read {kind} ({_DEVICE[kind]}): install torchao, with which "
+            "transformers opens it, or save the model from the float weights with another packing format"
+        )
     if not isinstance(kind, str) or kind not in _KINDS or not isinstance(data, dict):
         raise FormatError(
             f"{METHOD}: metadata: _type: expected one of {', '.join(_KINDS)}, got {kind!r}; dequantise the model with "
             "torchao, and quantise it anew"
         )
+    if len(shape) != 2:
+        raise FormatError(f"{METHOD}: expected a matrix, got {list(shape)}")
     block = data.get("block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise FormatError(f"{METHOD}: metadata: block_size: expected rows and columns, got {block!r}")
-    made = _KINDS[kind](data, _granularity(block, shape), symmetric=not has_zeros)
+    columns = 2 * shape[1] if kind == "Int4Tensor" else shape[1]
+    made = _KINDS[kind](data, _granularity(block, (shape[0], columns)), symmetric=not has_zeros)
     try:
         _ = made.quantization if made.kind == "int" else made.module
     except FormatError:
@@ -92,6 +122,21 @@ def _few_bits(data: Mapping[str, Any], granularity: dict[str, Any], symmetric: b
     how = one_of(data, "activation_quantization", None, (None, "int8_asym_per_token"), f"{METHOD}: metadata")
     inputs = None if how is None else Inputs("int", "token", symmetric=False)
     return _integers(sizes[target], granularity, symmetric, inputs)
+
+
+def _halves(data: Mapping[str, Any], granularity: dict[str, Any], symmetric: bool) -> Description:
+    """Two integers a byte, with a real offset for each group; none if they are all 0."""
+    check_keys(data, {*_DATA, "shape", "activation_dtype"}, f"{METHOD}: metadata")
+    if granularity["strategy"] not in ("group", "channel"):
+        raise FormatError(f"{METHOD}: metadata: block_size: expected one row, got {data['block_size']!r}")
+    activation = _named(data.get("activation_dtype"))
+    if activation not in (None, "bfloat16", "float8_e4m3fn"):
+        expected = "bfloat16 or float8_e4m3fn"
+        raise FormatError(f"{METHOD}: metadata: activation_dtype: expected {expected}, got {activation!r}")
+    inputs = Inputs("fp8", "token") if activation == "float8_e4m3fn" else None
+    if symmetric:
+        return Description(HALVES, "int", 4, **granularity, inputs=inputs)
+    return Description(TORCHAO_OFFSETS, "int", 4, **granularity, symmetric=False, left=inputs)
 
 
 def _integers(bits: int, granularity: dict[str, Any], symmetric: bool, inputs: Inputs | None) -> Description:
@@ -140,4 +185,24 @@ _KINDS: dict[str, Callable[..., Description]] = {
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _few_bits,
     "Float8Tensor": _float8,
+    "Int4Tensor": _halves,
 }
+
+
+def is_read(found: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` is of layers whose tensors are read here, judging by its ``quant_type``."""
+    kinds = found.get("quant_type")
+    return isinstance(kinds, dict) and all(_is_read(one) for one in kinds.values())
+
+
+def _is_read(kind: Any) -> bool:
+    if kind is None:
+        return True  # layers that stay in floating point
+    data = kind.get("_data") if isinstance(kind, dict) else None
+    if not isinstance(data, dict):
+        return False
+    if kind.get("_type") in ("FqnToConfig", "ModuleFqnToConfig"):
+        parts = [one for one in data.values() if isinstance(one, dict)]
+        return all(_is_read(one) for part in parts for one in part.values())
+    packings = [_named(value) for key, value in data.items() if key.endswith("packing_format")]
+    return str(kind.get("_type")) in _READ and all(packing in _PACKINGS for packing in packings)
