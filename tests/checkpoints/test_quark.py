@@ -1,4 +1,4 @@
-"""Directories of AMD's Quark in MXFP4 and FP8, as its exporter lays them out."""
+"""Directories of AMD's Quark in MXFP4, FP8 and integers, as its exporter lays them out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from command_line import run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
-from epiloq.nn import Fp4Linear, Fp8Linear, Fp8WeightOnlyLinear
+from epiloq.nn import Fp4Linear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, W4A8Linear, WeightOnlyLinear
 from opened_models import logits, opened
 from rounded_models import same, weights
 
@@ -183,8 +183,157 @@ def test_fp8(seed: int, tmp_path: Path, name: str, cached: bool) -> None:
     assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("in", "saved")))
 
 
+INT = NUMBERS | {"group_size": None, "ch_axis": None, "scale_format": None, "scale_calculation_mode": None}
+INT |= {"observer_cls": "PerTensorMinMaxObserver", "symmetric": True, "zero_point_type": "int32"}
+INT8_TOKEN = INT | {"dtype": "int8", "qscheme": "per_token", "is_dynamic": True}
+
+
+def groups(dtype: str, size: int = 32, symmetric: bool = False) -> dict[str, Any]:
+    return INT | {"dtype": dtype, "qscheme": "per_group", "group_size": size, "ch_axis": 1, "symmetric": symmetric}
+
+
+def channels(dtype: str, symmetric: bool = True) -> dict[str, Any]:
+    return INT | {"dtype": dtype, "qscheme": "per_channel", "ch_axis": 0, "symmetric": symmetric}
+
+
+def tensor(dtype: str, symmetric: bool = True) -> dict[str, Any]:
+    return INT | {"dtype": dtype, "qscheme": "per_tensor", "symmetric": symmetric}
+
+
+class Integers:
+    """A layer as Quark's exporter packs it: ``(q - zero) * scale``, groups transposed, eight of 4 bits a word."""
+
+    def __init__(self, numbers: dict[str, Any], order: str = "reorder", inputs: bool = False, stated: bool = True):
+        self.numbers, self.inputs, self.stated = numbers, inputs, stated
+        self.order = [0, 2, 4, 6, 1, 3, 5, 7] if order == "reorder" else list(range(8))
+
+    def words(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.numbers["dtype"].endswith("4"):
+            return values.to(torch.uint8 if self.numbers["dtype"] == "uint8" else torch.int8)
+        eights = (values.long() & 15).view(*values.shape[:-1], -1, 8)[..., self.order]
+        return (eights << 4 * torch.arange(8)).sum(-1).to(torch.uint32).view(torch.int32)
+
+    def __call__(self, name: str, linear: nn.Linear) -> foreign.Layer:
+        (n, k), numbers = linear.weight.shape, self.numbers
+        bits = int(numbers["dtype"][-1])
+        low = 0 if numbers["dtype"][0] == "u" else -(1 << bits - 1)
+        q = torch.randint(low, low + (1 << bits), (n, k))
+        size, rows = numbers["group_size"] or k, 1 if numbers["qscheme"] == "per_tensor" else n
+        scale = (torch.rand(rows, k // size) + 0.5) * 0.4 / (1 << bits)
+        middle = low + (1 << bits - 1)
+        spread = 0 if numbers["symmetric"] else 2
+        zero = torch.randint(middle - spread, middle + spread + 1, scale.shape)
+        wide = [each.repeat_interleave(size, 1) for each in (zero, scale)]
+        weight = (q - wide[0]).float() * wide[1]
+        if numbers["qscheme"] == "per_group":
+            q, scale, zero = (each.t().contiguous() for each in (q, scale, zero))
+        else:
+            scale, zero = (each[0, 0] if rows == 1 else each[:, 0].contiguous() for each in (scale, zero))
+        parts = {"weight": self.words(q), "weight_scale": scale}
+        parts |= {"weight_zero_point": self.words(zero)} if self.stated else {}
+        if self.inputs:
+            parts |= {"input_scale": torch.tensor(0.05), "input_zero_point": torch.tensor(0, dtype=torch.int8)}
+        return parts, weight
+
+
+STATIC = tensor("int8")
+INT_KINDS: dict[str, tuple[Integers, dict[str, Any] | None, type[nn.Module]]] = {
+    "int8 per channel": (Integers(channels("int8")), None, WeightOnlyLinear),
+    "int8 per channel without zeros": (Integers(channels("int8"), stated=False), None, WeightOnlyLinear),
+    "int8 per channel and token": (Integers(channels("int8")), INT8_TOKEN, Int8Linear),
+    "int8 per tensor, static": (Integers(tensor("int8"), inputs=True), STATIC, Int8Linear),
+    "uint8 per tensor": (Integers(tensor("uint8", False)), None, WeightOnlyLinear),
+    "int8 in groups": (Integers(groups("int8", symmetric=True)), None, WeightOnlyLinear),
+    "uint4 in groups": (Integers(groups("uint4")), None, WeightOnlyLinear),
+    "uint4 in order": (Integers(groups("uint4"), order="order"), None, WeightOnlyLinear),
+    "int4 in groups": (Integers(groups("int4", symmetric=True)), None, WeightOnlyLinear),
+    "int4 with zeros": (Integers(groups("int4")), None, WeightOnlyLinear),
+    "int4 per channel": (Integers(channels("int4")), None, WeightOnlyLinear),
+    "int4 and int8": (Integers(groups("int4", symmetric=True)), INT8_TOKEN, W4A8Linear),
+    "int4 and fp8": (Integers(groups("int4", symmetric=True)), TOKENS, W4A8Linear),
+}
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("name", INT_KINDS)
+def test_integers(seed: int, tmp_path: Path, name: str) -> None:
+    pack, inputs, module = INT_KINDS[name]
+    layer = LAYER | {"weight": pack.numbers, "input_tensors": inputs}
+    export = {"export": CONFIG["export"] | {"pack_method": "order" if "in order" in name else "reorder"}}
+    config = CONFIG | export | {"exclude": ["lm_head"], "global_quant_config": layer}
+    exact = foreign.write_as(tmp_path / "in", foreign.llama(), pack, config, shards=1)
+    model, _ = models.load(Checkpoint(tmp_path / "in"))
+    assert type(model.get_submodule(UP)) is module
+    for parameter, values in weights(tmp_path / "in").items():
+        torch.testing.assert_close(values, exact.get_parameter(parameter), rtol=2**-22, atol=0)
+    found, wanted = logits(model), logits(exact)
+    if "static" in name:
+        layer = model.get_submodule(UP)
+        assert float(layer.input_scale) == pytest.approx(0.05) and int(layer.input_zero_point) == 0
+    else:
+        assert float((found - wanted).norm() / wanted.norm()) < (1e-5 if inputs is None else 0.15)
+    assert torch.equal(logits(opened(tmp_path / "in")), found)
+    result = run("convert", tmp_path / "in", tmp_path / "epiloq", "--format", "epiloq")
+    assert result.exit_code == 0, result.output
+    assert same(weights(tmp_path / "epiloq"), weights(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("change", ["missing", "legacy", "dtype", "words"])
+def test_integers_of_wrong_tensors(seed: int, tmp_path: Path, change: str) -> None:
+    inner = Integers(groups("uint4"))
+
+    def pack(name: str, linear: nn.Linear) -> foreign.Layer:
+        parts, weight = inner(name, linear)
+        if change == "missing":
+            del parts["weight_zero_point"]
+        elif change == "legacy":
+            parts["weight_scale"] = parts["weight_scale"].t().contiguous()
+        elif change == "dtype":
+            parts["weight"] = parts["weight"].long()
+        else:
+            parts["weight"] = parts["weight"][:, 1:].contiguous()
+        return parts, weight
+
+    layer = LAYER | {"weight": inner.numbers, "input_tensors": None}
+    config = CONFIG | {"exclude": ["lm_head"], "global_quant_config": layer}
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config, shards=1)
+    message = {"missing": "weight_zero_point: expected", "legacy": "weight_scale: expected"}.get(change, "weight: exp")
+    with pytest.raises(FormatError, match=message):
+        models.load(Checkpoint(tmp_path / "in"))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "int4": ({"global_quant_config": {"weight": NUMBERS | {"dtype": "int4"}}}, "weight: dtype: expected fp4"),
+    "int3": ({"global_quant_config": {"weight": NUMBERS | {"dtype": "int3"}}}, "weight: dtype: expected fp4"),
+    "int4 per tensor": ({"global_quant_config": {"weight": tensor("int4")}}, "expected int4 per_channel, per_group"),
+    "int4 at run time": (
+        {"global_quant_config": {"weight": channels("int4") | {"is_dynamic": True}}},
+        "with scales in the files",
+    ),
+    "columns": ({"global_quant_config": {"weight": channels("int8") | {"ch_axis": 1}}}, "ch_axis: expected 0"),
+    "no symmetry": (
+        {"global_quant_config": {"weight": channels("int8") | {"symmetric": None}}},
+        "symmetric: expected True or False",
+    ),
+    "real zeros": (
+        {"global_quant_config": {"weight": groups("uint4") | {"zero_point_type": "float32"}}},
+        "zero_point_type: expected int32",
+    ),
+    "symmetric uint4": (
+        {"global_quant_config": {"weight": groups("uint4", symmetric=True)}},
+        "symmetric: expected false with uint4",
+    ),
+    "no groups": (
+        {"global_quant_config": {"weight": groups("uint4") | {"group_size": None}}},
+        "group_size: expected at least 1",
+    ),
+    "uint8 tokens": (
+        {"global_quant_config": {"weight": channels("int8"), "input_tensors": tensor("uint8", False)}},
+        "input_tensors: dtype: expected int8",
+    ),
+    "tensors at run time": (
+        {"global_quant_config": {"weight": channels("int8"), "input_tensors": tensor("int8") | {"is_dynamic": True}}},
+        "global_quant_config: input_activations: with integer weights expected none",
+    ),
     "other groups": ({"global_quant_config": {"weight": NUMBERS | {"group_size": 16}}}, "group_size: expected 32"),
     "two stages": ({"global_quant_config": {"weight": [NUMBERS, NUMBERS]}}, "weight: expected an object"),
     "static inputs": ({"global_quant_config": LAYER | {"input_tensors": NUMBERS}}, "is_dynamic: expected True"),

@@ -137,6 +137,15 @@ def _halves() -> Layout:
     return Layout("_weight_qdata", lambda _: names, int4_bytes.by_columns, _only_read, int4_bytes.check_columns)
 
 
+def _quark(kind: str, in_awqs: bool) -> Layout:
+    signed = not kind.startswith("u")
+
+    def read(tensors: Tensors, described: Description, shape: Shape) -> Weight:
+        return awq.from_quark(tensors, described, shape, signed, in_awqs)
+
+    return Layout("weight_scale", awq.parts_of_quark, read, _only_read, awq.check_quark)
+
+
 LAYOUTS: dict[str, Layout] = {
     INT8_OF_BITSANDBYTES: Layout(
         "SCB", lambda _: bitsandbytes.INT8_PARTS, bitsandbytes.int8_weight, _only_read, bitsandbytes.check_int8
@@ -161,6 +170,7 @@ LAYOUTS: dict[str, Layout] = {
     fp8.ROWS: _float8(float8.Names(limit="input_scale_ub")),
     **dict.fromkeys((modelopt_config.TENSORS, quark_config.TENSORS), _float8(float8.Names(scalar=True))),
     **dict.fromkeys((modelopt_config.ROWS, quark_config.ROWS), _float8(float8.Names(flat=True))),
+    **{layout: _quark(kind, in_awqs) for (kind, in_awqs), layout in quark_config.INTEGERS.items()},
     modelopt_config.BLOCKS: _float8(float8.Names(apart=True)),
     **{
         layout: Layout(

@@ -1,16 +1,18 @@
 """The AutoAWQ layouts, four bits each: ``gemm`` packs output channels, ``gemv`` and ``gemv_fast`` input channels.
 
-Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in docs/guide/weight_layouts.md.
+Defined by AutoAWQ (``awq/modules/linear/{gemm,gemv,gemv_fast}.py``), drawn in docs/guide/weight_layouts.md. Below them
+are the integers of AMD's Quark: in groups they are transposed like ``gemm``'s, and words of 4 bits have its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from epiloq.formats.description import Description
 from epiloq.formats.layouts.base import (
     Codes,
     Expected,
@@ -24,7 +26,7 @@ from epiloq.formats.layouts.base import (
 )
 from epiloq.formats.layouts.words import pack, unpack
 from epiloq.formats.weights import OffsetWeight, Weight, on_grid
-from epiloq.weights.grid import Grid
+from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 BITS = 4
@@ -271,3 +273,73 @@ def _layout(version: str) -> _Layout:
     if version not in _LAYOUTS:
         raise FormatError(f"awq: version: expected one of {', '.join(_LAYOUTS)}, got {version!r}")
     return _LAYOUTS[version]
+
+
+def parts_of_quark(described: Description) -> frozenset[str]:
+    """Every tensor that a layer of Quark may have other than its bias, by the last part of its name."""
+    static = described.inputs is not None and not described.inputs.dynamic
+    inputs = ("input_scale", "input_zero_point") if static else ()
+    return frozenset({"weight", "weight_scale", "weight_zero_point", *inputs})
+
+
+def check_quark(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> None:
+    """Raise FormatError for tensors of other types and shapes than a layer's of Quark."""
+    (rows, columns), bits = shape, described.bits
+    grouped = described.strategy == "group"
+    values: tuple[int, ...] = (columns, rows) if grouped else shape
+    parameters: tuple[int, ...] = () if described.strategy == "tensor" else (rows,)
+    if grouped:
+        check_multiple("in_features", columns, described.group_size, described.layout)
+        parameters = (columns // described.group_size, rows)
+    require(tensors, {"weight_scale": (None, parameters)})
+    if bits == BITS:
+        check_multiple("out_features" if grouped else "in_features", values[-1], PER_WORD, described.layout)
+        check_multiple("out_features", rows, PER_WORD, described.layout)
+        values, parameters = ((*each[:-1], each[-1] // PER_WORD) for each in (values, parameters))
+    names = {"weight": values} | ({"weight_zero_point": parameters} if "weight_zero_point" in tensors else {})
+    for name, wanted in names.items():
+        found = tensors.get(name)
+        kinds = (torch.int32,) if bits == BITS else (torch.int8, torch.uint8, torch.int32)
+        require(tensors, {name: (found.dtype if found is not None and found.dtype in kinds else kinds[0], wanted)})
+    if described.inputs is not None and not described.inputs.dynamic:
+        require(tensors, {"input_scale": (None, ())})
+
+
+def from_quark(
+    tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int], signed: bool, in_awqs: bool
+) -> QuantizedWeight:
+    """The weight of a layer of Quark, whose integers are `signed`, and those of 4 bits in words in AWQ's order or one
+    after the other. Raises FormatError for inconsistent tensors."""
+    tensors = {name: t.reshape(()) if t.shape == (1,) else t for name, t in tensors.items()}
+    check_quark(tensors, described, shape)
+    (rows, columns), grid = shape, described.grid
+    assert grid is not None
+    middle, grouped = 1 << (grid.bits - 1), described.strategy == "group"
+    groups = columns // described.group_size if grouped else 1
+
+    def fields(name: str, last: int) -> Tensor:
+        """Integers from 0, with the layer's rows first."""
+        found = tensors[name]
+        if grid.bits == BITS:
+            found = unpack(found, BITS, last, ORDER if in_awqs else None)
+            found = found ^ middle if signed else found
+        else:
+            found = found.int() + (middle if signed else 0)
+        return found.t() if grouped else found
+
+    q = fields("weight", rows if grouped else columns).to(torch.uint8).contiguous()
+    scale = tensors["weight_scale"].float()
+    scale = scale.t() if grouped else scale.reshape(-1, 1).expand(rows, 1)
+    if "weight_zero_point" in tensors:
+        zero = fields("weight_zero_point", rows).int()
+        zero = zero if grouped else zero.reshape(-1, 1).expand(rows, 1)
+    elif grid.symmetric:
+        zero = torch.full((rows, groups), middle, dtype=torch.int32, device=q.device)
+    else:
+        raise FormatError("weight_zero_point: expected a tensor, found none")
+    made = Codes(q, scale.contiguous(), zero.contiguous(), None, grid.bits, described.group_size).quantized(grid)
+    if described.inputs is None or described.inputs.dynamic:
+        return made
+    shift = tensors.get("input_zero_point")
+    shift = torch.zeros(1, dtype=torch.int32, device=q.device) if shift is None else shift.reshape(1).int()
+    return replace(made, inputs=InputGrid(tensors["input_scale"].float().reshape(1), shift))
