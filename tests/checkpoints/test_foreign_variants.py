@@ -193,6 +193,47 @@ def test_tensors_of_layers_that_are_left_out(seed: int, tmp_path: Path, name: st
             read(tmp_path / "in")
 
 
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantised_head(seed: int, tmp_path: Path, tied: bool) -> None:
+    """Which is not the embedding, whatever config.json says, because the files have both."""
+    model = foreign.llama()
+    pack, config = variants.VARIANTS["gptq without g_idx"]
+    foreign.write_as(tmp_path / "in", model, pack, config | {"lm_head": True}, shards=1)
+    head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    packed = pack("lm_head", head)
+    assert packed is not None
+    file, message = tmp_path / "in" / "model.safetensors", tmp_path / "in" / "config.json"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in packed[0].items()}, file, {"format": "pt"})
+    message.write_text(json.dumps(json.loads(message.read_text()) | {"tie_word_embeddings": tied}))
+    embedding = tensors["model.embed_tokens.weight"]
+    results = [models.load(Checkpoint(tmp_path / "in"))[0], opened(tmp_path / "in")]
+    for found in results:
+        assert type(found.lm_head) is WeightOnlyLinear
+        assert torch.equal(found.model.embed_tokens.weight, embedding)
+        with torch.no_grad():
+            hidden = found.model(torch.arange(9)[None]).last_hidden_state
+            torch.testing.assert_close(found.lm_head(hidden), hidden @ packed[1].t(), rtol=1e-4, atol=1e-5)
+    results[1].save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(opened(tmp_path / "again")), logits(results[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pack_dtype": "int16"}, "pack_dtype: expected int32 .*got 'int16'"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
+        ({"bits": 5}, "bits: expected"),
+    ],
+)
+def test_what_gptq_packs_otherwise(seed: int, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    pack, config = variants.VARIANTS["gptq without g_idx"]
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | change)
+    with pytest.raises(ValueError, match=message):
+        models.from_directory(tmp_path / "in")
+
+
 def test_an_order_that_is_missing(seed: int, tmp_path: Path) -> None:
     pack, config = variants.VARIANTS["gptq without g_idx"]
     foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"desc_act": True})

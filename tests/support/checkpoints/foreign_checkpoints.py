@@ -63,11 +63,11 @@ def with_biases(model: Any) -> Any:
 
 
 def words(fields: np.ndarray[Any, Any], bits: int = 4) -> Tensor:
-    """``[…, n]`` fields to int32 ``[…, n * bits / 32]``, the first in the lowest bits."""
-    count = 32 // bits
-    grouped = fields.astype(np.uint64).reshape(*fields.shape[:-1], -1, count)
-    shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)
-    packed = (grouped << shifts).sum(-1).astype(np.uint32).view(np.int32)
+    """``[…, n]`` fields to int32 ``[…, n * bits / 32]``, the first in the lowest bits; fields of 3 bits may continue in
+    the next word."""
+    each = fields.astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+    stream = each.reshape(*fields.shape[:-1], -1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    packed = stream.sum(-1).astype(np.uint32).view(np.int32)
     return torch.from_numpy(np.ascontiguousarray(packed))
 
 

@@ -237,6 +237,15 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "gptq without g_idx": (gptq(), _GPTQ),
     "gptq in format gptq_v2": (gptq(less=0), _GPTQ | {"format": "gptq_v2"}),
+    "gptq of 3 bits": (gptq(3), _GPTQ | {"bits": 3}),
+    "gptq of 3 bits in activation order": (
+        gptq(3, less=0, order=True),
+        _GPTQ | {"bits": 3, "desc_act": True, "checkpoint_format": "gptq_v2", "pack_dtype": "int32"},
+    ),
+    "gptq of some layers": (
+        by_name(("q_proj", gptq()), ("up_proj", gptq()), ("", None)),
+        _GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]},
+    ),
     "gptq dynamic": (
         by_name(("down_proj", gptq(8, 64)), ("k_proj", None), ("o_proj", gptq(symmetric=True)), ("", gptq())),
         _GPTQ

@@ -156,7 +156,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
     quantised = {own_names[layer] for layer, reader in found_readers.items() if reader is not None}
     check_unchanged(model, {own: checkpoint.where(layer) for layer, own in own_names.items() if own in quantised})
-    _forget_ties_among(model, quantised)
+    _forget_ties_among(model, quantised, set(own_names.values()))
     _ignore_unexpected(model, (name for parts in extra.values() for name in parts.values()))
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
@@ -196,12 +196,14 @@ def _own_name(names: Names, layer: str) -> str:
     return names.of(f"{layer}.weight").removesuffix(".weight")
 
 
-def _forget_ties_among(model: Any, quantised: set[str]) -> None:
-    """Make a model no longer tie float weights of layers that are quantised separately in the files."""
+def _forget_ties_among(model: Any, quantised: set[str], stored: set[str]) -> None:
+    """Make a model no longer tie the weights of layers that the files have separately, at least one of them
+    quantised."""
     layers = {
         name.removesuffix(".weight"): of.removesuffix(".weight") for name, of in model.all_tied_weights_keys.items()
     }
-    forget_ties(model, tuple(name for name, of in layers.items() if name in quantised and of in quantised))
+    apart = {name for name, of in layers.items() if not quantised.isdisjoint((name, of)) and {name, of} <= stored}
+    forget_ties(model, tuple(apart))
 
 
 def _check_empty(model: Any, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
