@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,3 +140,21 @@ def test_existing_output_and_failures(teacher: Path, tmp_path: Path, monkeypatch
     assert run("convert", teacher, tmp_path / "new", "--format", "gptq").exit_code == 2
     assert run("convert", tmp_path / "absent", tmp_path / "new", "--format", "gptq").exit_code == 2
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["inside", "a/b", "../in/inside", "link/inside"])
+def test_an_output_inside_of_the_source(teacher: Path, tmp_path: Path, place: str) -> None:
+    """Whose other files would be copied into it, and which would be one of them the next time."""
+    source = tmp_path / "in"
+    shutil.copytree(teacher, source)
+    (tmp_path / "link").symlink_to(source)
+    output = tmp_path / place if place.startswith("link") else source / place
+    before = sorted(path.name for path in source.rglob("*"))
+    for command in (("quantize", source, "--scheme", "w8a16", "--output", output), ("convert", source, output)):
+        result = run(*command, *(("--format", "gptq") if command[0] == "convert" else ("--algorithm", "rtn")))
+        text = " ".join(result.output.split())
+        assert result.exit_code == 2 and "lies inside" in text and "choose an output outside" in text, text
+        assert sorted(path.name for path in source.rglob("*")) == before
+    beside = tmp_path / "in-2"  # a name that begins alike
+    result = run("quantize", source, "--scheme", "w8a16", "--output", beside, "--algorithm", "rtn")
+    assert result.exit_code == 0, result.output

@@ -45,7 +45,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
     Raises FormatError: `output` exists or cannot be created, the source is invalid or not quantised, or the format
     cannot represent it, with the reason.
     """
-    check_new(output)
+    check_new(output, source)
     if is_gguf(source):
         file = GgufCheckpoint(source)
         layers = Layers(file, file.model)

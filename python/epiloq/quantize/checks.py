@@ -52,7 +52,7 @@ def check_request(settings: Settings, world: int = 1) -> None:
     for option, scheme in (("--head", settings.head), ("--embedding", settings.embedding)):
         if scheme == CHOSEN and (settings.budget is None or settings.budget.file_bytes is None):
             raise ValueError(f"{option} {CHOSEN}: expected --bytes as well, which counts all weights")
-    check_new(output)
+    check_new(output, settings.model)
     if not 0 <= settings.seed < SEEDS:
         raise ValueError(f"seed: expected 0 to {SEEDS - 1}, got {settings.seed} (--seed)")
     if settings.keep_dynamic is not None and not target.static:

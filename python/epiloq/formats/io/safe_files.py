@@ -84,14 +84,19 @@ def check_encodable(path: Path) -> None:
         raise FormatError(f"{os.fsencode(path)!r}: expected a path in UTF-8, which safetensors needs") from None
 
 
-def check_new(folder: Path) -> None:
-    """Raise FormatError unless a new folder, with its parents, can be created."""
+def check_new(folder: Path, source: Path | None = None) -> None:
+    """Raise FormatError unless a new folder, with its parents, can be created, and is not inside the `source`, whose
+    other files and folders are copied into it."""
     reason = why_not_named(folder)
     if reason is not None:
         raise FormatError(f"{folder}: {reason}: choose another output")
     if folder.exists() or folder.is_symlink():
         raise FormatError(f"{folder} exists already: choose another output, or move it away")
     check_encodable(folder)
+    if source is not None and source.is_dir() and source.resolve() in folder.resolve().parents:
+        raise FormatError(
+            f"{folder}: lies inside {source}, whose other files and folders are copied: choose an output outside of it"
+        )
     nearest = next(each for each in folder.absolute().parents if each.exists() or each.is_symlink())
     if nearest.is_symlink() and not nearest.exists():
         raise FormatError(f"{folder}: expected a path in a folder, but {nearest} is a broken link")
