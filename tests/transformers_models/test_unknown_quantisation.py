@@ -17,6 +17,7 @@ import epiloq
 import epiloq.integrations.transformers as integration
 from command_line import ROUND, logits, quantize, run, teacher_and_text
 from epiloq.formats import epiloq_modules
+from epiloq.formats.configs import others
 from epiloq.formats.io import model as models
 from tiny_teacher import tiny_model
 
@@ -57,6 +58,32 @@ def test_unknown_methods_give_no_random_model(tmp_path: Path, method: str) -> No
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     integration.unregister()
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def methods_of_transformers() -> list[str]:
+    config = pytest.importorskip("transformers.utils.quantization_config")
+    auto = pytest.importorskip("transformers.quantizers.auto")
+    return sorted({one.value for one in config.QuantizationMethod} | set(auto.AUTO_QUANTIZATION_CONFIG_MAPPING))
+
+
+@pytest.mark.parametrize("method", methods_of_transformers())
+def test_every_method_of_transformers_has_an_answer(tmp_path: Path, method: str) -> None:
+    """epiloq reads it, or says what it is and what to do; nothing is written."""
+    tiny_model().save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
+    known = method in integration.METHODS or method == "gguf"
+    assert known != (method in others.METHODS)
+    for arguments in (("inspect", tmp_path / "in"), ("convert", tmp_path / "in", tmp_path / "out")):
+        result = run(*arguments, *(("--format", "epiloq") if arguments[0] == "convert" else ()))
+        text = " ".join(result.output.split())
+        if not known:
+            assert result.exit_code == 2 and text.count(": quant_method: ") == 1, text
+            assert others.METHODS[method] in text
+        assert "Traceback" not in text and not (tmp_path / "out").exists()
+    if not known:
+        with pytest.raises(ValueError, match=rf"quant_method: .*{method}"):
+            models.from_directory(tmp_path / "in")
 
 
 def test_a_directory_is_no_gguf_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from epiloq.formats import epiloq_modules
-from epiloq.formats.configs import auto_round, fp8
+from epiloq.formats.configs import auto_round, fp8, others
 from epiloq.formats.configs import awq as awq_config
 from epiloq.formats.configs import bitsandbytes as bitsandbytes_config
 from epiloq.formats.configs import compressed_tensors as ct_config
@@ -162,6 +162,8 @@ def parse(found: Mapping[str, Any]) -> Rules:
     Raises FormatError, which names key and value, for unsupported entries.
     """
     method = found.get("quant_method")
+    if isinstance(method, str) and method in others.METHODS:
+        raise FormatError(f"quantization_config: quant_method: {others.METHODS[method]}")
     if not isinstance(method, str) or method not in CONFIGS:
         expected = ", ".join((*CONFIGS, epiloq_modules.METHOD))
         likely = ", as in directories of MLX" if method is None and found.keys() >= {"bits", "group_size"} else ""
