@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
-from gguf_files import ARCHITECTURES, HIDDEN, VOCABULARY, reference, write
+from gguf_files import ARCHITECTURES, HIDDEN, VOCABULARY, parts, reference, write
 
 Q4 = {"attn_": "Q4_0", "ffn_": "Q4_0"}
 Q8 = {"attn_": "Q8_0", "ffn_": "Q8_0", "token_embd": "Q8_0", "output": "Q8_0"}
@@ -56,10 +57,20 @@ TO_OTHERS = [
 IDS = torch.arange(1, VOCABULARY, 7)[None]
 
 
+def matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's parameters by name, those of stacked experts one by one, as directories have them."""
+    for name, parameter in parts(model):
+        stack, _, rest = name.partition(".experts.")
+        if not rest:
+            yield name, parameter
+            continue
+        yield from ((f"{stack}.experts.{i}.{rest}", matrix) for i, matrix in enumerate(parameter))
+
+
 def assert_kept(folder: Path, model: Any, path: Path) -> None:
     """A directory has a file's weights; the gguf package's own values are the model's parameters."""
     layers = Layers(Checkpoint(folder))
-    for name, parameter in model.named_parameters():
+    for name, parameter in matrices(model):
         layer = name.removesuffix(".weight")
         if layer in layers.readers:
             assert torch.equal(layers.weight(layer).dequantize(), parameter), name
@@ -78,7 +89,8 @@ def test_epiloqs_format_holds_every_kind(seed: int, tmp_path: Path, arch: str, k
     model, path = reference(arch), tmp_path / "tiny.gguf"
     write(path, model, arch, TO_EPILOQ[kinds])
     report = convert.perform(convert.prepare(path, tmp_path / "out", "epiloq"), largest_shard=400_000)
-    per_layer = 7 * model.config.num_hidden_layers
+    each = {"phi3": 4, "qwen3moe": 4 + 3 * 4}.get(arch, 7)
+    per_layer = each * model.config.num_hidden_layers
     assert (report["from"], report["to"]) == ("gguf", "epiloq")
     assert report["layers"] == per_layer + {"rest": 0}.get(kinds, 1 if model.config.tie_word_embeddings else 2)
     assert_kept(tmp_path / "out", model, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,20 @@ ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", _HEAD),
+    "phi3": ("phi3", {"pad_token_id": None, "sliding_window": None}),
+    "granite": (
+        "granite",
+        {
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 2.5,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "qwen3moe": (
+        "qwen3_moe",
+        _HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
     "gemma": ("gemma", _HEAD),
     "gemma2": ("gemma2", _HEAD | {"query_pre_attn_scalar": 128, "sliding_window": 8}),
     "gemma3": ("gemma3_text", _HEAD | {"query_pre_attn_scalar": 128, "sliding_window": 8, "num_hidden_layers": 7}),
@@ -91,7 +105,7 @@ def reference(arch: str, *, tied: bool = False, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for key, value in model.named_parameters():
         with torch.no_grad():
-            value.copy_(torch.randn_like(value) * (0.1 if value.dim() == 2 else 0.2))
+            value.copy_(torch.randn_like(value) * (0.1 if value.dim() > 1 else 0.2))
             if key.endswith("norm.weight") and not gemma:
                 value.add_(1)
     return model
@@ -133,29 +147,37 @@ def write(
         "rope.freq_base": float(theta),
         "vocab_size": VOCABULARY,
     }
-    if arch == "llama":
-        usual |= {"rope.dimension_count": HIDDEN // HEADS}
+    if arch in ("llama", "granite", "phi3"):
+        usual |= {"rope.dimension_count": int(HIDDEN // HEADS * rope.get("partial_rotary_factor", 1))}
     elif arch != "qwen2":
         usual |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     if arch in ("gemma2", "gemma3"):
         usual |= {"attention.sliding_window": config.sliding_window}
     if arch == "gemma2":
         usual |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    if arch == "qwen3moe":
+        usual |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        usual |= {"expert_feed_forward_length": config.moe_intermediate_size}
+    if arch == "phi3":
+        usual |= {"attention.sliding_window": config.sliding_window or 0}
+    if arch == "granite":
+        scales = {"logit": "logits_scaling", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
+        usual |= {f"{name}_scale": getattr(config, entry) for name, entry in scales.items()}
+        usual |= {"attention.scale": config.attention_multiplier}
     for key, value in {**usual, **values}.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)  # type: ignore[operator]
     tokenizer(writer)
     names = package.get_tensor_name_map(package.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    for name, w in parts(model):
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        w = parameter.detach()
         offset = 1.0 if arch.startswith("gemma") and name.endswith("norm.weight") else 0.0
-        kind = next((k for part, k in kinds.items() if part in theirs), "F32") if w.dim() == 2 else "F32"
-        heads = {"q_proj": HEADS, "k_proj": KV}.get(name.split(".")[-2], 0) if arch == "llama" else 0
+        kind = next((k for part, k in kinds.items() if part in theirs), "F32") if w.dim() > 1 else "F32"
+        heads = {"q_proj": HEADS, "k_proj": KV}.get(name.split(".")[-2], 0) if arch in ("llama", "granite") else 0
         stored = rotated_pairs_together(w, heads) if heads else w
         if kind.endswith("_K"):
-            data: Any = blocks(*w.shape, kind, small=True).numpy()
+            data: Any = blocks(w[..., 0].numel(), w.shape[-1], kind, small=True).view(*w.shape[:-1], -1).numpy()
         else:
             data = package.quants.quantize((stored + offset).numpy(), package.GGMLQuantizationType[kind])
         read = package.quants.dequantize(data, package.GGMLQuantizationType[kind])
@@ -163,7 +185,7 @@ def write(
         if heads:  # The inverse order.
             d = w.shape[0] // heads
             back = back.view(heads, d // 2, 2, -1).transpose(1, 2).reshape(w.shape)
-        parameter.data.copy_(back)
+        w.copy_(back)
         if theirs != drop:
             writer.add_tensor(theirs, np.ascontiguousarray(data), raw_dtype=package.GGMLQuantizationType[kind])
     for name, tensor in extra.items():
@@ -172,3 +194,14 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def parts(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A model's parameters by name; gates and other halves of stacked experts apart, as files have them."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{name.replace('gate_up', part)}.weight", half
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor

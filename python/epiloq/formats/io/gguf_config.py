@@ -20,6 +20,8 @@ _IGNORED = {"rope.scaling.finetuned", "tensor_data_layout", "use_parallel_residu
 # Keys that must have these values if present.
 _FIXED: Mapping[str, Any] = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "pooling_type": 0}
 EMBEDDING, _OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""Factors of frequencies for contexts up to the original length, and for longer ones."""
 
 Config = dict[str, Any]
 
@@ -37,6 +39,8 @@ class Architecture:
         Added to the weights of norms by llama.cpp, because Gemma's norms multiply by one plus the weight.
     rope_factors
         Whether llama.cpp reads "rope_freqs.weight".
+    partial
+        Whether a part of a head may be rotated, with factors for short and long contexts (`LONG_FACTORS`).
     finish
         Applies the architecture's remaining values to the configuration.
     """
@@ -45,6 +49,7 @@ class Architecture:
     rotated: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
     rope_factors: bool = False
+    partial: bool = False
     finish: Callable[[_Values, Config], None] = lambda values, config: None
 
 
@@ -95,18 +100,30 @@ def _rope(values: _Values, context: int, head: int) -> Config:
     """The rotary position settings. Frequency factors are expressed as transformers' "longrope" with the same list for
     short and long contexts."""
     known: Config = {"rope_type": "default", "rope_theta": values.number("rope.freq_base", 10000.0)}
-    if (rotated := values.size("rope.dimension_count", head)) != head:
+    partial = ARCHITECTURES[values.file.architecture].partial
+    rotated = values.size("rope.dimension_count", head)
+    if (rotated != head and not partial) or rotated > head or rotated % 2:
         raise FormatError(f"{values.where('rope.dimension_count')}: expected {head}, a whole head, got {rotated}")
+    if partial:
+        known["partial_rotary_factor"] = rotated / head
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
     kind = values.take("rope.scaling.type", (str,), "linear" if factor != 1 else "none")
     original = values.size("rope.scaling.original_context_length", context)
     attention = values.number("rope.scaling.attn_factor", values.number("rope.scaling.yarn_attn_factor", 1.0))
     fast, slow = values.number("rope.scaling.yarn_beta_fast", 32.0), values.number("rope.scaling.yarn_beta_slow", 1.0)
     mixed = values.number("rope.scaling.yarn_ext_factor", 1.0)
-    if kind not in ("none", "linear", "yarn"):
-        raise FormatError(f"{values.where('rope.scaling.type')}: expected none, linear or yarn, got {kind}")
+    longer = _long_factors(values, rotated)
+    if longer is not None:
+        if kind not in ("none", "longrope") or mixed != 1:
+            raise FormatError(
+                f"{values.where('rope.scaling.type')}: expected longrope with {LONG_FACTORS[1]}, got {kind}"
+            )
+        entries = {**longer, "original_max_position_embeddings": original, "factor": context / original}
+        return known | entries | {"rope_type": "longrope", "attention_factor": attention}
     if (attention != 1 and kind != "yarn") or mixed != 1:
         raise FormatError(f"{values.where('rope.scaling')}: attention or mixing factors are not supported")
+    if kind not in (("none",) if partial else ("none", "linear", "yarn")):
+        raise FormatError(f"{values.where('rope.scaling.type')}: expected none, linear or yarn, got {kind}")
     divided = _rope_factors(values, head)
     if divided is not None:
         if kind == "yarn":
@@ -124,18 +141,40 @@ def _rope(values: _Values, context: int, head: int) -> Config:
 
 def _rope_factors(values: _Values, head: int) -> list[float] | None:
     """The factors by which frequencies are divided; None if there are none or all are 1."""
-    stored = values.file.tensors.get(ROPE_FACTORS)
+    if ROPE_FACTORS in values.file.tensors and not ARCHITECTURES[values.file.architecture].rope_factors:
+        where = f"{values.file.path}: {ROPE_FACTORS}"
+        raise FormatError(f"{where}: not understood in the architecture {values.file.architecture}")
+    factors = _factors(values, ROPE_FACTORS, head)
+    return None if factors is None or set(factors) == {1.0} else factors
+
+
+def _long_factors(values: _Values, rotated: int) -> Config | None:
+    """The factors for short and for long contexts, under transformers' names; None if there are none."""
+    found = {
+        name: _factors(values, stored, rotated)
+        for name, stored in zip(("short_factor", "long_factor"), LONG_FACTORS, strict=True)
+    }
+    if all(factors is None for factors in found.values()):
+        return None
+    missing = [stored for stored, factors in zip(LONG_FACTORS, found.values(), strict=True) if factors is None]
+    if missing or not ARCHITECTURES[values.file.architecture].partial:
+        what = f"{missing[0]}: expected a tensor, found none" if missing else f"{LONG_FACTORS[1]}: not understood"
+        raise FormatError(f"{values.file.path}: {what} (architecture {values.file.architecture})")
+    return found
+
+
+def _factors(values: _Values, name: str, rotated: int) -> list[float] | None:
+    """A tensor's factors of the frequencies of so many features; None without the tensor."""
+    stored = values.file.tensors.get(name)
     if stored is None:
         return None
-    where = f"{values.file.path}: {ROPE_FACTORS}"
-    if not ARCHITECTURES[values.file.architecture].rope_factors:
-        raise FormatError(f"{where}: not understood in the architecture {values.file.architecture}")
-    if stored.shape != (head // 2,):
-        raise FormatError(f"{where}: expected [{head // 2}], got {list(stored.shape)}")
+    where = f"{values.file.path}: {name}"
+    if stored.shape != (rotated // 2,):
+        raise FormatError(f"{where}: expected [{rotated // 2}], got {list(stored.shape)}")
     factors: list[float] = stored.dequantize().tolist()
     if min(factors) <= 0:
         raise FormatError(f"{where}: expected numbers above 0, got {min(factors)}")
-    return None if set(factors) == {1.0} else factors
+    return factors
 
 
 def _biases(values: _Values, config: Config) -> None:
@@ -163,6 +202,32 @@ def _gemma3(values: _Values, config: Config) -> None:
         config["final_logit_softcapping"] = values.number("final_logit_softcapping")
 
 
+def _phi3(values: _Values, config: Config) -> None:
+    """A window of 0, or of no less than the context, is none; llama.cpp itself leaves it out, with a warning."""
+    config["pad_token_id"] = None  # its default is of the original vocabulary
+    original = config["rope_parameters"].get("original_max_position_embeddings", config["max_position_embeddings"])
+    config["original_max_position_embeddings"] = original
+    window = values.take("attention.sliding_window", (int,), 0)
+    config["sliding_window"] = window if 0 < window < config["max_position_embeddings"] else None
+
+
+def _qwen3_mixture(values: _Values, config: Config) -> None:
+    """llama.cpp divides the weights of the chosen experts by their sum, and has experts in every layer."""
+    _biases(values, config)
+    config["num_experts"], config["num_experts_per_tok"] = values.size("expert_count"), values.size("expert_used_count")
+    config["moe_intermediate_size"] = values.size("expert_feed_forward_length")
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _granite(values: _Values, config: Config) -> None:
+    """Without a factor, llama.cpp multiplies by none, and divides attention's scores by the root of a head's size."""
+    _biases(values, config)
+    config["logits_scaling"] = values.number("logit_scale")
+    config["embedding_multiplier"] = values.number("embedding_scale", 1.0)
+    config["residual_multiplier"] = values.number("residual_scale", 1.0)
+    config["attention_multiplier"] = values.number("attention.scale", config["head_dim"] ** -0.5)
+
+
 def _query_scale(config: Config, layers_of_27b: int) -> int:
     large = config["num_hidden_layers"] == layers_of_27b
     return int(config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"])
@@ -173,8 +238,11 @@ ARCHITECTURES = {
     "llama": Architecture("llama", _PAIRS, rope_factors=True, finish=_biases),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", finish=_biases),
+    "qwen3moe": Architecture("qwen3_moe", finish=_qwen3_mixture),
     "gemma": Architecture("gemma", norm_offset=1.0),
     "gemma2": Architecture("gemma2", norm_offset=1.0, finish=_soft_caps),
+    "phi3": Architecture("phi3", partial=True, finish=_phi3),
+    "granite": Architecture("granite", _PAIRS, finish=_granite),
     "gemma3": Architecture("gemma3_text", norm_offset=1.0, finish=_gemma3),
 }
 

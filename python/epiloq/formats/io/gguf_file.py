@@ -50,6 +50,12 @@ class Stored:
         """A copy of a matrix's rows of blocks, uint8."""
         return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(*self.shape[:-1], -1)
 
+    def part(self, index: int) -> Stored:
+        """One matrix of a stack."""
+        size = len(self.data) // self.shape[0]
+        data = self.data[index * size : (index + 1) * size]
+        return Stored(f"{self.name}[{index}]", self.kind, self.shape[1:], data)
+
     def dequantize(self) -> Tensor:
         """The values in float32, for any kind supported by the gguf package.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from epiloq.formats.io.gguf_config import ARCHITECTURES, EMBEDDING, ROPE_FACTORS, config_of
+from epiloq.formats.io.gguf_config import ARCHITECTURES, EMBEDDING, LONG_FACTORS, ROPE_FACTORS, config_of
 from epiloq.formats.io.gguf_file import GgufFile, Stored
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import reason
@@ -16,6 +17,7 @@ from epiloq.formats.layouts import gguf
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.models.in_memory import describe_on_saving
+from epiloq.models.mixtures import release_float_experts_, restack_experts_, unstack_experts_
 from epiloq.nn import OnlineQuantLinear, QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
 from epiloq.vocabulary import forget_ties
@@ -35,7 +37,7 @@ def load(
     dequantised and rounded to `dtype`.
 
     Args:
-        path: a file of one of the architectures llama, qwen2, qwen3, gemma, gemma2, gemma3.
+        path: a file of one of the architectures llama, qwen2, qwen3, qwen3moe, phi3, granite, gemma, gemma2, gemma3.
         activations: "int8" quantises them in the weight's groups at run time; None leaves them in floating point.
         dtype: float32, float16 or bfloat16.
 
@@ -70,6 +72,8 @@ def load(
         parent, _, leaf = name.removesuffix(".weight").rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.train(False))
     forget_ties(model, tuple(name.removesuffix(".weight") for name, _, _ in quantised))
+    restack_experts_(model)
+    release_float_experts_(model)
     if quantised:
         describe_on_saving(model)
     return model  # type: ignore[no-any-return]
@@ -89,7 +93,9 @@ def outline(file: GgufFile, device: str, dtype: torch.dtype) -> tuple[Any, dict[
     def built(device: str) -> Any:
         try:
             with torch.device(device), limits.while_building():
-                return classes.from_config(config, dtype=dtype).eval()
+                model = classes.from_config(config, dtype=dtype).eval()
+                unstack_experts_(model)
+                return model
         except FormatError:
             raise
         except Exception as error:
@@ -104,21 +110,30 @@ def outline(file: GgufFile, device: str, dtype: torch.dtype) -> tuple[Any, dict[
     model = built("meta")
     arch = next(key for key, name in package.MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = package.get_tensor_name_map(arch, config.num_hidden_layers)
-    unused, places = set(file.tensors) - {ROPE_FACTORS}, {}
+    unused, places = set(file.tensors) - {ROPE_FACTORS, *LONG_FACTORS}, {}
     for name, target in model.state_dict().items():
-        stored = file.tensors.get(names.get_name(name, try_suffixes=(".weight", ".bias")) or "")
+        layer, expert = _of_expert(name)
+        stored = file.tensors.get(names.get_name(layer, try_suffixes=(".weight", ".bias")) or "")
         if stored is None and name == _HEAD and config.tie_word_embeddings:
             stored = file.tensors[EMBEDDING]
         if stored is None:
             raise FormatError(f"{file.path}: {name}: expected a tensor, found none")
-        if stored.shape != tuple(target.shape):
-            raise FormatError(f"{file.path}: {stored.name}: expected {list(target.shape)}, got {list(stored.shape)}")
+        stack = () if expert is None else (config.num_experts,)
+        if stored.shape != (*stack, *target.shape):
+            wanted = [*stack, *target.shape]
+            raise FormatError(f"{file.path}: {stored.name}: expected {wanted}, got {list(stored.shape)}")
         unused.discard(stored.name)
-        places[name] = stored
+        places[name] = stored if expert is None else stored.part(expert)
     if unused:
         raise FormatError(f"{file.path}: {min(unused)}: not a tensor of this model")
     limits.check_size(model)
     return (model if device == "meta" else built(device)), places
+
+
+def _of_expert(name: str) -> tuple[str, int | None]:
+    """The name of the stack to which an expert's matrix belongs, and the expert's number; other names as they are."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", name)
+    return (name, None) if found is None else (f"{found[1]}{found[3]}", int(found[2]))
 
 
 def values_of(file: GgufFile, name: str, stored: Stored, rows: Tensor | None) -> Tensor:
