@@ -96,6 +96,28 @@ def test_a_directory_is_no_gguf_file(tmp_path: Path) -> None:
             read(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["quantization_config", "text_config.quantization_config"])
+@pytest.mark.parametrize("value", [[{"quant_method": "gptq"}], "gptq", 4])
+def test_a_description_is_an_object(tmp_path: Path, place: str, value: object) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer, _, inner = place.partition(".")
+    (tmp_path / "config.json").write_text(json.dumps(config | {outer: {inner: value} if inner else value}))
+    for read in (transformers.AutoModelForCausalLM.from_pretrained, models.from_directory):
+        with pytest.raises(ValueError, match=rf"config\.json: {place}: expected an object, got {type(value).__name__}"):
+            read(tmp_path)
+
+
+def test_a_description_that_is_null(tmp_path: Path) -> None:
+    """Is none; and no other spelling of one."""
+    model = epiloq.quantize_(tiny_model(), "w8a8-int8")
+    epiloq_modules.save(model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
+    with pytest.raises(ValueError, match=r"config.json does not say how layers are quantised$"):
+        models.from_directory(tmp_path / "model")
+
+
 def test_files_of_the_version_before_are_opened(tmp_path: Path) -> None:
     model = epiloq.quantize_(tiny_model(), "w8a8-int8")
     epiloq_modules.save(model, tmp_path / "model")

@@ -67,7 +67,7 @@ def initialisation_reads(model: nn.Module, layers: Collection[str]) -> bool:
     if not hasattr(model, "initialize_weights"):
         return False
     with torch.device("meta"):
-        outline: Any = type(model)(copy.deepcopy(model.config))  # type: ignore[call-arg]
+        outline: Any = type(model)(copy.deepcopy(model.config))
     for name, module in outline.named_modules():
         module._is_hf_initialized = False
         if name in layers:

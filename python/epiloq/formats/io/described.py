@@ -33,13 +33,16 @@ def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
 
     It may also be in the configuration of a part of the model, such as "text_config", or under the name that
     compressed-tensors used first. As in transformers, one at the top level precedes. One of compressed-tensors that
-    only says that weights are sparse, but stored as dense ones, is removed. Raises FormatError if parts differ.
+    only says that weights are sparse, but stored as dense ones, is removed. Raises FormatError if parts differ, or if
+    it is no object.
     """
     found = list(_places(config, ""))
     if not found:
         return config
     place, first = found[0]
-    if isinstance(first, dict) and first.get("quant_method") == "gguf":
+    if not isinstance(first, dict):
+        raise FormatError(f"{where}: {place}: expected an object, got {type(first).__name__}")
+    if first.get("quant_method") == "gguf":
         raise FormatError(
             f"{where}: {place}: quant_method: expected one of a directory, got 'gguf'; open the .gguf file itself, or "
             "convert it by epiloq convert FILE.gguf DIR"
@@ -52,9 +55,9 @@ def hoisted(config: dict[str, Any], where: object) -> dict[str, Any]:
     return config if _is_dense(first) else {**config, KEY: _with_method(first)}
 
 
-def _with_method(found: Any) -> Any:
+def _with_method(found: dict[str, Any]) -> dict[str, Any]:
     """A description with the method that ModelOpt's earlier versions left out."""
-    if not isinstance(found, dict) or found.get("quant_method") is not None:
+    if found.get("quant_method") is not None:
         return found
     producer = found.get("producer")
     names = found.get("quant_library"), producer.get("name") if isinstance(producer, dict) else None
@@ -80,8 +83,8 @@ def _without(config: dict[str, Any]) -> dict[str, Any]:
     return kept | {key: _without(part) for key, part in parts.items()}
 
 
-def _is_dense(found: Any) -> bool:
-    if not isinstance(found, dict) or found.get("quant_method") != _FORMER_METHOD:
+def _is_dense(found: dict[str, Any]) -> bool:
+    if found.get("quant_method") != _FORMER_METHOD:
         return False
     sparsity = found.get("sparsity_config")
     others = ("config_groups", "kv_cache_scheme", "transform_config")
@@ -91,12 +94,9 @@ def _is_dense(found: Any) -> bool:
 def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, dict[str, Any] | None]:
     """Return the name of the file that describes how a directory's layers are quantised, and the description or None.
 
-    `config` is a config.json as returned by `hoisted`, `names` are those of the tensors. Raises FormatError if it is no
-    object.
+    `config` is a config.json as returned by `hoisted`, `names` are those of the tensors.
     """
     found = config.get(KEY)
-    if found is not None and not isinstance(found, dict):
-        raise FormatError(f"{folder / 'config.json'}: {KEY}: expected an object")
     if found is not None and found.get("quant_method") == "fp8" and "expert_dtype" in config:
         # DeepSeek-V4 has it at the top level, V4.1 in the quantization_config.
         found = {"expert_dtype": config["expert_dtype"]} | found

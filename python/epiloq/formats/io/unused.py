@@ -112,7 +112,8 @@ def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
         instead = target is None and weight in state and weight not in checkpoint.entries
         is_number = (dtype if target is None else target.dtype).is_floating_point
         if not entry.is_float and (instead or is_number):
-            near = [f" ({key}: expected {meant})" for key in checkpoint.config if (meant := misspelled(key, (KEY,)))]
+            others = checkpoint.config.keys() - {KEY}
+            near = [f" ({key}: expected {meant})" for key in sorted(others) if (meant := misspelled(key, (KEY,)))]
             raise FormatError(
                 f"{checkpoint.where(name)}: expected numbers in floating point of 16 bits or more, got {entry.dtype}, "
                 f"but config.json does not say how layers are quantised{''.join(near)}"
