@@ -47,6 +47,8 @@ RUNS: dict[str, type[nn.Module]] = {
     "fp8 blocks of 64 x 128": Fp8BlockLinear,
     "fp8 blocks of 256 x 128": Fp8BlockLinear,
     "fp8 blocks of 128 x 64": Fp8WeightOnlyLinear,
+    "mxfp8": Fp8WeightOnlyLinear,
+    "mxfp8, as fp8": Fp8WeightOnlyLinear,
     "fp8 per tensor, static": Fp8Linear,
     "fp8 per tensor, dynamic": Fp8Linear,
     "fp8 per tensor, nothing ignored": Fp8Linear,
@@ -231,6 +233,26 @@ def test_what_gptq_packs_otherwise(seed: int, tmp_path: Path, change: dict[str, 
     pack, config = variants.VARIANTS["gptq without g_idx"]
     foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | change)
     with pytest.raises(ValueError, match=message):
+        models.from_directory(tmp_path / "in")
+
+
+def test_exponents_that_are_none(seed: int, tmp_path: Path) -> None:
+    """E8M0's last byte is NaN."""
+
+    def pack(name: str, linear: nn.Linear) -> foreign.Layer:
+        parts, weight = variants.mxfp8(name, linear)
+        parts["weight_scale_inv"][0, 0] = 255
+        return parts, weight
+
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, variants.VARIANTS["mxfp8"][1])
+    with pytest.raises(ValueError, match="weight_scale_inv: expected finite numbers, got NaN"):
+        models.from_directory(tmp_path / "in")
+
+
+def test_blocks_that_mxfp8_does_not_have(seed: int, tmp_path: Path) -> None:
+    config = variants.VARIANTS["mxfp8"][1] | {"weight_block_size": [128, 128]}
+    foreign.write_as(tmp_path / "in", foreign.llama(), variants.mxfp8, config)
+    with pytest.raises(ValueError, match=r"weight_block_size: expected \[1, 32\] with mxfp8"):
         models.from_directory(tmp_path / "in")
 
 

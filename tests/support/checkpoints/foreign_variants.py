@@ -103,6 +103,14 @@ def fp8(scale: str, rows: int, columns: int, **more: tuple[str, tuple[int, ...]]
     return pack
 
 
+def mxfp8(name: str, linear: nn.Linear) -> Layer:
+    """FP8 weights with the byte of an exponent for each 32 columns of a row."""
+    q = torch.randn(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
+    exponents = torch.randint(119, 124, (q.shape[0], -(-q.shape[1] // 32)), dtype=torch.uint8)
+    factors = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)[:, : q.shape[1]]
+    return {"weight": q, "weight_scale_inv": exponents}, q.float() * factors
+
+
 def by_name(*choices: tuple[str, Pack | None]) -> Pack:
     """The first of some functions whose text is in a layer's name."""
 
@@ -280,6 +288,8 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "fp8 blocks of 64 x 128": (fp8("weight_scale_inv", 64, 128), _FP8 | {"weight_block_size": [64, 128]}),
     "fp8 blocks of 256 x 128": (fp8("weight_scale_inv", 256, 128), _FP8 | {"weight_block_size": [256, 128]}),
     "fp8 blocks of 128 x 64": (fp8("weight_scale_inv", 128, 64), _FP8 | {"weight_block_size": [128, 64]}),
+    "mxfp8": (mxfp8, {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}),
+    "mxfp8, as fp8": (mxfp8, _FP8 | {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}),
     "fp8 per tensor, static": (
         fp8("weight_scale", -1, -1, shape=("", ()), inputs=("input_scale", ())),
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},

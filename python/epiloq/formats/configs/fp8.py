@@ -13,7 +13,8 @@ from epiloq.formats.description import FP4_EXPERTS, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 
-METHOD, FBGEMM = "fp8", "fbgemm_fp8"
+METHOD, FBGEMM, MXFP8 = "fp8", "fbgemm_fp8", "mxfp8"
+_MX_BLOCK = [1, 32]
 BLOCKS, TENSORS, SCALARS, ROWS = "fp8 blocks", "fp8 tensors", "fp8 scalars", "fp8 rows"
 EXPERTS = FP4_EXPERTS[0]
 SCALE = "scale"
@@ -33,7 +34,8 @@ def parse(found: Mapping[str, Any]) -> Rules:
     entries."""
     if found.get("quant_method") == FBGEMM:
         return _fbgemm(found)
-    if found.get("quant_method") != METHOD:
+    is_mx = found.get("quant_method") == MXFP8
+    if not is_mx and found.get("quant_method") != METHOD:
         raise FormatError(f"{_WHERE}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
     check_keys(found, _KNOWN, _WHERE, _NOTES)
     one_of(found, "fmt", "e4m3", ("e4m3", "float8_e4m3fn", None), _WHERE)
@@ -42,7 +44,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     scheme = one_of(found, "activation_scheme", "dynamic", ("dynamic", "static"), _WHERE)
     # AutoFP8 omits it in checkpoints without blocks, and "ignored_layers" in some of them (see `readers`). DeepSeek
     # always writes it.
-    block = found.get("weight_block_size", None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2)
+    usual = None if "ignored_layers" in found or scheme == "static" else [FP8_BLOCK] * 2
+    block = found.get("weight_block_size", _MX_BLOCK if is_mx else usual)
+    if is_mx and block != _MX_BLOCK:
+        raise FormatError(f"{_WHERE}: weight_block_size: expected {_MX_BLOCK} with {MXFP8}, got {block!r}")
     if block is None:
         return _all_but(found, of_tensors(scheme == "dynamic"), in_fp4)
     sizes = block if isinstance(block, list) and len(block) == 2 else [0]

@@ -25,7 +25,6 @@ METHODS: Mapping[str, str] = {
     "higgs": _package("higgs", "rotated weights in a grid of vectors", "flute"),
     "hqq": _package("hqq", "integers with real zero points, in a package's own tensors", "hqq"),
     "metal": _itself("metal", "integers with real offsets, for Apple's GPUs", "with the package kernels on such a GPU"),
-    "mxfp8": _itself("mxfp8", "FP8 in blocks of 1 x 32 with scales of E8M0", "itself, which needs no package"),
     "nvfp4": "nvfp4 is only how transformers quantises float models while it loads them, and never in files: save the "
     "weights in compressed-tensors or by ModelOpt, whose NVFP4 epiloq reads",
     "quanto": _package("quanto", "integers or FP8 in a package's own tensors", "optimum-quanto"),

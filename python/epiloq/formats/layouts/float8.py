@@ -32,6 +32,8 @@ class Names:
         Whether scales per channel have one dimension rather than two.
     apart
         Whether scales per block have four dimensions, with a 1 after each of rows and columns.
+    exponents
+        Whether scales may be the bytes of E8M0, powers of two.
     """
 
     scale: str = "weight_scale"
@@ -41,6 +43,7 @@ class Names:
     limit: str | None = None
     flat: bool = False
     apart: bool = False
+    exponents: bool = False
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have other than its bias, by the last part of its name."""
@@ -76,6 +79,8 @@ def from_tensors(
             raise FormatError(f"{name}: expected zeros of symmetric FP8")
     _check_limit(found, described, names)
     weight, scale = found["weight"], found[names.scale].float()
+    if names.exponents and not bool(scale.isfinite().all()):
+        raise FormatError(f"{names.scale}: expected finite numbers, got NaN or infinity")
     module, options = described.module
     if module == "Fp8BlockLinear":
         assert described.block is not None and described.rows is not None
@@ -102,6 +107,8 @@ def checked(
         found[names.scale] = found[names.scale].unsqueeze(1)
     if names.apart and names.scale in found and found[names.scale].shape[1::2] == (1, 1):
         found[names.scale] = found[names.scale][:, 0, :, 0]
+    if names.exponents and names.scale in found and found[names.scale].dtype == torch.uint8:
+        found[names.scale] = found[names.scale].view(torch.float8_e8m0fnu)
     require(found, names.expected(described, shape))
     return found
 
