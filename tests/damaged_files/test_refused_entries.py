@@ -84,7 +84,7 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (FP8, {"weight_block_size": "128x128"}, "weight_block_size: .*'128x128'"),
         (FP8, {"modules_to_convert": ["embed"]}, "modules_to_convert"),
         (FBGEMM, {"activation_scale_ub": -1}, "activation_scale_ub: expected a number above 0, got -1"),
-        (FP8, {"quant_method": "quanto"}, "quant_method: expected one of .*'quanto'"),
+        (FP8, {"quant_method": "quanto"}, "quant_method: expected one that epiloq reads, got 'quanto'"),
         (CT, weights(CT, symetric=False), "weights: symetric: expected symmetric, got symetric with the value False"),
         (CT, weights(CT, groupSize=64), "weights: groupSize: expected group_size, got groupSize with the value 64"),
         (W8A8, inputs(W8A8, symmetric_=False), "input_activations: symmetric_: expected symmetric"),

@@ -45,10 +45,10 @@ def refused_everywhere(folder: Path, layer: str, part: str, text: str, other: st
         models.from_directory(folder)
     with pytest.raises(ValueError, match=message):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for command in (("inspect", folder, "--check"), ("convert", folder, folder / "out", "--format", other)):
+    for command in (("inspect", folder, "--check"), ("convert", folder, folder.with_name("out"), "--format", other)):
         result = run(*command)
         assert result.exit_code == 2 and f"{part}: " in result.output, result.output
-    assert not (folder / "out").exists()
+    assert not (folder.with_name("out")).exists()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -8,11 +8,11 @@ _FLOAT = "or quantise the float model with epiloq"
 
 
 def _package(method: str, what: str, package: str) -> str:
-    return f"epiloq does not read {method} ({what}): open it by transformers with the package {package}, {_FLOAT}"
+    return _itself(method, what, f"with the package {package}")
 
 
 def _itself(method: str, what: str, where: str) -> str:
-    return f"epiloq does not read {method} ({what}): open it by transformers {where}, {_FLOAT}"
+    return f"expected one that epiloq reads, got {method!r} ({what}): open it by transformers {where}, {_FLOAT}"
 
 
 METHODS: Mapping[str, str] = {
@@ -25,14 +25,14 @@ METHODS: Mapping[str, str] = {
     "higgs": _package("higgs", "rotated weights in a grid of vectors", "flute"),
     "hqq": _package("hqq", "integers with real zero points, in a package's own tensors", "hqq"),
     "metal": _itself("metal", "integers with real offsets, for Apple's GPUs", "with the package kernels on such a GPU"),
-    "nvfp4": "nvfp4 is only how transformers quantises float models while it loads them, and never in files: save the "
-    "weights in compressed-tensors or by ModelOpt, whose NVFP4 epiloq reads",
+    "nvfp4": "expected one that epiloq reads, got 'nvfp4', by which transformers only quantises float models while it "
+    "loads them: save the weights in compressed-tensors or by ModelOpt, whose NVFP4 epiloq reads",
     "quanto": _package("quanto", "integers or FP8 in a package's own tensors", "optimum-quanto"),
     "sinq": _package("sinq", "integers with scales of rows and of columns", "sinq"),
     "spqr": _package("spqr", "3-bit weights with outliers in sparse float16", "spqr_quant"),
     "vptq": _package("vptq", "vectors from trained codebooks", "vptq"),
     **{
-        f"bitsandbytes_{bits}bit": f"expected bitsandbytes, with load_in_{bits}bit true, got bitsandbytes_{bits}bit"
+        f"bitsandbytes_{bits}bit": f"expected bitsandbytes, with load_in_{bits}bit true, got 'bitsandbytes_{bits}bit'"
         for bits in (4, 8)
     },
 }

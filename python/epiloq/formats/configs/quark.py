@@ -116,8 +116,9 @@ _FP8, _BITS = "fp8_e4m3", {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 _STRATEGIES = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
 
 
-def _dtype(entry: Any) -> Any:
-    return entry.get("dtype") if isinstance(entry, dict) else None
+def _dtype(entry: Any) -> str | None:
+    found = entry.get("dtype") if isinstance(entry, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _check_cache(entry: Any, where: str) -> None:
