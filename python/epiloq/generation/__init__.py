@@ -33,11 +33,12 @@ def decode(
       all sequences have ended, and removes the surplus tokens. Processors and criteria that are not transformers' own
       are called once for each token, so the host waits for each of them; so it does if a cache that is returned to the
       user could not forget the surplus tokens.
-    - With a cache of fixed size and full attention, positions and masks advance on the device, and a step is one call
-      of one function, with the greedy choice within. It is compiled where transformers compiles its step (on a GPU,
-      by `generation_config.compile_config`, or else in CUDA graphs).
-    - On a GPU such a cache is made unless ``cache_implementation``, a cache or ``disable_compile=True`` is given. It is
-      kept with the model until a call needs another shape, so that CUDA graphs are recorded once.
+    - With a cache of fixed size, of full attention and sliding windows, positions and masks advance on the device, and
+      a step is one call of one function, with the greedy choice within. It is compiled where transformers compiles its
+      step (on a GPU, by `generation_config.compile_config`, or else in CUDA graphs).
+    - On a GPU such a cache is made unless a cache, ``cache_implementation``, ``prefill_chunk_size`` or
+      ``disable_compile=True`` is given; with ``cache_implementation="static"`` on every device. It is kept with the
+      model until a call needs another shape, so that a step is compiled, and CUDA graphs are recorded, once.
 
     transformers' own loop runs where a step needs more than token, mask, positions and cache: encoder-decoder and
     multimodal models, models with a loop or inputs of their own, ``use_cache=False``, ``inputs_embeds``, attentions or

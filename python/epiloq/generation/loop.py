@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from epiloq.generation.mailbox import Mailbox
 from epiloq.generation.steps import FixedStep, PreparedStep, Sequences, fixed_inputs
-from epiloq.generation.support import forget, forgets, without_state
-from epiloq.generation.workspace import fixed_step, static_cache
+from epiloq.generation.support import fill, forget, forgets, holds, is_fixed, without_state
+from epiloq.generation.workspace import fixed_step, static_cache, workspace_of
 from epiloq.models.cache_argument import cache_argument
 
 # Steps by which the host is late to see that all sequences have ended, by the kind of device; 0 on others.
@@ -34,45 +35,79 @@ def generate_tokens(
 ) -> Any:
     """`epiloq.decode` for arguments that it supports."""
     name, limit = cache_argument(model), stopping_criteria.max_length
-    returns_dict = generation_config.return_dict_in_generate
-    if _may_replace(model, model_kwargs[name], generation_config):
-        # One that is returned cannot be kept.
-        model_kwargs[name] = static_cache(model, len(prompt), limit - 1, keep=not returns_dict)
-    cache = model_kwargs[name]
-    is_returned = returns_dict or getattr(cache, "_is_user_defined", False)
-    seen = _length_after(prompt, int(cache.get_seq_length()), model_kwargs, generation_config)
-    lag = LAG.get(prompt.device.type, 0)
-    if not without_state((*logits_processor, *stopping_criteria)) or (is_returned and not forgets(cache)):
-        lag = 0
+    call = _Call(model, prompt, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+    own = model_kwargs[name]
+    lock = workspace_of(model).lock
+    # Another thread's call, or a call within a processor of the user's, may be using the workspace.
+    if not _may_replace(model, own, generation_config) or not lock.acquire(blocking=False):
+        return call.run(own)
+    try:
+        length = max(limit - 1, generation_config.max_cache_len or 0)
+        model_kwargs[name] = static_cache(model, len(prompt), length)
+        return call.run(own)
+    finally:
+        model_kwargs[name] = own
+        lock.release()
 
-    outputs = model._prefill(prompt, generation_config, model_kwargs, is_first_iteration=True)
-    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-    del outputs  # the logits of the whole prompt may be large
 
-    plan = _Plan.of(logits_processor, stopping_criteria, generation_config)
-    with model._optimize_model_for_decode():
-        step, sequences = _step_of(model, prompt, limit, seen, generation_config, model_kwargs, plan)
-        run = _Run(plan, sequences, prompt.shape[1], Mailbox(sequences, lag, streamer), lag)
-        choose, next_logits = _functions(model, step, generation_config, model_kwargs)
-        run.choose(logits)
-        while not run.has_ended(limit):
-            if plan.is_greedy_alone and choose is not None:
-                choose()
-                run.appended()
-            else:
-                run.choose(next_logits())
-    count = run.mailbox.finish()
-    run.undo(count)
-    surplus = run.mailbox.posted - count
-    if surplus and is_returned:
-        forget(cache, surplus)
-    if streamer is not None:
-        streamer.end()
-    ids = sequences.ids[:, : prompt.shape[1] + count].clone()
-    if not returns_dict:
-        return ids
-    fields: dict[str, Any] = {"sequences": ids, "scores": run.scores, "logits": run.raw, name: cache}
-    return GenerateDecoderOnlyOutput(**fields)
+class _Call(NamedTuple):
+    """The arguments of `generate_tokens`."""
+
+    model: Any
+    prompt: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    def run(self, given: Any) -> Any:
+        """The result, with tokens in the cache of the arguments; `given` is the one that `generate` prepared."""
+        model, prompt, config, kwargs = self.model, self.prompt, self.generation_config, self.model_kwargs
+        name, limit = cache_argument(model), self.stopping_criteria.max_length
+        returns_dict, cache = config.return_dict_in_generate, kwargs[name]
+        is_returned = returns_dict or getattr(cache, "_is_user_defined", False)
+        held = int(cache.get_seq_length())
+        seen = _length_after(prompt, held, kwargs, config)
+        lag = LAG.get(prompt.device.type, 0)
+        if not without_state((*self.logits_processor, *self.stopping_criteria)) or (is_returned and not forgets(cache)):
+            lag = 0
+        if not holds(cache, seen + limit - prompt.shape[1] - 1):
+            lag = 0  # surplus tokens would have no place
+
+        outputs = model._prefill(prompt, config, kwargs, is_first_iteration=True)
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        del outputs  # the logits of the whole prompt may be large
+
+        plan = _Plan.of(self.logits_processor, self.stopping_criteria, config)
+        with model._optimize_model_for_decode():
+            step, sequences = _step_of(model, prompt, limit, seen, config, kwargs, plan)
+            run = _Run(plan, sequences, prompt.shape[1], Mailbox(sequences, lag, self.streamer), lag)
+            try:
+                choose, next_logits = _functions(model, step, config, kwargs)
+                run.choose(logits)
+                while not run.has_ended(limit):
+                    if plan.is_greedy_alone and choose is not None:
+                        choose()
+                        run.appended()
+                    else:
+                        run.choose(next_logits())
+            finally:
+                step.end(max(run.mailbox.posted - 1, 0), is_returned)
+        count = run.mailbox.finish()
+        run.undo(count)
+        surplus = run.mailbox.posted - count
+        if surplus and is_returned:
+            forget(cache, surplus)
+        if self.streamer is not None:
+            self.streamer.end()
+        ids = sequences.ids[:, : prompt.shape[1] + count].clone()
+        if not returns_dict:
+            return ids
+        if cache is not given:
+            fill(given, cache, seen + count - 1)
+        fields: dict[str, Any] = {"sequences": ids, "scores": run.scores, "logits": run.raw, name: given}
+        return GenerateDecoderOnlyOutput(**fields)
 
 
 class _Plan(NamedTuple):
@@ -171,12 +206,15 @@ class _Run:
 
 
 def _may_replace(model: Any, cache: Any, config: Any) -> bool:
-    """Whether `generate` made a growing cache only because nothing was asked for."""
+    """Whether `generate` made a cache that this call may leave empty: one of fixed size that was asked for, or one that
+    grows because nothing was asked for."""
+    if getattr(cache, "_is_user_defined", False) or config.prefill_chunk_size is not None or cache.get_seq_length():
+        return False
+    if config.cache_implementation == "static":
+        return type(cache) is StaticCache and is_fixed(cache) and not config.return_dict_in_generate
     if model.device.type not in STATIC_ON or config.disable_compile or config.cache_implementation is not None:
         return False
-    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
-        return False
-    return bool(getattr(model, "_can_compile_fullgraph", False))
+    return type(cache) is DynamicCache and bool(getattr(model, "_can_compile_fullgraph", False))
 
 
 def _length_after(prompt: Tensor, held: int, kwargs: dict[str, Any], config: Any) -> int:
@@ -190,11 +228,9 @@ def _step_of(
     model: Any, prompt: Tensor, limit: int, seen: int, config: Any, kwargs: dict[str, Any], plan: _Plan
 ) -> tuple[FixedStep | PreparedStep, Sequences]:
     cache = kwargs[cache_argument(model)]
-    inputs = fixed_inputs(model, cache, kwargs, seen, prompt[:, -1:])
-    if inputs is not None:
-        # Of the cache's length, so that calls with the same cache have the same shapes.
-        width = max(limit, prompt.shape[1] - seen + cache.layers[0].max_cache_len + 1)
-        step = fixed_step(model, cache, inputs, seen, prompt, width, plan.eos, plan.pad)
+    found = fixed_inputs(model, cache, kwargs, seen, prompt[:, -1:])
+    if found is not None:
+        step = fixed_step(model, cache, found, prompt, limit, plan.eos, plan.pad)
         return step, step.sequences
     sequences = Sequences(prompt, limit, plan.eos, plan.pad)
     compiles = model._valid_auto_compile_criteria(kwargs, config)
@@ -208,10 +244,12 @@ def _functions(
     """A greedy step, if it is one function, and a step up to the logits."""
     if not isinstance(step, FixedStep):
         return None, step.logits
+    choose, logits = step.choose, step.logits
     if not model._valid_auto_compile_criteria(kwargs, config):
-        return step.choose, step.logits
-    options = (config.compile_config or model._default_compile_config()).to_dict()
-    return _begins(torch.compile(step.choose, **options)), _begins(torch.compile(step.logits, **options), clone=True)
+        return partial(choose, model), partial(logits, model)
+    held, options = workspace_of(model), (config.compile_config or model._default_compile_config()).to_dict()
+    choose, logits = (torch.compile(held.own(each), **options) for each in (choose, logits))
+    return _begins(partial(choose, model)), _begins(partial(logits, model), clone=True)
 
 
 def _begins(function: Callable[[], Any], clone: bool = False) -> Callable[[], Any]:

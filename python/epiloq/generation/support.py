@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, GenerationMixin
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
@@ -15,14 +15,20 @@ from transformers.generation.logits_process import (
 
 from epiloq.kv_cache import QuantizedDynamicLayer, QuantizedStaticLayer
 from epiloq.models.cache_argument import cache_argument
+from epiloq.optimize.structure import body_of_function
 
 # Parts of transformers' loop that a model may replace.
-_METHODS = (
-    "_sample",
-    "_prefill",
-    "prepare_inputs_for_generation",
-    "_update_model_kwargs_for_generation",
-)
+_METHODS = ("_sample", "_prefill", "_update_model_kwargs_for_generation")
+# Phi-3's preparation: drops the cache where the frequencies of the rotary embedding change with the length.
+_UP_TO_ORIGINAL_LENGTH = """\
+if cache and hasattr(self.config, 'original_max_position_embeddings') and \
+(input_ids.shape[1] >= self.config.original_max_position_embeddings + 1):
+    past_length = cache.get_seq_length()
+    if past_length <= self.config.original_max_position_embeddings:
+        cache = None
+        kwargs['next_sequence_length'] = None
+model_inputs = super().prepare_inputs_for_generation()
+return model_inputs"""
 _STEP_ARGUMENTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 FIXED_LAYERS = (StaticLayer, QuantizedStaticLayer)
 _GROWING_LAYERS = (DynamicLayer, QuantizedDynamicLayer)
@@ -55,6 +61,8 @@ def needs_transformers_loop(
         return True
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return True
+    if not _prepares_as_usual(model, stopping_criteria.max_length):
+        return True
     name = cache_argument(model)
     given = {key for key, value in model_kwargs.items() if value is not None}
     if not given <= _STEP_ARGUMENTS | {name} or not model_kwargs.get("use_cache"):
@@ -65,9 +73,25 @@ def needs_transformers_loop(
     return not isinstance(model_kwargs.get(name), Cache) or stopping_criteria.max_length is None
 
 
+def _prepares_as_usual(model: Any, limit: int | None) -> bool:
+    """Whether inputs of sequences of up to `limit` tokens are prepared by transformers' general function."""
+    prepare = type(model).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    most = getattr(model.config, "original_max_position_embeddings", None)
+    is_short = limit is not None and (most is None or limit <= most)
+    return is_short and body_of_function(prepare) == _UP_TO_ORIGINAL_LENGTH
+
+
+def slides(layer: Any) -> bool:
+    """Whether a layer of a cache keeps the last tokens only."""
+    return isinstance(layer, (StaticSlidingWindowLayer, DynamicSlidingWindowLayer))
+
+
 def is_fixed(cache: Any) -> bool:
-    """Whether every layer of a cache has a fixed size and keeps all tokens."""
-    return all(type(layer) in FIXED_LAYERS for layer in cache.layers)
+    """Whether every layer of a cache has a fixed size, and keeps all tokens or a window of them."""
+    kinds = (*FIXED_LAYERS, StaticSlidingWindowLayer)
+    return not getattr(cache, "offloading", False) and all(type(layer) in kinds for layer in cache.layers)
 
 
 def forgets(cache: Any) -> bool:
@@ -82,6 +106,20 @@ def forget(cache: Any, count: int) -> None:
             layer.cumulative_length.sub_(count)
         else:
             layer.crop(-count)
+
+
+def holds(cache: Any, count: int) -> bool:
+    """Whether a cache has room for so many tokens."""
+    return all(layer.max_cache_len >= count for layer in cache.layers if type(layer) in FIXED_LAYERS)
+
+
+def fill(growing: Any, fixed: Any, count: int) -> None:
+    """Copy the first `count` tokens of a static cache, the last of a window, to an empty one that grows."""
+    for layer, source in zip(growing.layers, fixed.layers, strict=True):
+        held = min(count, source.max_cache_len)
+        layer.update(source.keys[:, :, :held], source.values[:, :, :held])
+        if slides(layer):
+            layer.cumulative_length = count
 
 
 def without_state(parts: Any) -> bool:

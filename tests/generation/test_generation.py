@@ -12,72 +12,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, LogitsProcessor, StaticCache, StoppingCriteria
+from transformers import LogitsProcessor, StaticCache, StoppingCriteria
 
 import epiloq
-from epiloq.generation import loop
 from epiloq.models.cache_argument import cache_argument
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "gemma2": {"head_dim": 16, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
-    "mixtral": {"num_local_experts": 4},
-}
-NEW = 14
-
-
-def model(family: str = "llama") -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": 48, "max_position_embeddings": 256}
-    config = transformers.AutoConfig.for_model(family, **sizes, **FAMILIES[family], initializer_range=0.5)
-    made = AutoModelForCausalLM.from_config(config).eval()
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
-
-
-def prompts() -> dict[str, Tensor]:
-    """Three, of which two are padded on the left."""
-    ids, mask = torch.randint(1, 48, (3, 7)), torch.ones(3, 7, dtype=torch.long)
-    mask[0, :3] = mask[2, :1] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generated(found: Any, custom: Any, **options: Any) -> tuple[Any, Tensor]:
-    """The result, and the next random number."""
-    torch.manual_seed(17)
-    result = found.generate(**{"max_new_tokens": NEW, "do_sample": False} | options, custom_generate=custom)
-    return result, torch.rand(3)
-
-
-def assert_same(found: Any, **options: Any) -> Any:
-    expected, after = generated(found, None, **options)
-    result, after_ours = generated(found, epiloq.decode, **options)
-    assert torch.equal(after_ours, after)
-    assert type(result) is type(expected)
-    if isinstance(expected, Tensor):
-        assert torch.equal(result, expected)
-        return result
-    assert torch.equal(result.sequences, expected.sequences)
-    for name in ("scores", "logits"):
-        ours, theirs = getattr(result, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None)
-        assert ours is None or (len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)))
-    return result
-
-
-def ends_of(found: Any, **inputs: Tensor) -> list[int]:
-    """End tokens that end the sequences at different steps."""
-    plain = found.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 7:]
-    return [int(plain[row, 3 + 2 * row]) for row in range(3)]
-
-
-@pytest.fixture(params=[0, 2])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As on a GPU, the host sees the end of a sequence this many steps late."""
-    monkeypatch.setitem(loop.LAG, "cpu", request.param)
-    return int(request.param)
+from generating import FAMILIES, NEW, assert_same, assert_same_caches, ends_of, generated, model, prompts
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -187,8 +126,7 @@ def test_a_cache_of_the_user_ends_where_transformers_leaves_it(kind: str, late: 
     assert lengths[0] == lengths[1] and torch.equal(*results)
 
 
-def test_a_cache_is_made_and_kept_as_on_a_gpu(late: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "STATIC_ON", {"cpu"})
+def test_a_cache_is_made_and_kept_as_on_a_gpu(late: int, seed: int, as_on_gpu: None) -> None:
     found, inputs = model(), prompts()
     assert_same(found, **inputs)
     kept = vars(found)["_epiloq_decoding"]
@@ -199,30 +137,11 @@ def test_a_cache_is_made_and_kept_as_on_a_gpu(late: int, seed: int, monkeypatch:
     assert kept.cache is cache and kept.step is step
     assert_same(found, input_ids=torch.randint(1, 48, (1, 9)))
     assert kept.cache is not cache
-    returned = generated(found, epiloq.decode, **inputs, return_dict_in_generate=True)[0]
-    assert returned[cache_argument(found)] is not kept.cache
+    returned = [generated(found, each, **inputs, return_dict_in_generate=True)[0] for each in (None, epiloq.decode)]
+    assert_same_caches(*(each[cache_argument(found)] for each in returned))
     for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert vars(copied)["_epiloq_decoding"].cache is None
         assert_same(copied, **inputs)
-
-
-@pytest.mark.slow
-def test_compiled(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is one graph, made once for calls of several lengths."""
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setattr(loop, "STATIC_ON", {"cpu"})
-    monkeypatch.setitem(loop.LAG, "cpu", 2)
-    found, inputs = epiloq.quantize_(model(), "w8a16"), prompts()
-    epiloq.optimize_(found)
-    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
-    config._compile_all_devices = True
-    torch._dynamo.reset()
-    counters.clear()
-    for new in (NEW, NEW - 4, NEW + 9):
-        result = generated(found, epiloq.decode, **inputs, compile_config=config, max_new_tokens=new)[0]
-        assert torch.equal(result, generated(found, None, **inputs, max_new_tokens=new)[0])
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_it_cannot_do_is_refused(seed: int) -> None:
