@@ -55,6 +55,13 @@ def test_options_of_generate(name: str, cache: str | None, late: int, seed: int)
     assert_same(found, **inputs, cache_implementation=cache, eos_token_id=ends_of(found, **inputs), **OPTIONS[name])
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_ids_in_int32(cache: str | None, late: int, seed: int) -> None:
+    found, ids = model(), torch.randint(1, 48, (2, 5), dtype=torch.int32)
+    result = assert_same(found, input_ids=ids, cache_implementation=cache, repetition_penalty=1.3)
+    assert result.dtype == torch.int64
+
+
 class _Counted(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
     """A user's processor or criterion, with a state."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,15 @@ class Sequences:
 
     def __init__(self, prompt: Tensor, width: int, eos: Tensor | None, pad: Tensor | None) -> None:
         batch = prompt.shape[0]
-        self.ids = prompt.new_zeros((batch, width))
-        self.token = prompt.new_zeros((batch, 1))
-        self.column = prompt.new_zeros(1)
+        # transformers joins ids in int32 and new tokens to int64.
+        zeros = partial(prompt.new_zeros, dtype=torch.long)
+        self.ids = zeros((batch, width))
+        self.token = zeros((batch, 1))
+        self.column = zeros(1)
         self.unfinished = torch.ones_like(self.token[:, 0])
-        self.eos = prompt.new_zeros(ends_in(eos))
-        self.pad = prompt.new_zeros(())
-        self.pads = prompt.new_zeros(())
+        self.eos = zeros(ends_in(eos))
+        self.pad = zeros(())
+        self.pads = zeros(())
         for tensor in vars(self).values():
             torch._dynamo.mark_static_address(tensor)
         self.begin(prompt, eos, pad)
