@@ -81,7 +81,7 @@ def test_a_prompt_after_other_tokens_needs_a_mask(seed: int, is_static: bool) ->
         sizes: dict[str, Any] = {"max_cache_len": x.shape[1]} if is_static else {}
         kind = transformers.StaticCache if is_static else transformers.DynamicCache
         given = {name: kind(config=model.config, **sizes)}
-        parts = x.split(x.shape[1] // 2, 1)
+        parts = x.chunk(2, 1)
         return torch.cat([called(part, **given).logits for part in parts], 1)
 
     expected = halves(model)

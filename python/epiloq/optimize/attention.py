@@ -2,9 +2,9 @@
 
 transformers repeats keys and values for each query head if there is a mask, as with a static cache, and attention
 kernels for many tokens use only a fraction of a GPU for a single one. `decode_attention` is used instead if each
-sequence has one new token. On a GPU this applies to a quantised cache, and to a few sequences of a 16-bit cache; for
-more of them torch's kernels are faster, with the query heads of a key head as rows. Several tokens at a time use
-transformers' own ``sdpa``, in graphs of ``torch.compile`` without a mask where it would only be causal.
+sequence has one new token. This applies to a quantised cache, and on a GPU to a few sequences of a 16-bit cache; for
+more of them, and on a CPU, torch's kernels are faster, with the query heads of a key head as rows. Several tokens at a
+time use transformers' own ``sdpa``, in graphs of ``torch.compile`` without a mask where it would only be causal.
 """
 
 from __future__ import annotations
@@ -57,16 +57,12 @@ def grouped_sdpa(
             query[:, :, 0], keys, values, mask, key_scale=scales[0], value_scale=scales[1], scale=scaling
         )
         return result.unsqueeze(1), None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if is_stored:
         key, value = key.dequantize(), value.dequantize()
-    if plain and _groups_heads(query, key, attention_mask):
-        grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-        result = nn.functional.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-        )
-        return result.reshape(*query.shape[:1], 1, query.shape[1], value.shape[-1]), None
+    if plain and _groups_heads(query, attention_mask):
+        return _by_heads_of_keys(query, key, value, attention_mask, scaling, dropout), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
@@ -82,9 +78,14 @@ def attend_plainly(
     """`grouped_sdpa` for one token of a plain query ``[B, 1, H, D]``, in eager mode and without gradients:
     ``[B, H, D]`` or ``[B, 1, H, D]``."""
     heads = query.transpose(1, 2)
-    plain = isinstance(key, Tensor) and are_plain(key, value, mask) and _decodes(heads, key, value, mask, False)
-    row = _row_of(mask) if plain and mask is not None else None
-    if not plain or (mask is not None and row is None):
+    if not isinstance(key, Tensor) or not are_plain(key, value, mask):
+        return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
+    if not _decodes(heads, key, value, mask, False):
+        if _groups_heads(heads, mask):
+            return _by_heads_of_keys(heads, key, value, mask, scaling, 0.0)
+        return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
+    row = None if mask is None else _row_of(mask)
+    if mask is not None and row is None:
         return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return run_decode_attention(query.select(1, 0), key, value, row, None, None, scale)
@@ -100,14 +101,26 @@ def _row_of(mask: Tensor) -> Tensor | None:
     return row
 
 
-def _groups_heads(query: Tensor, keys: Tensor, mask: Tensor | None) -> bool:
+def _groups_heads(query: Tensor, mask: Tensor | None) -> bool:
     """Whether the query heads of a key head can be rows of one product."""
-    return query.shape[2] == 1 and query.shape[1] != keys.shape[1] and (mask is None or mask.shape[1] == 1)
+    return query.shape[2] == 1 and (mask is None or mask.shape[1] == 1)
+
+
+def _by_heads_of_keys(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+) -> Tensor:
+    """torch's ``sdpa`` of one token ``[B, H, 1, D]``, with the query heads of a key head as rows: ``[B, 1, H, D]``."""
+    batch, heads, _, width = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, width)
+    result = nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return result.reshape(batch, 1, heads, value.shape[-1])
 
 
 def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
     """Whether this is a decode step that `decode_attention` supports."""
-    if query.is_cuda and not is_stored and query.shape[0] > _FEW_SEQUENCES and not is_batch_invariant():
+    if not is_stored and not is_batch_invariant() and (not query.is_cuda or query.shape[0] > _FEW_SEQUENCES):
         return False
     if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
         return False
