@@ -227,3 +227,13 @@ def test_writes_through_data_count(seed: int, scheme: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.data.copy_(state[name])
     assert torch.equal(logits(model, x), logits(other, x))
+
+
+def test_a_layer_of_two_modules_is_merged_in_the_first(seed: int) -> None:
+    model, x = quantised("llama", "w4a16-g32"), tokens()
+    first, second = (block.self_attn for block in model.model.layers)
+    second.k_proj = first.k_proj
+    expected = logits(model, x)
+    report = optimize_(model)
+    assert list(report.left.values()) == ["a layer is merged already, with others"] and len(report.merged) == 3
+    assert relative(logits(model, x), expected) <= 1e-5

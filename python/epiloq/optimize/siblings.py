@@ -60,7 +60,10 @@ _NOT_PADDED = (Fp4Linear, Fp8WeightOnlyLinear, W4A8Fp4Linear)
 def reason_against(layers: Sequence[Any]) -> str | None:
     """Return why layers cannot be merged, or None if they can."""
     first = layers[0]
-    if any("forward" in vars(layer) for layer in layers):
+    forwards = [forward for layer in layers if (forward := vars(layer).get("forward")) is not None]
+    if any(isinstance(forward, partial) and forward.func is member for forward in forwards):
+        return "a layer is merged already, with others"
+    if forwards:
         return "a layer's forward was replaced"
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return "a layer has hooks"
