@@ -17,7 +17,17 @@ from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import check_linear
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.ops.online_quant_weight import MAX_GROUP
-from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, pack_pairs, prepare, unpack_pairs
+from epiloq.weights.block_quant_weight import (
+    K_MULTIPLE,
+    N_MULTIPLE,
+    RANGES,
+    BlockQuantWeight,
+    pack_pairs,
+    padded_blocks,
+    prepare,
+    round_up,
+    unpack_pairs,
+)
 from epiloq.weights.computed import check_bias
 
 _NAME = "OnlineQuantLinear"
@@ -157,13 +167,35 @@ class OnlineQuantLinear(FrozenLinear):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_dynamo_compiling() and (y := _core.online_quant_linear(self, input)) is not None:
-            return y
+        if is_dynamo_compiling():
+            return self._converted(input)
+        try:
+            y = _core.online_quant_linear(self, input)
+            return self._converted(input) if y is None else y
+        except ValueError:
+            self._check_stored()
+            raise
+
+    def _converted(self, input: Tensor) -> Tensor:
         if is_symbolic(input):
             return as_leaf(self, input)
         x = convert_input(self, input)
         self._check_width(x)
         return self._call(x, self._parts())
+
+    def _check_stored(self) -> None:
+        """Raise ValueError for a stored tensor of another shape: by its name here, which the operation does not
+        know."""
+        kinds, blocks = 2 if self.symmetric else 3, padded_blocks(self.in_features, self.group_size)
+        shapes = {
+            "weight_q": (torch.int8, (self.out_features, round_up(self.in_features, K_MULTIPLE) * self.bits // 8)),
+            "weight_parameters": (torch.float32, (blocks, kinds, round_up(self.out_features, N_MULTIPLE))),
+        }
+        for name, (dtype, shape) in shapes.items():
+            given = self._stored(name)
+            if given is not None and (given.dtype, given.shape) != (dtype, shape):
+                got = f"{given.dtype} {list(given.shape)}"
+                raise ValueError(f"{_NAME}: {name}: expected {dtype} {list(shape)}, got {got}")
 
     def _parts(self) -> Sequence[Any]:
         return self._all_stored(_STORED)

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from epiloq import _core
 from epiloq._torch.library import PLAIN, is_transformed
 from epiloq._torch.parameters import FrozenParameter
+from epiloq.nn.base.averages import leave_out_of_averages
 
 _Layer = TypeVar("_Layer", bound="StoredTensors")
 
@@ -219,6 +220,9 @@ class StoredTensors(nn.Module):
             f"{type(self).__name__}: torch.jit.script does not support it: use torch.compile, torch.export or "
             "torch.jit.trace"
         )
+
+
+leave_out_of_averages(StoredTensors)
 
 
 def expected(held: Tensor, given: Tensor) -> str:
