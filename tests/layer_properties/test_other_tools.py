@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,18 @@ def test_an_average_of_a_model_that_was_quantised_later_is_refused(seed: int) ->
     averages = swa_utils.AveragedModel(nn.Sequential(nn.Linear(37, 21)))
     with pytest.raises(ValueError, match=r"^AveragedModel\.update_parameters: model: expected frozen parameters"):
         averages.update_parameters(nn.Sequential(LAYERS["int8"](37, 21)))
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_empty_layers_of_accelerate_are_filled(name: str, seed: int, tmp_path: Path) -> None:
+    """It makes parameters of parameters on the meta device, of their class."""
+    accelerate = pytest.importorskip("accelerate")
+    layer, given = nn.ModuleList([LAYERS[name](*SIZES[1])]), arguments(name, SIZES[1][0])
+    y = run(name, layer[0], given)
+    torch.save(layer.state_dict(), tmp_path / "pytorch_model.bin")
+    with accelerate.init_empty_weights():
+        empty = nn.ModuleList([LAYERS[name](*SIZES[1])])
+    assert all(tensor.is_meta for tensor in empty.parameters())
+    filled = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / "pytorch_model.bin"), {"": "cpu"})
+    assert torch.equal(run(name, filled[0], given), y)

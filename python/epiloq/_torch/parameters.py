@@ -32,7 +32,9 @@ class FrozenParameter(nn.Parameter):
     _derived_by: WeakSet[Deriving] | None = None
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenParameter:
-        return super().__new__(cls, data, requires_grad)
+        # torch makes a parameter of another one only if `detach` keeps its class.
+        values = data.detach() if isinstance(data, FrozenParameter) else data
+        return super().__new__(cls, values, requires_grad)
 
     def report_to(self, owner: Deriving) -> None:
         """Call ``owner._mark_stale()`` from now on when ``data`` is read or set."""
