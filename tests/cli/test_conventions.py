@@ -193,6 +193,12 @@ def test_interruption_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert (result.exit_code, result.stderr) == (130, "epiloq env: interrupted\n")
 
 
+def test_interruption_while_a_command_is_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epiloq.cli.app.import_module", lambda name: interrupt())
+    result = run("inspect", "MODEL")
+    assert (result.exit_code, result.stderr) == (130, "epiloq inspect: interrupted\n")
+
+
 def interrupt() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
     try:

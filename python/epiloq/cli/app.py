@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from epiloq.cli.output import display, installed_by, unknown
 from epiloq.files import FULL_OR_FAILED, described
@@ -48,6 +48,12 @@ def joined_lines(text: str) -> str:
     return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in paragraphs)
 
 
+def interrupted(what: str) -> NoReturn:
+    """Say so in one line, and exit."""
+    print(f"{what}: interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
+
+
 def interruptible(name: str, function: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command to end with one line when it is interrupted, or when a disk is full or fails."""
 
@@ -56,8 +62,7 @@ def interruptible(name: str, function: Callable[..., None]) -> Callable[..., Non
         try:
             function(*arguments, **options)
         except KeyboardInterrupt:
-            print(f"epiloq {name}: interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+            interrupted(f"epiloq {name}")
         except OSError as error:
             if error.errno not in FULL_OR_FAILED:
                 raise
@@ -99,7 +104,10 @@ def create_app() -> typer.Typer:
                 return None
             module, _, function = COMMANDS[cmd_name].partition(":")
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            given = getattr(import_module(module), function)
+            try:
+                given = getattr(import_module(module), function)
+            except KeyboardInterrupt:  # typer would end without a word
+                interrupted(f"epiloq {cmd_name}")
             text = joined_lines(given.__doc__)
             single.command(cmd_name, help=text, context_settings=HELP)(interruptible(cmd_name, given))
             command = get_command(single)
@@ -138,11 +146,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         _without_typer(sys.argv[1:], str(error.name))
         return
-    try:
-        app(prog_name="epiloq")
-    except KeyboardInterrupt:  # while a command's packages are imported
-        print("epiloq: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:
+        interrupted("epiloq")
+    app(prog_name="epiloq")
 
 
 def _without_typer(arguments: list[str], missing: str) -> None:
