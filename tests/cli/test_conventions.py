@@ -77,6 +77,24 @@ def test_help_wraps_as_the_terminal_does(command: str) -> None:
     assert bool(examples) == ("Examples:" in sentences)
 
 
+@pytest.mark.parametrize("command", app.COMMANDS)
+def test_help_is_whole_at_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that is longer than its column would be cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert not re.findall(r"\S… +│$", run(command, "-h").output, re.MULTILINE)
+
+
+def test_terminals_that_are_not_utf_8(tmp_path: Path) -> None:
+    """What their encoding lacks is replaced, as are names of files that are no text."""
+    strange = os.fsencode(tmp_path) + b"/\xff\xe9"
+    environment = dict(os.environ, PYTHONIOENCODING="ascii", COLUMNS="40")
+    for arguments, code in ((["--help"], 0), (["quantize", "--help"], 0), (["inspect", strange], 2)):
+        command = [sys.executable, "-m", "epiloq", *arguments]
+        result = subprocess.run(command, capture_output=True, env=environment, check=False)
+        assert result.returncode == code and b"Traceback" not in result.stderr, result.stderr
+        assert (result.stdout if code == 0 else result.stderr).isascii()
+
+
 def test_help_lists_what_may_be_chosen() -> None:
     quantize, convert = run("quantize", "-h").output, run("convert", "-h").output
     assert [name for name in (*schemes(), *ALGORITHMS, *FORMATS) if name not in quantize] == []

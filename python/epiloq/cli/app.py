@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from inspect import cleandoc
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from epiloq.cli.output import display, installed_by, unknown
@@ -141,6 +142,9 @@ QUIET = "No progress and no summary: only results, warnings and errors."
 
 def main() -> None:
     """Entry point of the ``epiloq`` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 has no "…", nor every file's name
     try:
         app = create_app()
     except ModuleNotFoundError as error:

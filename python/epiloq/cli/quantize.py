@@ -125,7 +125,7 @@ def quantize(
         typer.Option(
             metavar="LIST",
             help="Schemes from which a budget chooses, separated by commas: w<bits>a16 or w<bits>a16-g<size>. "
-            f"By default {','.join(DEFAULT)}.",
+            f"By default {', '.join(DEFAULT)}.",
             show_default=False,
         ),
     ] = None,
