@@ -24,6 +24,7 @@ for _module in pkgutil.walk_packages(epiloq.__path__, "epiloq."):
 
 project = "epiloq"
 author = "the epiloq authors"
+html_show_copyright = False  # the licence is in the repository
 version = release = epiloq.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"

@@ -12,9 +12,8 @@ from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LINEAR, NARROW = 3, 8
-"""Ratio between an axis' ends below which it is linear, and below which a logarithmic axis has a label at every digit;
-above, labels are at 1, 2 and 5."""
+LINEAR = 8
+"""Ratio between an axis' ends below which it is linear; a logarithmic one would have labels at one end only."""
 NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -146,8 +145,7 @@ def _by_block(axes: Axes, label: str) -> None:
     low, high = axes.dataLim.intervaly
     if high > 0 and not 0 < low <= high <= LINEAR * low:
         axes.set_yscale("log")
-        narrow = 0 < low <= high <= NARROW * low
-        axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if narrow else (1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
