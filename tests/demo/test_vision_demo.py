@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -22,7 +24,7 @@ import epiloq
 from epiloq.cli import demo_vision
 from epiloq.cli.app import create_app
 from epiloq.demo import DemoError, speed
-from epiloq.demo.vision import drawing, material, measure, networks, report
+from epiloq.demo.vision import drawing, figures, material, measure, networks, report
 from epiloq.demo.vision.networks import Variant
 from epiloq.demo.vision.results import Cost, Found, Results, Run
 from epiloq.quantize.calibration.tally import unseen
@@ -144,6 +146,19 @@ def test_the_page_shows_detections_and_every_form() -> None:
     for variant in networks.VARIANTS:
         assert f"{variant.name}: convolutions {variant.convolutions}" in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+
+
+def test_what_was_read_is_shown_within_the_page() -> None:
+    """Also of words at its edges, above or beside which there is no room."""
+    results = made_up()
+    width, height = results.page_size
+    boxes = [(2, 0, 40, 20), (width - 30, 12, width, 40), (5, height - 20, 60, height), (10, 50, 60, 70)]
+    found = tuple(Found(box, "a long word") for box in boxes)
+    svg = figures.detections(results, replace(results.runs[0], first_page=found))
+    filled = re.findall(r'<rect x="(-?\d+)" y="(-?\d+)" width="(\d+)" height="(\d+)" fill="#', svg)
+    assert len(filled) == len(boxes)
+    for x, y, w, h in (map(int, each) for each in filled):
+        assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
 
 
 def test_figures_become_json_without_nan() -> None:

@@ -222,7 +222,7 @@ def test_errors_can_be_read_over_their_whole_range(low: float) -> None:
     """Labels are at both ends, with the same distances or at 1, 2 and 5."""
     svg = figures.layer_errors({"layer_errors": {"m.layers.0.up": low, "m.layers.1.up": 0.0178}})
     labels = [float(label) / 100 for label in re.findall(r">([\d.]+) %<", svg)]
-    gap = 1.3 if 0.0178 < 8 * low else 2.5
+    gap = 1.3 if 8 * low > 0.0178 else 2.5
     assert 3 <= len(labels) <= 12 and labels[0] < gap * low and labels[-1] > 0.0178 / gap
 
 

@@ -24,21 +24,23 @@ def detections(results: Results, run: Run) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Words found by the {escape(run.name)} networks">'
         f'<image href="data:image/jpeg;base64,{image}" width="{width}" height="{height}"/>'
-        f"{''.join(_box(found, found.text.strip() in words) for found in run.first_page)}</svg>"
+        f"{''.join(_box(found, found.text.strip() in words, width) for found in run.first_page)}</svg>"
     )
 
 
-def _box(found: Found, right: bool) -> str:
+def _box(found: Found, right: bool, width: int) -> str:
     left, top, end, bottom = found.box
     dashes = ' stroke-dasharray="5 3"'
     colour = COLOURS[0] if right else COLOURS[3]
     # The width of a monospaced letter is about 0.6 of the font size.
     label = round(0.6 * LABEL_PIXELS * len(found.text)) + 6
+    # Above the box, or below it at the upper edge of the page, and not beyond its right edge.
+    x, y = max(0, min(left, width - label)), top - LABEL_PIXELS if top >= LABEL_PIXELS else bottom - 1
     return (
         f'<rect x="{left}" y="{top}" width="{end - left}" height="{bottom - top}" fill="none" stroke="{colour}" '
         f'stroke-width="2"{"" if right else dashes}/>'
-        f'<rect x="{left}" y="{top - LABEL_PIXELS}" width="{label}" height="{LABEL_PIXELS + 1}" fill="{colour}"/>'
-        f'<text x="{left + 3}" y="{top - 2}" font-family="monospace" font-size="{LABEL_PIXELS}" fill="#fff" '
+        f'<rect x="{x}" y="{y}" width="{label}" height="{LABEL_PIXELS + 1}" fill="{colour}"/>'
+        f'<text x="{x + 3}" y="{y + LABEL_PIXELS - 2}" font-family="monospace" font-size="{LABEL_PIXELS}" fill="#fff" '
         f'xml:space="preserve">{escape(found.text)}</text>'
     )
 
