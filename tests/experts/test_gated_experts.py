@@ -189,6 +189,15 @@ def test_mismatching_arguments_are_refused(kind: type[ExpertLinears | GatedExper
     ):
         with pytest.raises(ValueError, match=rf"{kind.__name__}: {argument}: expected .* of \[4, top_k\], got"):
             experts(x, wrong_index, wrong_weights)
+    for argument, wrong_index, wrong_weights in (
+        ("top_k_index", weights, index),  # swapped
+        ("top_k_index", index.bool(), weights),
+        ("top_k_index", index.tolist(), weights),
+        ("top_k_weights", index, index),
+        ("top_k_weights", index, None),
+    ):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: {argument}: expected a tensor of .*, got"):
+            experts(x, wrong_index, wrong_weights)
     for wrong in (-1, experts.experts):
         beyond = index.index_fill(0, torch.tensor(2), wrong)
         with pytest.raises(ValueError, match=rf"{kind.__name__}: top_k_index: expected indices from 0 to .*{wrong}"):

@@ -33,6 +33,9 @@ class Projections(NamedTuple):
         return tuple(name for name in self if name)
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def check_routing(
     name: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None, experts: int
 ) -> None:
@@ -46,6 +49,7 @@ def check_routing(
         raise ValueError(f"{name}: hidden_states: expected shape [T, {wanted}], got {list(hidden_states.shape)}")
     tokens = hidden_states.shape[0]
     for argument, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        _check_kind(name, argument, tensor)
         if tensor.dim() != 2 or tensor.shape[0] != tokens or tensor.shape[1] != top_k_index.shape[1]:
             shapes = f"{list(top_k_index.shape)} and {list(top_k_weights.shape)}"
             raise ValueError(
@@ -55,6 +59,15 @@ def check_routing(
         low, high = (int(end) for end in top_k_index.aminmax())
         if low < 0 or high >= experts:
             raise ValueError(f"{name}: top_k_index: expected indices from 0 to {experts - 1}, got {low} to {high}")
+
+
+def _check_kind(name: str, argument: str, given: Any) -> None:
+    """Raise TypeError unless indices are integers and weights are not: swapped, they would be truncated in silence."""
+    is_index = argument == "top_k_index"
+    kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    if not isinstance(given, Tensor) or not (kind in INTEGERS if is_index else given.is_floating_point()):
+        wanted = "integers" if is_index else "floating-point numbers"
+        raise TypeError(f"{name}: {argument}: expected a tensor of {wanted}, got {kind}")
 
 
 @dataclass(frozen=True)
