@@ -10,12 +10,12 @@ struct TilePlace {
 
 // Where a tile of kTokens tokens lies. A band of tokens is multiplied by all rows before the next band, and within it
 // tiles of the same rows are neighbours. So the tiles that a GPU computes at a time have about as many bytes of tokens
-// as of weights, of which L2 then loads the fewest.
-template <int kTokens>
+// as of weights, of which L2 then loads the fewest. Without kInBands all tokens are one band.
+template <int kTokens, bool kInBands = true>
 __device__ __forceinline__ TilePlace tile_in_bands(int tile, int token_tiles, int row_tiles) {
   constexpr int kBandTokens = 1024, kBand = kBandTokens / kTokens;  // tokens and tiles of a band
   int wide = token_tiles, first = 0;
-  if (wide > kBand) {
+  if (kInBands && wide > kBand) {
     int const band = tile / (kBand * row_tiles);
     first = band * kBand;
     tile -= first * row_tiles;

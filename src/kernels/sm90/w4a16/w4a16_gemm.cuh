@@ -12,10 +12,11 @@
 
 namespace epiloq::ops::weight_only_mm {
 
+// Tiles of two blocks are not in bands: their sums leave no registers for that.
 template <class T_, int kBits_, int kGroups_, int kMGroups_, int kKGroups_, int kBlocks_, int kTokens_, bool kRounds_,
           class Tokens_ = MatrixTokens, class X_ = T_>
 struct Wgmma : TileCopies<kBits_, kGroups_, 64 * kMGroups_ * kBlocks_, kTokens_, most_stages(WgmmaConfig{}),
-                          4 * kMGroups_, Tokens_> {
+                          4 * kMGroups_, Tokens_, kBlocks_ == 1> {
   using T = T_;  // of the output
   using X = X_;  // of tokens
   static constexpr int kMGroups = kMGroups_, kKGroups = kKGroups_, kBlocks = kBlocks_;

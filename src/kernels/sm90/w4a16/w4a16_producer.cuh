@@ -68,7 +68,8 @@ using MatrixTokens = RowTokens<2, TileParams>;
 // A CTA's copies: kGroups scale groups begin in a K step (of 32 or 64 columns), or one that spans 2^n steps; a stage is
 // free once kConsumerWarps warps have released it. Integers rather than a WgmmaConfig: nvcc 13.0 cannot name a
 // structural value in the stub of a __global__ template.
-template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kConsumerWarps, class Tokens_>
+template <int kBits_, int kGroups_, int kRows_, int kTokens_, int kMostStages_, int kConsumerWarps, class Tokens_,
+          bool kInBands = true>
 struct TileCopies {
   using Tokens = Tokens_;
   using Params = typename Tokens::Params;
@@ -104,7 +105,8 @@ struct TileCopies {
     int first_step, steps;
 
     __device__ __forceinline__ WorkTile(TileParams const& params, int tile) {
-      auto const [token_tile, row_tile] = gemm::tile_in_bands<kTokens>(tile, params.token_tiles, params.row_tiles);
+      auto const [token_tile, row_tile] =
+          gemm::tile_in_bands<kTokens, kInBands>(tile, params.token_tiles, params.row_tiles);
       int const rank = blockIdx.y;
       first_token = token_tile * kTokens;
       first_panel = row_tile * kPanels;
