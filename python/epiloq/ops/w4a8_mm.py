@@ -64,9 +64,9 @@ def w4a8_mm(
     without rounding; sums and epilogue are in fp32, with one rounding to the output's type. On CUDA many tokens are
     multiplied in 8 bits: with scales per channel, and for float8 times MXFP4, the weight is unpacked for `scaled_mm`,
     with float8 and groups of a multiple of 128 for `groupwise_mm`; float8 times a symmetric weight in groups has a
-    kernel for SM90. Otherwise, for few tokens (which are limited by
-    reading the weight), for NVFP4, for scales per group of activations and with `set_batch_invariant`, activations and
-    their scales are converted to bfloat16 for `weight_only_mm` or `packed_fp4_mm`. docs/numerics.md has the bounds.
+    kernel for SM90. Otherwise, for few tokens (which are limited by reading the weight), for NVFP4, for scales per
+    group of activations and with `set_batch_invariant`, activations and their scales are converted to bfloat16 for
+    `weight_only_mm` or `packed_fp4_mm`. docs/numerics.md has the bounds.
 
     Args:
         x_q: float8_e4m3fn or int8 ``[…, M, K]``, as returned by `quantize_fp8` per token or a symmetric
