@@ -15,7 +15,7 @@ from epiloq.introspect import _EXPLAIN
 SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
 SIZES_K = [4096, 8192]
-# On SM90 without tiles that only batches have, and with groupwise_mm's for whole rows.
+# On SM90 without tiles that only batches use, and with groupwise_mm's tiles for per-row scales.
 ROWS = {"sm75": 3, "sm80": 5 + 8, "sm90": 2 + tile_rows.INT8}
 FLOAT8_ROWS = {"sm89": 6, "sm90": 4 + tile_rows.FLOAT8}
 
@@ -68,7 +68,7 @@ def test_every_row_of_weight_only_mm_is_reached() -> None:
     names = ("m", "n", "k", "bits", "group_size", "arch", "memory_gb_s")
     answers = {epiloq.explain("weight_only_mm", **dict(zip(names, shape, strict=True))) for shape in shapes}
     kernels = tiles_of(answers)
-    # One of seven rings is never chosen: where it is the fastest, another takes at most 2 % longer.
+    # One of seven decode kernels is never chosen: where it is the fastest, another takes at most 2 % longer.
     for family, rows in {"gemv": 14, "mma.sync": 5, "decode": 6, "wgmma": 12}.items():
         assert sum(kernel.startswith(family) for kernel in kernels) == rows, sorted(kernels)
     assert {answer.partition("clusters of ")[2] for answer in answers} > {"", "2", "8"}

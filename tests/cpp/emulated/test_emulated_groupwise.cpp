@@ -1,6 +1,6 @@
 // The group-wise kernel of SM90 with all of its tiles, on a CPU (emulated/machine.h): random problems, each in a random
-// schedule. All sums are exact in fp32, so that each bit of D is known, and of what stands around it. Arguments: how
-// many problems a tile, and a seed that was printed.
+// schedule. All sums are exact in fp32, so that every bit of D and of the memory around it is known. Arguments: the
+// number of problems per tile, and a printed seed.
 
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr unsigned char kPoison = 0xd7;
 
-// What a problem has to know of the kernel it is for.
+// The kernel of a problem.
 struct Kernel {
   gemm::GroupwiseConfig tile;
   Scales scales;
@@ -40,7 +40,7 @@ constexpr DType kOutOf = std::is_same_v<Out, float>    ? DType::kFloat32
                          : std::is_same_v<Out, __half> ? DType::kFloat16
                                                        : DType::kBFloat16;
 
-// A row of a table, with one type of D and, of int8, one epilogue.
+// A row of a table, with one type of D and, for int8, one epilogue.
 template <GroupwiseConfig kTile, int kRow, Scales kScales, class Element>
 Kernel kernel_of() {
   constexpr bool kTransposesD = kScales == Scales::kColumnsOfWholeRows;

@@ -1,5 +1,5 @@
-// Who takes which tile of the group-wise kernel, for many sizes: each tile once, pairs by the two blocks of a cluster.
-// Where the tiles of kernels lie whose rows are weights.
+// Tile schedulers for many sizes. Group-wise kernel: each tile is computed once, pairs by the two CTAs of a cluster.
+// Weight-only kernels (tile_bands.cuh): each tile is computed once, band by band.
 
 #include <map>
 #include <set>
@@ -17,7 +17,7 @@ namespace {
 using Pairs = Groupwise<2, 1, 128, 2, Scales::kBlocks, cutlass::float_e4m3_t, __nv_bfloat16>;
 using Lone = Groupwise<2, 1, 128, 1, Scales::kBlocks, cutlass::float_e4m3_t, __nv_bfloat16>;
 
-// The tiles of each block, in their order.
+// The tiles of each CTA, in their order.
 template <class C>
 std::vector<std::vector<GroupwiseTile>> tiles_of(GroupwiseProblem const& p, int blocks, bool multicast) {
   auto const tiles = GroupwiseScheduler<C>::tiles_of(p, 0, multicast);
@@ -42,7 +42,7 @@ void check(int rows, int columns, int depth, int blocks, bool multicast) {
       ++times[{tile.first_row / C::kM, tile.first_column / C::kN}];
       CHECK_EQUAL(tile.first_row % C::kM, 0);
       CHECK_EQUAL(tile.first_column % C::kN, 0);
-      CHECK_EQUAL(tile.is_reversed, i % 2 == 1);  // of all blocks at the same time
+      CHECK_EQUAL(tile.is_reversed, i % 2 == 1);  // in all CTAs at the same time
       if (!multicast) continue;
       auto const& partners = taken[block ^ 1];
       bool const has_partner = i < partners.size();
@@ -60,7 +60,8 @@ void check(int rows, int columns, int depth, int blocks, bool multicast) {
   }
 }
 
-// Each place once: all rows of a band of 1024 tokens before the next, and neighbours within it have the same rows.
+// Each tile once: all rows of weights for a band of 1024 tokens before the next band; within it, tiles of the same rows
+// follow each other.
 template <int kTokens>
 void check_bands(int token_tiles, int row_tiles) {
   constexpr int kBand = 1024 / kTokens;
