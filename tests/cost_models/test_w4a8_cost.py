@@ -12,6 +12,7 @@ import torch
 import epiloq
 from epiloq import _core
 from epiloq.ops.w4a8 import unpacked
+from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
 
 NUMBER = r"([\d.]+)"
 EXPECTED = re.compile(rf"  expected {NUMBER} us: (\d+) CTA tiles on (\d+) SMs, start {NUMBER} us")
@@ -111,13 +112,12 @@ def test_terms_of_batch_invariant_kernels() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_terms_of_w4a8_mm(group_size: int) -> None:
+    """Of the float8 kernel, also for numbers of tokens for which a call uses another one."""
     split = 0
-    last = unpacked.MANY_TOKENS - 1
-    rows = (*(m for m in ROWS if m < last), last) if unpacked.keeps_groups(group_size) else ROWS
-    for (n, k), m in itertools.product(SIZES, rows):
+    for (n, k), m in itertools.product(SIZES, ROWS):
         problem = {"m": m, "n": n, "k": k, "group_size": group_size}
-        parts = kernels(epiloq.explain("w4a8_mm", **problem, terms=True))
-        assert len(parts) == 2 and parts[0][0] == epiloq.explain("w4a8_mm", **problem)
+        parts = kernels(_core.explain_w4a8_mm_problem(**problem, terms=True))
+        assert len(parts) == 2 and parts[0][0] == _core.explain_w4a8_mm_problem(**problem)
         with epiloq.config(arch="sm90"):
             expected = dict(_core.candidates_w4a8_mm(-1, **problem)[2])
         for (name, text), least in zip(parts, sorted(expected.values())[:2], strict=True):
@@ -143,20 +143,23 @@ def test_other_architectures_have_no_kernel_of_w4a8_mm() -> None:
         epiloq.explain("w4a8_mm", m=64, n=4096, k=4096, group_size=384)
 
 
+@pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.parametrize("group_size", [-1, 128, 512, 64])
-def test_sizes_say_which_weights_are_unpacked(group_size: int) -> None:
+def test_sizes_say_what_a_call_runs(group_size: int, terms: bool) -> None:
     """As a call does, which has tensors on a GPU."""
     tokens = unpacked.MANY_TOKENS
 
-    def explained(m: int) -> str:
-        return epiloq.explain("w4a8_mm", m=m, n=4096, k=4096, group_size=group_size)
+    def explained(m: int, operation: str = "w4a8_mm") -> str:
+        return epiloq.explain(operation, m=m, n=4096, k=4096, group_size=group_size, terms=terms)
 
-    if group_size == 64:
-        assert "registers" in explained(1 << 20)
-        return
-    assert "registers" in explained(tokens - 1) and "unpacked to 8 bits" in explained(tokens)
+    for m in (1, 16, FLOAT8_TOKENS - 1):
+        assert explained(m) == f"activations as bfloat16: {explained(m, 'weight_only_mm')}"
+    assert "registers" in explained(FLOAT8_TOKENS) and "registers" in explained(tokens - 1)
+    assert ("registers" if group_size == 64 else "unpacked to 8 bits") in explained(tokens)
+    assert explained(0) == "nothing to launch: no product"
     with epiloq.config(batch_invariant=True):
-        assert "unpacked" not in explained(tokens)
+        for m in (1, FLOAT8_TOKENS, tokens):
+            assert explained(m) == f"activations as bfloat16: {explained(m, 'weight_only_mm')}"
 
 
 def test_calls_take_terms(seed: int) -> None:

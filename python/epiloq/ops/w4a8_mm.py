@@ -45,7 +45,7 @@ _AT_ONCE = 1 << 24
 # Elements of 16 bits in 16 bytes.
 _ALIGNED = 8
 # Number of tokens from which the float8 kernel of SM90 is faster; below, the time is that of reading the weight.
-MANY_TOKENS = 256
+FLOAT8_TOKENS = 256
 
 
 def w4a8_mm(
@@ -192,7 +192,7 @@ def _by_groups(out: Tensor, x_q: Tensor, weight: Weight, scale_a: Tensor, bias: 
 
 
 def _may_be_float8(x_q: Tensor) -> bool:
-    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= MANY_TOKENS
+    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= FLOAT8_TOKENS
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, weight: PackedWeight, call: Call) -> bool:

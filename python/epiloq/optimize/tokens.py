@@ -18,7 +18,7 @@ from epiloq.ops.quantizers.rms_norm_quant import run as norm_and_quantize
 from epiloq.ops.quantizers.silu_and_mul import run as run_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import run as activate_and_quantize
 from epiloq.ops.scaled_mm import run as run_scaled_mm
-from epiloq.ops.w4a8_mm import MANY_TOKENS
+from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
 from epiloq.optimize.guards import decodes_in_graph, in_rows, wants_gradient
 
 
@@ -77,7 +77,7 @@ def quantises(layer: nn.Module, x: Tensor) -> bool:
         return True
     if isinstance(layer, W4A8Fp4Linear) and (not x.is_cuda or layer.activation == GROUPS):
         return True
-    return is_compiling() or is_batch_invariant() or x.numel() >= MANY_TOKENS * layer.in_features
+    return is_compiling() or is_batch_invariant() or x.numel() >= FLOAT8_TOKENS * layer.in_features
 
 
 def normed(

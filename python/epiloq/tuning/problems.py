@@ -13,7 +13,7 @@ from epiloq import _core
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from epiloq.nn.base.packed_linear import PackedLinear
 from epiloq.ops.w4a8 import unpacked
-from epiloq.ops.w4a8_mm import MANY_TOKENS
+from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
 from epiloq.schemes import SCHEMES
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
@@ -108,7 +108,7 @@ def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
         many = _Product("scaled_mm", *sizes, (("dtype", "float8_e4m3fn" if is_float8 else "int8"),))
     elif is_float8 and unpacked.keeps_groups(layer.group_size):
         many = _Product("groupwise_mm", *sizes, (("column_scales", True), ("whole_row_scales", True)))
-    from_registers = MANY_TOKENS if is_float8 and layer.weight_zero is None else None
+    from_registers = FLOAT8_TOKENS if is_float8 and layer.weight_zero is None else None
     from_memory = unpacked.MANY_TOKENS if many and layer.in_features % unpacked.ALIGNED == 0 else None
     last = 1 << 31
     yield replace(few, tokens=range(1, from_registers or from_memory or last))

@@ -11,16 +11,22 @@ import torch
 from epiloq import _core
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.w4a8 import unpacked
+from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
 
 _SIZES = ("m", "n", "k")
 
 
 def _explain_w4a8_mm(**call: Any) -> str:
-    """The packed weight's kernel for float8 tokens, or that the call unpacks the weight."""
+    """What a call with float8 tokens and a symmetric weight runs: by M the kernel of `weight_only_mm`, the one for
+    float8, or a product of the unpacked weight."""
     kernel = _core.explain_w4a8_mm_problem(**call)
+    if 0 in (call["m"], call["n"], call["k"]):
+        return kernel
+    if is_batch_invariant() or call["m"] < FLOAT8_TOKENS:
+        return f"activations as bfloat16: {_core.explain_weight_only_mm_problem(bits=4, **call)}"
     sizes, arch = (call["m"], call["k"], call.get("group_size", 128)), call.get("arch", "sm90")
     unpacks = unpacked.fits_sizes(*sizes, torch.float8_e4m3fn, lambda archs: arch in archs)
-    return unpacked.explanation("integers") if unpacks and not is_batch_invariant() else kernel
+    return unpacked.explanation("integers") if unpacks else kernel
 
 
 @dataclass(frozen=True)
