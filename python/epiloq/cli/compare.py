@@ -12,11 +12,12 @@ import typer
 
 from epiloq.cli.common import check_device, check_target, failures, json_option, quiet, warn
 from epiloq.cli.inspect import shortened
-from epiloq.cli.output import results_console, write_json
+from epiloq.cli.output import plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from torch import Tensor
 
     from epiloq.formats.io.checkpoint import Checkpoint
@@ -143,15 +144,9 @@ def show(found: dict[str, Any], console: Console) -> None:
         )
 
 
-def _table(layers: list[dict[str, Any]]) -> Any:
+def _table(layers: list[dict[str, Any]]) -> Table:
     """A row for each kind of layer with its root mean square, and for the worst layers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("layers", no_wrap=True)
-    for heading in ("count", "relative error", "largest difference"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("layers",), ("count", "relative error", "largest difference"))
     kinds: dict[str, list[dict[str, Any]]] = {}
     for layer in layers:
         kinds.setdefault(layer["name"].rpartition(".")[2], []).append(layer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import FAILED, check_target, complain, json_option
-from epiloq.cli.output import installed_by, results_console, write_json
+from epiloq.cli.output import installed_by, plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import why_not_made, write_text
@@ -79,15 +79,9 @@ def check_packages(converts: bool) -> None:
 
 def results_table(results: Results) -> Table:
     """The figures as a rich table, a row for each model and device."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     # Fits 80 columns.
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("model", style="bold", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    for heading in ("ppl", "change", "MB", "prefill", "decode", "err %"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("model", "device"), ("ppl", "change", "MB", "prefill", "decode", "err %"))
+    table.columns[0].style = "bold"
 
     def add(measured: Measured, run: Run) -> None:
         worst = measured.worst_layer

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.output import installed_by, write_json
+from epiloq.cli.output import installed_by, plain_table, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import write_text
@@ -35,15 +35,9 @@ def check_packages() -> None:
 
 def results_table(results: Results) -> Table:
     """The figures as a rich table, a row for each form and device."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     # Fits 80 columns.
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("networks", style="bold", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    for heading in ("IoU", "as float", "right", "MB", "detect", "read"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("networks", "device"), ("IoU", "as float", "right", "MB", "detect", "read"))
+    table.columns[0].style = "bold"
     for run in results.runs:
         table.add_row(
             run.name,

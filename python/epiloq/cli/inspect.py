@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import check_installed, check_target, failures, json_option, quiet
-from epiloq.cli.output import results_console, write_json
+from epiloq.cli.output import plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 NAMED = 4
 
@@ -79,11 +80,8 @@ def show_gguf(facts: dict[str, Any], console: Console) -> None:
     console.print(_gguf_table(facts["layers"]))
 
 
-def _gguf_table(rows: list[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def _gguf_table(rows: list[dict[str, Any]]) -> Table:
+    table = plain_table()
     for heading, justify in _GGUF_COLUMNS.items():
         table.add_column(heading, justify=justify)
     for row in rows:
@@ -137,11 +135,8 @@ def shortened(names: Iterable[str]) -> str:
     return ", ".join(listed[:NAMED]) + more
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = plain_table()
     for heading, justify in _COLUMNS.items():
         table.add_column(heading, justify=justify, overflow="fold" if heading == "inputs" else "ellipsis")
     for row in rows:

@@ -15,6 +15,7 @@ from epiloq.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 STDOUT = Path("-")
 """The file name that means standard output."""
@@ -56,6 +57,19 @@ def results_console(json_file: Path | None = None) -> Console:
     from rich.console import Console
 
     return Console(stderr=json_file == STDOUT, markup=False)
+
+
+def plain_table(left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
+    """A table without a frame, with columns of text, then of right-aligned figures, none of which is wrapped."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def summary_console(json_file: Path | None = None) -> Console:
