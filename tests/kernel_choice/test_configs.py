@@ -11,6 +11,7 @@ import torch
 import epiloq
 import tile_rows
 from epiloq.introspect import _EXPLAIN
+from epiloq.ops.checks.problems import _QUESTIONS
 
 SIZES_M = [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 2048, 2049, 10**6]
 SIZES_N = [16, 24, 512, 2560, 2568, 4096, 4104, 4608, 4616, 6656, 6664, 7168, 8192, 8448, 8456, 28672]
@@ -80,6 +81,17 @@ def test_ragged_rows_take_the_generic_kernel_and_say_so() -> None:
         for aligned in (True, False):
             answer = epiloq.explain("scaled_mm", m=16, n=n, k=k, arch="sm90", aligned=aligned)
             assert ("generic" in answer and "slow" in answer) == (is_slow or not aligned), answer
+
+
+@pytest.mark.parametrize("name", _QUESTIONS)
+def test_empty_products_launch_nothing(name: str) -> None:
+    """By sizes as by tensors; wrong options are refused all the same."""
+    for m, n in ((0, 64), (64, 0), (0, 0)):
+        assert epiloq.explain(name, m=m, n=n, k=256) == "nothing to launch: the output is empty"
+    with pytest.raises(ValueError, match="arch: expected one of"):
+        epiloq.explain(name, m=0, n=64, k=256, arch="sm91")
+    with pytest.raises(TypeError, match="arch: not of the type"):
+        epiloq.explain(name, m=0, n=64, k=256, arch=90)
 
 
 @pytest.mark.parametrize("name", _EXPLAIN)

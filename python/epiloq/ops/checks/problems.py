@@ -20,13 +20,13 @@ def _explain_w4a8_mm(**call: Any) -> str:
     """What a call with float8 tokens and a symmetric weight runs: by M the kernel of `weight_only_mm`, the one for
     float8, or a product of the unpacked weight."""
     kernel = _core.explain_w4a8_mm_problem(**call)
-    if 0 in (call["m"], call["n"], call["k"]):
-        return kernel
-    if is_batch_invariant() or call["m"] < FLOAT8_TOKENS:
-        return f"activations as bfloat16: {_core.explain_weight_only_mm_problem(bits=4, **call)}"
     sizes, arch = (call["m"], call["k"], call.get("group_size", 128)), call.get("arch", "sm90")
-    unpacks = unpacked.fits_sizes(*sizes, torch.float8_e4m3fn, lambda archs: arch in archs)
-    return unpacked.explanation("integers") if unpacks else kernel
+    invariant = is_batch_invariant()
+    if not invariant and unpacked.fits_sizes(*sizes, torch.float8_e4m3fn, lambda archs: arch in archs):
+        return unpacked.explanation("integers")
+    if invariant or call["m"] < FLOAT8_TOKENS or call["k"] == 0:
+        return f"activations as bfloat16: {_core.explain_weight_only_mm_problem(bits=4, **call)}"
+    return kernel
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,17 @@ def explain_problem(operation: str, sizes: Mapping[str, Any]) -> str:
         call["dtype"] = str(call["dtype"]).removeprefix("torch.")
     if call.get("dtype", "int8") == "int8" and sizes["k"] > question.most_k:
         raise ValueError(f"epiloq.{operation}: k: expected at most {question.most_k} of int8, got {sizes['k']}")
+    is_empty = 0 in (sizes["m"], sizes["n"])
+    if is_empty:  # the options are checked all the same
+        call |= {"m": 1, "n": 1}
     try:
-        return question.ask(**call)
+        answer = question.ask(**call)
     except TypeError:
-        small = {**question.given, **_SMALL}
+        small = {name: call[name] for name in question.given} | _SMALL
         wrong = next(name for name in sizes if not _is_accepted(question, {**small, name: call[name]}))
         message = f"epiloq.{operation}: {wrong}: not of the type that this option has: {sizes[wrong]!r}"
         raise TypeError(message) from None
+    return "nothing to launch: the output is empty" if is_empty else answer
 
 
 _SMALL = dict.fromkeys(_SIZES, 1)
