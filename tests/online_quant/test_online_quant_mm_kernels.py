@@ -52,7 +52,7 @@ def test_every_kernel(seed: int, arch: str, group: int, bits: int) -> None:
 
 
 def integers(m: int, k: int, group: int) -> Tensor:
-    """float32 that blocks take as they are: from -128 to 127 in each, so that the scale is 1 and the offset 0."""
+    """float32 values that are quantised exactly: each block spans -128 to 127, so its scale is 1 and its offset 0."""
     x = torch.randint(-128, 128, (m, k), device="cuda")
     for first in range(0, k, group):
         x[:, first], x[:, min(first + group, k) - 1] = -128, 127
@@ -64,7 +64,7 @@ def integers(m: int, k: int, group: int) -> Tensor:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integers_are_exact(seed: int, arch: str, group: int, bits: int) -> None:
-    """Every kernel's and the staged pipeline's, with sums of at most 2^23; also of several bands of tokens
+    """In every kernel and the staged pipeline, with sums of at most 2^23; also with several bands of tokens
     (tile_bands.cuh)."""
     if arch not in epiloq._core.built_archs():
         pytest.skip(f"built without {arch}")

@@ -36,7 +36,7 @@ def test_every_tile_is_chosen_somewhere() -> None:
     assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
 
 
-# M, N, K that pick every tile of SM90.
+# M, N, K for which every tile of SM90 is chosen.
 SIZES = [
     *itertools.product((1, 9, 64, 65, 130, 256, 1000), (2112, 4096, 6144, 7168, 8200, 24576), (640,)),
     *[(130, 6144, 1040), (130, 7168, 1040), (200, 9000, 1040), (300, 7168, 2064), (130, 6144, 2064)],
@@ -69,7 +69,7 @@ def test_every_tile_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype, colu
     assert len(kernels) >= (tile_rows.COLUMNS if recipe[1] == 1 else tile_rows.GROUPS), kernels
 
 
-# Of tokens with one scale each: rows and columns of partial tiles, one K step and several, waves with K split.
+# For one scale per token: partial tiles in M and N, one K step and several, waves with split-K.
 WHOLE_ROW_SIZES = [
     (65, 8, 16),
     (129, 264, 144),
@@ -84,7 +84,7 @@ WHOLE_ROW_SIZES = [
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_with_one_scale_each(seed: int, device: str, dtype: torch.dtype, bias: bool) -> None:
-    """Scales that a view repeats along K give the product of a copy's; SM90 has kernels that apply them last."""
+    """Scales expanded along K without a copy give the correct product; SM90 has kernels that apply them at the end."""
     for m, n, k in WHOLE_ROW_SIZES if device == "cuda" else [(9, 70, 640), (65, 8, 16), (3, 130, 2064)]:
         p = make(m, n, k, device=device, recipe=(1, 1, 128))
         blocks = p.scale_a.shape[1]
@@ -96,7 +96,7 @@ def test_tokens_with_one_scale_each(seed: int, device: str, dtype: torch.dtype, 
 
 
 def test_which_tokens_with_one_scale_each_have_kernels_of_their_own() -> None:
-    """More than 64 of them whose scale is a view along K, with a 16-bit output; not experts'."""
+    """The tiles that compute D^T: M > 64, scales expanded along K without a copy, a 16-bit output, no experts."""
 
     def has_own(p: Problem, dtype: torch.dtype, offs: torch.Tensor | None = None) -> bool:
         operands, how = (p.a, p.b, p.scale_a, p.scale_b), {"recipe": p.recipe, "out_dtype": dtype}
@@ -120,7 +120,7 @@ def test_which_tokens_with_one_scale_each_have_kernels_of_their_own() -> None:
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype, by_rows: bool) -> None:
-    """They compute the transpose. Scales of the weight are read by TMA unless its rows' are stored together."""
+    """The tiles that compute D^T. TMA reads the weight's scales unless those of a row are contiguous."""
     reached = set()
     for m, n, k in WHOLE_ROW_SIZES[1:]:  # scales of a single block have no stride along K
         p = make(m, n, k, device="cuda", recipe=(1, 1, 128))
@@ -207,7 +207,7 @@ def test_sm89_tiles_on_a_gpu(seed: int, recipe: Recipe, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("counts", [[0, 1, 129, 700, 0, 1300, 64, 2000], [1, 0, 3, 2] * 16])
 def test_experts_of_many_tiles_on_a_gpu(seed: int, counts: list[int], masked: bool) -> None:
-    """Blocks that go on from one expert to another, on large tiles and on small ones."""
+    """CTAs that continue from one expert to the next, with large and with small tiles."""
     experts, most = len(counts), max(counts)
     n, k = 4096, 640
     if masked:

@@ -38,7 +38,7 @@ def product(p: Problem, scale_a: Tensor) -> Tensor:
     ids=["func.grad", "func.jvp", "backward", "backward of a scale", "backward of a tensor's scale", "forward_ad"],
 )
 def test_derivatives_are_refused(seed: int, derive: Callable[[Problem], Any]) -> None:
-    """There are none: better an error than a gradient that stops in silence."""
+    """Operations without derivatives raise instead of silently dropping the gradient."""
     p, _ = problem()
     with pytest.raises(
         NotImplementedError, match=r"epiloq.(scaled_mm|quantize_int8).* no (gradient|forward derivative)"
@@ -64,7 +64,7 @@ _WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", _WITHOUT_GRADIENT)
 def test_compiled_functions_refuse_a_backward_pass(name: str, dynamic: bool, seed: int) -> None:
-    """The gradient of the other addend would else be all that is left; the forward pass alone is no error."""
+    """Otherwise only the other addend would contribute to the gradient. The forward pass alone raises nothing."""
 
     def total(x: Tensor) -> Tensor:
         return x.sum() + _WITHOUT_GRADIENT[name](x).sum()

@@ -44,19 +44,19 @@ def test_products(m: int, n: int, k: int, form: str, dtype: torch.dtype, device:
         out = wide[:, :n]
         assert epiloq.packed_fp4_mm(x, weight, of_bias, out=out) is out
         assert_rounded_product(out, x, exact, of_bias)
-        # cuBLAS, for what the kernel does not take, sums into rows that are apart in another order.
+        # cuBLAS, which computes what no kernel supports, sums in another order if output rows are strided.
         assert device == "cuda" or torch.equal(out, found)
         assert (wide[:, n:] == 7).all()
     assert_rounded_product(epiloq.packed_fp4_mm(x.contiguous()[None], weight, bias)[0], x, exact, bias)
     assert epiloq.explain("packed_fp4_mm", x, weight, bias)
 
 
-# From a part of a CTA to several waves, with splits of K and steps that warps share unevenly.
+# From part of a CTA to several waves, with split-K and K steps that the warps do not divide evenly.
 @pytest.mark.parametrize(("n", "k"), [(1, 128), (17, 4096), (300, 712), (2500, 264), (4100, 1288), (9001, 128)])
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, seed: int) -> None:
-    """Up to 16 rows have a kernel of their own on a GPU, by one tile of eight or two."""
+    """Up to 16 rows use the GEMV on a GPU, as one or two groups of 8 tokens."""
     weight, exact = packed(n, k, form, device)
     bias = torch.randn(n, device=device).to(dtype)
     for m in (1, 2, 5, 8, 9, 13, 16, 17):
@@ -67,7 +67,7 @@ def test_small_m(n: int, k: int, form: str, dtype: torch.dtype, device: str, see
             assert ("GEMV" in epiloq.explain("packed_fp4_mm", x, weight)) == (m <= 16)
 
 
-# One and two tiles of rows and the rest of one, of weight rows too, K of part of a step, and splits of K.
+# Whole and partial tiles in M and N, a partial K step, and split-K.
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [

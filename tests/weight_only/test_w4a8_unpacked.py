@@ -1,4 +1,4 @@
-"""w4a8_mm of many tokens: products of the weight's unpacked integers. The arithmetic on a CPU, the route on a GPU."""
+"""w4a8_mm at large M: products of the unpacked weight. The arithmetic on a CPU, the choice of this path on a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_group_longer_than_a_row(seed: int, group_size: int, k: int) -> None:
 def test_gpus_whose_kernels_multiply_float8(
     monkeypatch: pytest.MonkeyPatch, capability: int, built: list[str], float8: bool, measured: bool
 ) -> None:
-    """SM90's run on SM90 alone, and newer GPUs run SM89's, for which the number of tokens was not measured."""
+    """Only SM90 runs SM90's kernels. Newer GPUs run SM89's, for which the threshold on M was not measured."""
     monkeypatch.setattr(unpacked._core, "device_properties", lambda _: {"compute_capability": capability})
     monkeypatch.setattr(unpacked._core, "built_archs", lambda: built)
     device = torch.device("cuda", 0)

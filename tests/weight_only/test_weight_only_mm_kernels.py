@@ -38,7 +38,7 @@ def test_large_on_a_gpu(seed: int, bits: int, group_size: int, dtype: torch.dtyp
                 run_and_assert_close("cuda", m, n, k, bits, group_size, KINDS[m % 3], dtype, bias=m % 2 == 0)
 
 
-# Rows of the tables in src/dispatch/weight_only_mm/tables.h; the first GEMVs multiply tokens as digits.
+# Rows of the tables in src/dispatch/weight_only_mm/tables.h; the first GEMVs multiply tokens as integers.
 ROWS = {"gemv": 14, "tiled": 5, "decode": len(DECODE_TOKENS), "wgmma": len(WGMMA_TOKENS)}
 DIGIT_ROWS = 5
 

@@ -38,7 +38,7 @@ def hopper() -> None:
 
 
 def assert_equal(y: Tensor, expected: Tensor) -> None:
-    """Bit for bit; which rows and columns are wrong tells a swizzle from a permutation from a tile."""
+    """Bit for bit. The rows and columns that differ show whether a swizzle, a permutation or a tile is wrong."""
     wrong = (y != expected).nonzero().tolist()
     if wrong:
         token, row = wrong[0]
@@ -79,8 +79,8 @@ def test_integers_are_at_their_positions(kernel: Kernel, bits: int, dtype: torch
 
 @each_kernel
 def test_tokens_are_at_their_positions(seed: int, kernel: Kernel) -> None:
-    """Tokens' swizzle and boxes: each weight row reads one column of them back. Full, short and several tiles, and
-    several bands of 1024 tokens (tile_bands.cuh)."""
+    """Swizzle and TMA boxes of tokens: each weight row returns one of their columns. Full, partial and several tiles,
+    and several bands of 1024 tokens (tile_bands.cuh)."""
     n, k, tile = 700, 384, TILES[kernel]
     columns = torch.randint(k, (n,), device="cuda")
     packed = unit_weight(n, k, columns, torch.bfloat16)
@@ -113,8 +113,8 @@ def test_groups_have_their_parameters(seed: int, bits: int, group_size: int, sca
 @pytest.mark.parametrize("bits", [4, 8])
 @each_kernel
 def test_stages_wrap_around(seed: int, kernel: Kernel, bits: int) -> None:
-    """Barriers and phases: more steps than stages, which are fewer by 8 bits; the last of them short, or fewer than
-    split K within a CTA; sums of integers, exact in any order."""
+    """Barriers and phases: more K steps than stages (of which 8-bit weights have fewer), a partial last step, and fewer
+    steps than K groups; sums of integers, exact in any order."""
     for k in (128, 256, 1152, 2056, 8192):
         weight = make_weight(300, k, bits, -1, "zero", device="cuda")
         packed = epiloq.pack_weight(weight.q, ones(300, torch.bfloat16), weight.zero, bits=bits, group_size=-1)
@@ -140,7 +140,7 @@ def test_persistent_cta_runs_several_tiles(seed: int, kernel: Kernel) -> None:
 
 @each_kernel
 def test_split_k_over_a_cluster(seed: int, kernel: Kernel) -> None:
-    """The sum through distributed shared memory: as above, by splits that divide the steps and that do not."""
+    """Split-K with the reduction through DSMEM: numbers of slices that divide the K steps and that do not."""
     n, k = 700, 1280
     q = torch.randint(-8, 8, (n, k), device="cuda")
     packed = epiloq.pack_weight(q, ones(n, torch.bfloat16), bits=4, group_size=-1)
@@ -154,7 +154,7 @@ def test_split_k_over_a_cluster(seed: int, kernel: Kernel) -> None:
 @pytest.mark.parametrize("split", [1, 3])
 @each_kernel
 def test_ragged_edges(seed: int, kernel: Kernel, split: int) -> None:
-    """N, M and K off every tile; NaN around what is read; outputs whose rows are off 8 bytes; bias and clamp."""
+    """N, M and K that no tile divides; NaN around the operands; output rows off 8 bytes; bias and clamp."""
     sizes = fitting(kernel, (5, 9, 30, 131))
     for (n, k), m, shift in itertools.product(((17, 385), (100, 400), (259, 1096)), sizes, (0, 1, 4)):
         dtype = HALVES[(n + m) % 2]
@@ -189,7 +189,7 @@ def test_layers(seed: int, kernel: Kernel, bits: int, group_size: int, dtype: to
 
 @each_kernel
 def test_weights_written_by_the_previous_kernel(seed: int, kernel: Kernel) -> None:
-    """Overlapping launches: tokens, weights and the output's old readers belong to the kernel just before."""
+    """Overlapping launches: the preceding kernel writes tokens and weights, and reads the output's old values."""
     n, k, m = 1024, 2048, TILES[kernel]
     columns = [torch.randint(k, (n,), device="cuda") for _ in range(4)]
     weights = [unit_weight(n, k, c, torch.float16) for c in columns]
