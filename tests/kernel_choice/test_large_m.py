@@ -1,4 +1,4 @@
-"""scaled_mm's tiles on an SM90 GPU: every epilogue of the kernel for whole rows, outputs that TMA stores or cannot."""
+"""scaled_mm's tiles on an SM90 GPU: every epilogue with per-row scales, outputs that TMA can or cannot store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reference import Problem, assert_within_one_ulp, make_problem, poisoned
 from tile_products import PRODUCTS, only_its_own
 
 HALVES = [torch.float16, torch.bfloat16]
-# M, N, K of every tile of the kernel for whole rows, and of int8's for many tokens; last tiles of one token among them.
+# M, N, K that reach every tile with per-row scales, and CUTLASS's for int8 at large M; some last tiles have one token.
 SIZES = [
     *[(200, 40, 528), (129, 2112, 528), (200, 2112, 528), (384, 4616, 528), (64, 7168, 528), (300, 7168, 528)],
     *[(129, 3000, 2064), (129, 9000, 2064), (513, 2112, 2064), (513, 4104, 2064), (513, 5000, 2064)],
@@ -103,7 +103,7 @@ def test_rows_that_end_within_16_bytes(seed: int, dtype: torch.dtype, experts: i
 @pytest.mark.parametrize("kind", ["float8", "groups"])
 @pytest.mark.alone
 def test_shared_memory_is_not_reused_stale(seed: int, kind: str) -> None:
-    """Boxes of last tiles leave rows as the product before left them, which was of NaN and on every SM."""
+    """TMA boxes of partial tiles leave the other rows as the preceding product did: NaN, on every SM."""
     k = 640
     nothing, one = torch.full((4096, k), float("nan"), device="cuda").to(torch.float8_e4m3fn), torch.ones(1).cuda()
     of_nothing = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda")
@@ -122,8 +122,8 @@ def test_shared_memory_is_not_reused_stale(seed: int, kind: str) -> None:
 
 @pytest.mark.gpu
 def test_persistent_cta_runs_several_tiles(seed: int) -> None:
-    """Many tiles to a block, of groups with one step each, or with as many steps as a tile has slots: slots of shared
-    memory that TMA still reads are not written again."""
+    """Many tiles per CTA, for groups with one K step each or with as many as a tile has output slots: slots that TMA
+    still reads are not overwritten."""
     p = make_problem(8192, 4096, 8192, device="cuda", bias=True)
     assert "x 256 weights" in epiloq.explain("scaled_mm", p.a, p.b, p.scale_a, p.scale_b)
     first, again = (poisoned((8192, 4096), torch.bfloat16, "cuda") for _ in range(2))

@@ -10,11 +10,11 @@ from tile_products import EPILOGUES, PRODUCTS, groups, only_its_own
 
 pytestmark = pytest.mark.gpu
 
-# Ragged rows of weights; the tile with more stages of weights than of tokens, two to a block, of nine steps each; four
-# to a block, of an odd number of steps.
+# N, K. Partial tiles in N; the tile with more stages of weights than of tokens, two per CTA, with nine K steps each;
+# four tiles per CTA, with an odd number of K steps.
 SIZES = [(4096, 640), (6152, 576), (7168, 2320), (8192, 1040), (14336, 1040), (14344, 1040), (28680, 272)]
-# Of so few tiles that two CTAs split K, of an odd number of steps but for one; the last for 65 tokens and more, too.
-SHARED = [(40, 3216), (1032, 528), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]
+# N, K with so few tiles that two CTAs split K; an odd number of K steps in all but one. The last also for M >= 65.
+SPLIT = [(40, 3216), (1032, 528), (1032, 2320), (2112, 7184), (3080, 4112), (3424, 8208), (4096, 14464)]
 
 
 @pytest.mark.parametrize("kind", EPILOGUES)
@@ -26,14 +26,14 @@ def test_partial_warps(seed: int, kind: str, m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 18, 64])
 def test_outputs_off_16_bytes(seed: int, m: int) -> None:
-    for n, k in SIZES + SHARED:
+    for n, k in SIZES + SPLIT:
         only_its_own(groups, (m, n, k), 8, 3)
 
 
 @pytest.mark.parametrize("kind", EPILOGUES)
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 33, 64, 65, 127])
 def test_split_k_over_two_ctas(seed: int, kind: str, m: int) -> None:
-    kernels = {only_its_own(EPILOGUES[kind], (m, n, k), 8, 8) for n, k in SHARED}
+    kernels = {only_its_own(EPILOGUES[kind], (m, n, k), 8, 8) for n, k in SPLIT}
     tiles = {kernel.split(" weights")[0] for kernel in kernels if "K over clusters of 2" in kernel}
     few, many = (2, 1) if kind == "a scale a column" else (4, 2)
     assert len(tiles) >= (few if m <= 64 else many), kernels
@@ -41,14 +41,14 @@ def test_split_k_over_two_ctas(seed: int, kind: str, m: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_split_k_over_two_ctas_with_other_outputs(seed: int, dtype: torch.dtype) -> None:
-    for m, (n, k) in ((m, size) for m in (1, 50, 100) for size in SHARED):
+    for m, (n, k) in ((m, size) for m in (1, 50, 100) for size in SPLIT):
         kernel = only_its_own(groups, (m, n, k), 8, 8, dtype)
         assert "K over clusters of 2" in kernel or m > 64
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_consecutive_split_k_products(seed: int, kind: str) -> None:
-    """Each begins while the one before still exchanges its sums."""
+    """Each begins while the preceding one still exchanges its partial sums."""
     sizes = [(3, 2112, 2320), (64, 1032, 2320), (100, 4096, 14464), (64, 2112, 2320)]
     for _ in range(3):
         for size in sizes:

@@ -1,4 +1,4 @@
-"""grouped_mm with scales of whole rows, int8 and float8, against float64 and against scaled_mm."""
+"""grouped_mm with per-row scales, int8 and float8, against float64 and against scaled_mm."""
 
 from __future__ import annotations
 
