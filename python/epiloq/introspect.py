@@ -69,9 +69,9 @@ def explain(name: str, *args: Any, **kwargs: Any) -> str:
     `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `w4a8_mm`, `online_quant_mm` and
     `weight_only_mm` also accept sizes without tensors or a GPU:
     ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``. The keywords are ``m, n, k`` and options:
-    ``arch`` (default "sm90"), ``sm_count`` (default: that of the architecture's first GPU), for the last two operations
-    ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; an unknown option raises an error that
-    lists them.
+    ``arch`` (default "sm90"), ``sm_count`` (default: that of the architecture's first GPU), for `online_quant_mm` and
+    `weight_only_mm` ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; an unknown option
+    raises an error that lists them. Choices of `epiloq.tune` are considered for tensors only: they belong to a GPU.
 
     For these operations except `scaled_bmm`, ``terms=True`` adds the cost model's estimates for the kernel and the
     runner-up: waves and microseconds per K step, and for `weight_only_mm` also bytes, and microseconds for memory,

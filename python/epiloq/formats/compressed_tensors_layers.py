@@ -2,7 +2,8 @@
 
 Defined by its compressors (``compressed_tensors/compressors/{pack_quantized,naive_quantized}``), drawn in
 docs/guide/weight_layouts.md. ``pack-quantized`` and ``int-quantized`` weights become a `PackedWeight`; FP8 weights of
-``float-quantized`` become a layer, because a `PackedWeight` holds integers only.
+``float-quantized`` become a layer, because a `PackedWeight` holds integers only. Users call these functions as
+``epiloq.formats.compressed_tensors``; directories are read by `layouts.compressed_tensors` (docs/adding_a_scheme.md).
 """
 
 from __future__ import annotations
