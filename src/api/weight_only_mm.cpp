@@ -107,7 +107,12 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
 
 std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s,
                                    bool terms) {
-  wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
+  Checker const check("weight_only_mm", {});
+  wo::check_format(check, problem.bits, problem.group_size);
+  if (problem.m < 0 || problem.n < 0 || problem.k < 0) {
+    check.fail("problem", "expected sizes of at least 0, got ", problem.m, ", ", problem.n, " and ", problem.k);
+  }
+  if (problem.m == 0 || problem.n == 0) return "nothing to launch: the output is empty";
   Target target = nominal(KernelSet::kWeightOnly, arch);
   if (sm_count > 0) target.sm_count = sm_count;
   if (memory_gb_s > 0) target.memory_gb_s = memory_gb_s;

@@ -1,6 +1,8 @@
 // Tile schedulers for many sizes. Group-wise kernel: each tile is computed once, pairs by the two CTAs of a cluster.
 // Weight-only kernels (tile_bands.cuh): each tile is computed once, band by band.
 
+#include <cuda_runtime_api.h>
+
 #include <map>
 #include <set>
 #include <utility>

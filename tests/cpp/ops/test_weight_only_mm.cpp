@@ -165,6 +165,18 @@ void kernels_that_cannot_serve_are_refused() {
   force_arch(Arch::kAuto);
 }
 
+// The cost model divides by numbers of CTAs, of which such problems have none.
+void empty_problems_have_no_kernel() {
+  WeightOnlyMmProblem problem{16, 4096, 4096, 4, 128, DType::kBFloat16};
+  CHECK(explain_weight_only_mm(problem, Arch::kSm90, 0, 0).find("nothing to launch") == std::string::npos);
+  problem.m = 0;
+  CHECK_EQUAL(explain_weight_only_mm(problem, Arch::kSm90, 0, 0), "nothing to launch: the output is empty");
+  problem.m = 16, problem.n = 0;
+  CHECK_EQUAL(explain_weight_only_mm(problem, Arch::kSm90, 0, 0, true), "nothing to launch: the output is empty");
+  problem.n = -1;
+  CHECK_THROWS(InvalidArgument, explain_weight_only_mm(problem, Arch::kSm90, 0, 0), "expected sizes of at least 0");
+}
+
 }  // namespace
 
 int main() {
@@ -176,5 +188,6 @@ int main() {
   bytes_are_fragments();
   misfits_are_named();
   kernels_that_cannot_serve_are_refused();
+  empty_problems_have_no_kernel();
   return test::failures != 0;
 }
