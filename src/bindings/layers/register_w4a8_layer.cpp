@@ -16,7 +16,7 @@
 namespace epiloq::bindings {
 namespace {
 
-// Up to these numbers of tokens there is no other product (MANY_TOKENS and _FEW_TOKENS in Python).
+// Up to these numbers of tokens there is no other product (FLOAT8_TOKENS and _FEW_TOKENS in Python).
 constexpr std::int64_t kManyOnCuda = 256, kFewOnCpu = 16;
 constexpr std::int64_t kMultiple = 16;  // of the quantised tokens' columns
 // Elements of the tokens or of the output at a time (_AT_ONCE in Python).
