@@ -24,7 +24,7 @@ PROBLEMS = [
 EXPECTED = re.compile(r"  expected ([\d.]+) us: start ([\d.]+) \+ first load ([\d.]+) \+ the longer of memory and SMs")
 MEMORY = re.compile(r"  memory ([\d.]+) us: ([\d.]+) MB of weights at (\d+) GB/s")
 SMS = re.compile(
-    r"  SMs ([\d.]+) us: (\d+) CTAs in (\d+) waves?, (\d) per SM; of each (\d+) K steps: arithmetic ([\d.]+), "
+    r"  SMs ([\d.]+) us: (\d+) CTAs in (\d+) waves?, (\d) per SM; K steps per CTA (\d+): arithmetic ([\d.]+), "
     r"loads ([\d.]+), cluster ([\d.]+), store ([\d.]+)"
 )
 POWER = re.compile(r"  tensor cores at the power limit ([\d.]+) us")

@@ -110,7 +110,7 @@ Tile const* tile_of(Choice const& choice) {
   return nullptr;
 }
 
-// mma.sync has a tile for few rows or columns, and one for many.
+// mma.sync has a tile for small M or N, and one for large.
 int mma_row(GroupwiseMmProblem const& p) {
   BlockwiseConfig const& small = kMmaTiles[0];
   return p.m <= std::int64_t{p.experts} * small.tile_m() || p.n <= small.tile_n() ? 0 : 1;

@@ -18,7 +18,7 @@ std::string Selection::terms(Choice const& choice, Problem const& p, Target cons
        << "  memory " << fixed(c.memory) << " us: " << fixed(static_cast<double>(c.bytes) * 1e-6)
        << " MB of weights at " << fixed(kSm90Costs.hardware.memory_efficiency * t.memory_gb_s, 0) << " GB/s\n"
        << "  SMs " << fixed(c.sms) << " us: " << c.ctas << " CTAs in " << c.waves << (c.waves == 1 ? " wave" : " waves")
-       << ", " << c.resident << " per SM; of each " << c.steps << " K steps: arithmetic " << fixed(c.arithmetic)
+       << ", " << c.resident << " per SM; K steps per CTA " << c.steps << ": arithmetic " << fixed(c.arithmetic)
        << ", loads " << fixed(c.load) << ", cluster " << fixed(c.cluster) << ", store " << fixed(c.store) << '\n';
   if (c.power > 0) text << "  tensor cores at the power limit " << fixed(c.power) << " us\n";
   return text.str();

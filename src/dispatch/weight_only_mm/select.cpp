@@ -16,7 +16,7 @@ namespace {
 
 using Timed = tuning::Timed<Choice>;
 
-// The first of equals.
+// Keeps the first of equally fast candidates.
 struct Best {
   Timed timed{{Family::kDense, 0, 1, "no kernel fits the shared memory"}, std::numeric_limits<double>::infinity()};
 

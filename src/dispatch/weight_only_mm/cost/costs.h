@@ -3,6 +3,7 @@
 // Numbers of weight_only_mm's cost model (model.h). `tools/tune.py fit --write` fits and writes those between the
 // marks. Separate from tables.h, as a change there recompiles every kernel.
 
+#include <algorithm>
 #include <array>
 
 #include "dispatch/weight_only_mm/tables.h"
@@ -83,6 +84,10 @@ inline constexpr Costs kSm90Costs{
     },
 };
 // [tools/tune.py: end]
+// A kernel without a factor would cost nothing.
+static_assert(std::ranges::all_of(kSm90Costs.factors.gemv, [](double factor) { return factor > 0; }));
+static_assert(std::ranges::all_of(kSm90Costs.factors.decode, [](double factor) { return factor > 0; }));
+static_assert(std::ranges::all_of(kSm90Costs.factors.wgmma, [](double factor) { return factor > 0; }));
 
 // Resident CTAs per SM that the registers of a GEMV row leave, for weights of 4 and of 8 bits.
 inline constexpr std::array<std::array<int, 2>, kGemvRows.size()> kGemvResidents{{

@@ -1,6 +1,6 @@
 #pragma once
 
-// Expected time of a weight_only_mm kernel, from its shape and a dozen numbers of the card (costs.h).
+// Expected time of a weight_only_mm kernel, from its shape and about twenty fitted numbers (costs.h).
 //
 //   time = start + first load + longer(memory, SMs)
 //
