@@ -1,4 +1,4 @@
-"""Directories of other tools whose scales contain NaN or infinity: opening names file, layer and tensor."""
+"""Directories whose scales contain NaN or infinity, or divisors zero: opening names file, layer and tensor."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ def test_own_format(tmp_path: Path, scheme: str, other: str) -> None:
     poisoned(tmp_path / "model", f"{UP}.{part}", math.nan)
     text = "expected finite numbers, got NaN or infinity"
     refused_everywhere(tmp_path / "model", UP, part, text, other)
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0])
+def test_divisors_of_own_format(tmp_path: Path, value: float) -> None:
+    epiloq_modules.save(epiloq.quantize_(tiny_model(**ROUND), "w4a16-nvfp4"), tmp_path / "model")
+    poisoned(tmp_path / "model", f"{UP}.weight_global_scale", value)
+    text = f"expected a positive number, got {value}"
+    refused_everywhere(tmp_path / "model", UP, "weight_global_scale", text, "compressed-tensors")
 
 
 def test_powers_of_two(tmp_path: Path) -> None:

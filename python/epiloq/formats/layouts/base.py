@@ -210,7 +210,8 @@ def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise FormatError, naming the tensor, for NaN or infinity among a layer's scales, offsets and bias.
+    """Raise FormatError, naming the tensor, for NaN or infinity among a layer's scales, offsets and bias, and for a
+    global scale of the weight, a divisor, that is not positive.
 
     Quantised values ("weight") are not read.
     """
@@ -220,6 +221,8 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
         low, high = torch.aminmax(tensor.detach().float())
         if not (low.isfinite() & high.isfinite()):
             raise FormatError(f"{name}: expected finite numbers, got NaN or infinity")
+        if name == "weight_global_scale" and not low > 0:
+            raise FormatError(f"{name}: expected a positive number, got {low.item()}")
 
 
 def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool:
