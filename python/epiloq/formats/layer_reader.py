@@ -15,7 +15,7 @@ from epiloq.formats.description import OFFSETS, Description
 from epiloq.formats.embeddings import TableOutline
 from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
 from epiloq.formats.layouts import gguf, scaled
-from epiloq.formats.layouts.base import Quantization, check_finite
+from epiloq.formats.layouts.base import Quantization, check_numbers
 from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.formats.weights import Weight
 from epiloq.nn.base.scaled_input import SCALE
@@ -57,17 +57,17 @@ class Reader:
     unused: frozenset[str] = frozenset()
 
     def weight(self, tensors: Tensors, shape: Shape) -> Weight:
-        """The same as `from_tensors`. Raises FormatError also for scales that are not finite."""
-        check_finite(tensors)
+        """The same as `from_tensors`. Raises FormatError also for what `check_numbers` refuses."""
+        check_numbers(tensors)
         return self.from_tensors(tensors, shape)
 
     def opened(self, linear: nn.Linear, tensors: Tensors) -> nn.Module:
         """The module that runs a layer's tensors, with a bias if "bias" is among them.
 
         Sizes, mode, dtype and device are those of the linear layer that it replaces. Raises ValueError for tensors that
-        do not fit, and for scales that are not finite.
+        do not fit, for scales that are not finite, and for a global scale that is not positive.
         """
-        check_finite(tensors)
+        check_numbers(tensors)
         if self.build is not None:
             return self.build(linear, tensors)
         parts = {name: tensor for name, tensor in tensors.items() if name != BIAS}

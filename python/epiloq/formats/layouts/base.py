@@ -209,9 +209,12 @@ def require(tensors: Mapping[str, Tensor], shapes: Expected) -> None:
             raise FormatError(f"{name}: expected a tensor on {device}, got one on {found.device}")
 
 
-def check_finite(tensors: Mapping[str, Tensor]) -> None:
+_GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
+
+
+def check_numbers(tensors: Mapping[str, Tensor]) -> None:
     """Raise FormatError, naming the tensor, for NaN or infinity among a layer's scales, offsets and bias, and for a
-    global scale of the weight, a divisor, that is not positive.
+    global scale of the weight, which may be a divisor, that is not positive.
 
     Quantised values ("weight") are not read.
     """
@@ -221,7 +224,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
         low, high = torch.aminmax(tensor.detach().float())
         if not (low.isfinite() & high.isfinite()):
             raise FormatError(f"{name}: expected finite numbers, got NaN or infinity")
-        if name == "weight_global_scale" and not low > 0:
+        if name in _GLOBAL_SCALES and not low > 0:
             raise FormatError(f"{name}: expected a positive number, got {low.item()}")
 
 

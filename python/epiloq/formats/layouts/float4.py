@@ -95,8 +95,6 @@ def from_tensors(
     """The weight that a layer's tensors represent. Raises FormatError for inconsistent tensors."""
     found = checked(tensors, described, shape, names)
     codes, scale, whole = found[names.codes], found[names.scale], found.get(names.whole)
-    if whole is not None and not bool(0 < whole < torch.inf):
-        raise FormatError(f"{names.whole}: expected a positive number, got {whole.item()}")
     if scale.dtype == torch.uint8 and not scale.is_meta and bool((scale == NAN).any()):
         raise FormatError(f"{names.scale}: expected powers of two, got NaN ({NAN})")
     state = {"weight": codes, "weight_scale": scale} | ({} if whole is None else {_GLOBAL: whole})

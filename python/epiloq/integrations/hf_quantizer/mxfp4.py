@@ -14,7 +14,7 @@ from epiloq.formats.configs.mxfp4 import KNOWN
 from epiloq.formats.configs.mxfp4 import METHOD as METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safetensors_file import DTYPES
-from epiloq.formats.layouts.base import FormatError, check_finite
+from epiloq.formats.layouts.base import FormatError, check_numbers
 from epiloq.nn import Fp4Experts
 
 _MARKER = "gate_up_proj_blocks"
@@ -52,7 +52,7 @@ class StoredExperts(nn.Module):
         read: Callable[[str], Tensor] = self.__dict__["read"]
         tensors = {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()}
         with self._named():
-            check_finite(tensors)
+            check_numbers(tensors)
             return outline.some(part, tensors)
 
     def opened(self) -> Fp4Experts:
@@ -66,7 +66,7 @@ class StoredExperts(nn.Module):
             )
         outline: Fp4Experts = self.__dict__["outline"]
         with self._named():
-            check_finite(tensors)
+            check_numbers(tensors)
             return outline.from_blocks(tensors).train(self.training)
 
     @contextmanager
