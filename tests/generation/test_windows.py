@@ -122,3 +122,16 @@ def test_the_long_form_of_phi3_is_left_to_transformers(seed: int, as_on_gpu: Non
     assert not taken
     assert_same(found, input_ids=torch.randint(1, 48, (1, 7)), max_new_tokens=9)
     assert taken == [FixedStep]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "phi3"])
+def test_on_a_gpu(family: str, seed: int, taken: list[type]) -> None:
+    """In CUDA graphs, as `test_generation.test_on_a_gpu`: within the window and beyond it."""
+    found = model(family, **WINDOWED[family]).cuda()
+    for length, new in LENGTHS:
+        inputs = {name: each.cuda() for name, each in prompts(length).items()}
+        expected = generated(found, None, **inputs, max_new_tokens=new, cache_implementation="static")[0]
+        for _ in range(3):  # runs, records and replays a graph
+            assert torch.equal(generated(found, epiloq.decode, **inputs, max_new_tokens=new)[0], expected)
+    assert set(taken) == {FixedStep}
