@@ -20,7 +20,7 @@ MEMORY = {"NVIDIA H200": 4917, "NVIDIA H100 80GB HBM3": 3352}
 
 Floats = NDArray[np.float64]
 
-GEMV = re.compile(r"gemv (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as digits)?")
+GEMV = re.compile(r"gemv (\d+) panels of 16 weight rows, (\d+) warps along K, stages (\d+)(, tokens as integers)?")
 DECODE = re.compile(r"decode (\d+) weight rows x (\d+) tokens, (\d+) warps, (\d) along K")
 WGMMA = re.compile(r"wgmma (\d+) weight rows x (\d+) tokens, (\d+) warpgroups(?:, (\d) along K)?(, weights rounded.*)?")
 # (panels, warps, stages) of a GEMV row -> its minimum of CTAs per SM, which is part of its name in sweeps.

@@ -129,7 +129,7 @@ def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype,
         p.scale_a = p.scale_a[:, :1].expand(-1, p.scale_a.shape[1])
         bias = torch.randn(n, device="cuda").to(dtype)
         for weights in ("128 weights", "192 weights, 3 warpgroups", "256 weights"):
-            with forced(f"sm90 per-column, whole rows of tokens, wgmma, 128 tokens x {weights}"):
+            with forced(f"sm90 transposed, per-column, wgmma, 128 tokens x {weights}"):
                 for out in (poisoned((m, n), dtype, "cuda"), poisoned((m, n + 3), dtype, "cuda")[:, :n]):
                     call(p, bias, out=out)
                     assert_close(out, *p.operands(), bias)

@@ -98,7 +98,7 @@ Tile const* tile_of(Choice const& choice) {
     case Family::kSm90ColumnScales:
       return &kColumnScaleTiles[choice.row];
     case Family::kSm90WholeRows:
-      return &kWholeRowTiles[choice.row];
+      return &kTransposedTiles[choice.row];
     case Family::kSm90Int8Rows:
       return &kInt8RowTiles[choice.row];
     case Family::kSm90Float8Rows:
@@ -145,7 +145,7 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
     PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
     if (!has_transposed_kernels(p)) return general.choice;
     constexpr Family kTransposed = Family::kSm90WholeRows;
-    PerRowChoice const of_whole_rows = cheapest(kTransposed, kWholeRowTiles, as_tiled(kTransposed, p), sm_count);
+    PerRowChoice const of_whole_rows = cheapest(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), sm_count);
     return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
   }
   return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
@@ -222,7 +222,7 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
       std::vector<Timed> all = candidates_of(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
       if (has_transposed_kernels(p)) {
         constexpr Family kTransposed = Family::kSm90WholeRows;
-        std::ranges::move(candidates_of(kTransposed, kWholeRowTiles, as_tiled(kTransposed, p), t.sm_count),
+        std::ranges::move(candidates_of(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), t.sm_count),
                           std::back_inserter(all));
       }
       return all;
@@ -264,7 +264,7 @@ std::string describe(Choice const& choice) {
     case Family::kSm90ColumnScales:
       return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
     case Family::kSm90WholeRows:
-      return describe(kWholeRowTiles[choice.row].config, "per-column, whole rows of tokens,", choice.split_k, true);
+      return describe(kTransposedTiles[choice.row].config, "transposed, per-column,", choice.split_k, true);
     case Family::kSm90Int8Rows:
       return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);
     case Family::kSm90Float8Rows:

@@ -12,19 +12,18 @@ namespace epiloq::ops::groupwise_mm {
 using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
 
-// A tile, and the time in ns that all SMs together take for a K step of 128 of one tile each, and for the rest of a
-// tile. Measured on an H200; only ratios matter. The tile whose waves cost least is chosen (docs/kernel_choice.md
-// reports how well).
+// A CTA tile and its cost on an H200, with every SM computing one tile; only ratios matter.
 //
-// Two CTAs may split K of a partial wave (groupwise_split_k.h): a step then takes `split_ns` (0: never), and the
-// reduction `reduction_ns` plus `reduction_token_ns` per token.
+// `step_ns`: a K step of 128; `end_ns`: prologue and epilogue. Dispatch takes the tile whose waves cost least
+// (docs/kernel_choice.md). Two CTAs may split K of a partial wave (groupwise_split_k.h): a step then takes `split_ns`
+// (0: never split), and the reduction `reduction_ns` plus `reduction_token_ns` per token.
 struct Tile {
   GroupwiseConfig config;
   int step_ns, end_ns = 0, split_ns = 0;
   int reduction_ns = 300, reduction_token_ns = 8;
 };
-// Tiles that may split the last wave: a step takes no longer, and the reduction is rounded up so that K is not split
-// where it saves little.
+// A tile whose last wave may split K: the step costs the same, and the reduction is rounded up so that K is split only
+// where that saves much.
 constexpr Tile with_split_last_wave(GroupwiseConfig config, int step_ns, int end_ns) {
   constexpr int kReductionNs = 3000;
   return {config, step_ns, end_ns, step_ns, kReductionNs, 0};
@@ -42,15 +41,14 @@ inline constexpr std::array kTiles{
     with_split_last_wave({3, 1, 128}, 613, 2025),
     Tile{{2, 1, 128, 2}, 834, 1930},
 };
-// One scale per column of B costs registers and instructions: estimated, not measured.
+// B has one scale per column and group, which costs registers and instructions; estimated, not measured.
 inline constexpr std::array kColumnScaleTiles{
     Tile{{1, 2, 32}, 150, 600, 150},
     Tile{{1, 2, 64}, 280, 600, 280},
     with_split_last_wave({2, 1, 128}, 600, 1500),
 };
-// The same where A has one scale per row: D^T is computed, and the tile's rows are B's. The main loop and its times are
-// those of kTiles.
-inline constexpr std::array kWholeRowTiles{
+// The same for an A with one scale per row: computes D^T (kTransposesD), with the main loop and times of kTiles.
+inline constexpr std::array kTransposedTiles{
     with_split_last_wave({2, 1, 128}, 433, 1400),
     with_split_last_wave({3, 1, 128}, 613, 2025),
     Tile{{2, 1, 128, 2}, 834, 1930},
@@ -60,13 +58,13 @@ constexpr auto const& group_tiles() {
   if constexpr (kScales == gemm::Scales::kColumns)
     return kColumnScaleTiles;
   else if constexpr (kScales == gemm::Scales::kColumnsOfWholeRows)
-    return kWholeRowTiles;
+    return kTransposedTiles;
   else
     return kTiles;
 }
 
-// Per-row scales, for experts and for scaled_mm. int8 needs no promotion, so a warpgroup has registers for 256 columns:
-// the fewest bytes of shared memory per product.
+// Per-row scales, for experts and for scaled_mm. int8 needs no FP32 promotion, so a warpgroup has registers for 256
+// columns, which reads the fewest bytes of shared memory per product.
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
     Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
@@ -101,7 +99,7 @@ constexpr bool split_where_allowed(std::array<Tile, kCount> const& tiles) {
   return true;
 }
 static_assert(split_where_allowed(kTiles) && split_where_allowed(kColumnScaleTiles) &&
-              split_where_allowed(kWholeRowTiles) && split_where_allowed(kInt8RowTiles) &&
+              split_where_allowed(kTransposedTiles) && split_where_allowed(kInt8RowTiles) &&
               split_where_allowed(kFloat8RowTiles));
 
 template <DType kElement>
@@ -110,8 +108,8 @@ constexpr GroupwiseConfig row_tile(int row) {
   return kFloat8RowTiles[row].config;
 }
 
-// int8 on SM80, FP8 on SM89 and newer: warp tile, warps, one K group, stages. For few rows per expert and for many; not
-// tuned on such a card.
+// int8 on SM80, FP8 on SM89 and newer: warp tile, warps, K groups, stages. One tile for few rows per expert and one for
+// many; not tuned on such a card.
 inline constexpr std::array kMmaTiles{
     BlockwiseConfig{32, 32, 2, 2, 1, 3},
     BlockwiseConfig{32, 32, 4, 2, 1, 3},

@@ -33,7 +33,7 @@ bool suits(WgmmaConfig const& c, WeightOnlyMmProblem const& p) {
 }
 // One or two tokens always use the GEMV.
 bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
-  return p.m > kDigitTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
+  return p.m > kIntegerTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
 bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
 bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) { return c.tokens < 2 * std::max<std::int64_t>(p.m, 9); }
@@ -94,7 +94,7 @@ std::int64_t gemv_bytes(GemvConfig const& c, WeightOnlyMmProblem const& p, int s
   int const rows = c.panels_of(p.bits) * kPanelRows;
   int const received = gemv_received_bytes(static_cast<int>(p.m), rows, split);
   std::int64_t const stage = stage_bytes(p, rows) + p.m * kPadding * 2;
-  std::int64_t const pipeline = c.stages * stage + (c.digits ? p.m * kDigitBytes : 0);
+  std::int64_t const pipeline = c.stages * stage + (c.integer ? p.m * kIntegerBytes : 0);
   return received + c.warps * std::max<std::int64_t>(pipeline, c.tokens() * (rows + 4) * 4);
 }
 

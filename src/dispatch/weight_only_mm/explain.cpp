@@ -38,7 +38,7 @@ std::string describe(Choice const& choice) {
   } else if (choice.family == Family::kGemv) {
     GemvConfig const& c = kGemvRows[choice.row];
     text << "gemv " << c.panels << " panels of 16 weight rows, " << c.warps << " warps along K, stages " << c.stages
-         << (c.digits ? ", tokens as digits" : "");
+         << (c.integer ? ", tokens as integers" : "");
   } else if (choice.family == Family::kDecode) {
     DecodeConfig const& c = kDecodeRows[choice.row];
     text << "decode " << c.rows() << " weight rows x " << c.tokens << " tokens, " << c.warps() << " warps, "

@@ -22,7 +22,7 @@ void launch_gemv(Problem const& p, int split, int device, Stream stream) {
   constexpr GemvConfig kConfig = kGemvRows[kRow];
   using T = CudaType<kX>;
   constexpr int kPanels = kConfig.panels_of(kBits);
-  using Products = std::conditional_t<kConfig.digits, DigitProducts<T, kBits, kGroups, kOffsets, kPanels>,
+  using Products = std::conditional_t<kConfig.integer, IntegerProducts<T, kBits, kGroups, kOffsets, kPanels>,
                                       HalfProducts<T, kBits, kGroups, kOffsets, kPanels>>;
   using S = Gemv<Products, kPanels, kConfig.warps, kConfig.stages, kConfig.blocks>;
   launch_gemv_kernel<S, T, kGroups>(kLaunching, p, nullptr, split, device, stream);

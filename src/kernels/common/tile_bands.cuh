@@ -1,6 +1,6 @@
 #pragma once
 
-// Order of the tiles of products whose rows are weights and whose columns are tokens.
+// Tile order of the GEMMs that compute D^T: tile rows are weight rows, tile columns are tokens.
 
 namespace epiloq::gemm {
 
@@ -8,12 +8,12 @@ struct TilePlace {
   int token_tile, row_tile;
 };
 
-// Where a tile of kTokens tokens lies. A band of tokens is multiplied by all rows before the next band, and within it
-// tiles of the same rows are neighbours. So the tiles that a GPU computes at a time have about as many bytes of tokens
-// as of weights, of which L2 then loads the fewest. Without kInBands all tokens are one band.
+// The position of tile number `tile`, of kTokens tokens. All rows of a band of tokens are computed before the next
+// band, and tiles of the same rows are consecutive. A wave of CTAs then reads about as many bytes of tokens as of
+// weights, which minimises L2 misses. Without kInBands all tokens form one band.
 template <int kTokens, bool kInBands = true>
 __device__ __forceinline__ TilePlace tile_in_bands(int tile, int token_tiles, int row_tiles) {
-  constexpr int kBandTokens = 1024, kBand = kBandTokens / kTokens;  // tokens and tiles of a band
+  constexpr int kBandTokens = 1024, kBand = kBandTokens / kTokens;  // tokens and tiles per band
   int wide = token_tiles, first = 0;
   if (kInBands && wide > kBand) {
     int const band = tile / (kBand * row_tiles);
@@ -21,7 +21,7 @@ __device__ __forceinline__ TilePlace tile_in_bands(int tile, int token_tiles, in
     tile -= first * row_tiles;
     wide = min(kBand, wide - first);
   }
-  // Avoids the division, which takes as long as the rest of a prologue; few tokens are one tile.
+  // At small M there is one token tile: skip the division, which takes as long as the rest of a prologue.
   int const row_tile = wide == 1 ? tile : tile / wide;
   return {first + tile - row_tile * wide, row_tile};
 }

@@ -1,8 +1,8 @@
-// Dequantises a packed weight to rows in memory, in runs of 8 columns. Types of 8 bits receive the integers q - zero,
-// for products that apply scales later.
+// Dequantises a packed weight (packed_layout.h) to a row-major matrix, in runs of 8 columns. 8-bit output types receive
+// the integers q - zero, for GEMMs that apply the scales in their epilogue.
 //
-// A warp has a tile at a time. Lanes exchange words so that each of them has whole runs, and that the four lanes of a
-// row have neighbouring ones: a store then fills whole sectors of memory.
+// A warp converts one packed tile at a time. Lanes exchange words so that each holds whole runs and the four lanes of a
+// row hold adjacent ones: a store then writes whole 32-byte sectors.
 
 #include <cuda_fp8.h>
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_tile(Words& words, std::uint8_t const* lane
   }
 }
 
-// From the fragments of packed_layout.h to runs.
+// Permutes the fragments of packed_layout.h into runs.
 template <int kBits>
 __device__ __forceinline__ void arrange(Words& words) {
   if constexpr (kBits < 8) {
@@ -58,19 +58,19 @@ __device__ __forceinline__ void arrange(Words& words) {
   transpose_fours(words);
 }
 
-// Of rows g and g + 8, which are neighbours (parameter_of).
+// The values of rows g and g + 8, which are adjacent in memory (parameter_of).
 __device__ __forceinline__ float2 pair_at(void const* values, DType dtype, std::int64_t pair) {
   if (dtype == DType::kFloat16) return __half22float2(static_cast<__half2 const*>(values)[pair]);
   if (dtype == DType::kBFloat16) return __bfloat1622float2(static_cast<__nv_bfloat162 const*>(values)[pair]);
   return static_cast<float2 const*>(values)[pair];
 }
 
-// Of a row and scale group. With real offsets, the zero point is 0.
+// Parameters of one row and scale group. With floating-point offsets the zero point is 0.
 struct Affine {
   float scale, zero, offset;
 };
 
-// Those of rows g and g + 8.
+// Parameters of rows g and g + 8.
 struct Parameters {
   float2 scale, zero, offset;
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ Parameters parameters_at(Weight const& w, Groups cons
   return result;
 }
 
-// A run of row g (0) or g + 8 (1).
+// One run of row g (`row` = 0) or g + 8 (`row` = 1).
 template <int kBits>
 struct Run {
   Words const& words;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void convert_two(T* to, float2 from) {
   }
 }
 
-// Four bytes 128 + d, where d is a difference of two 4-bit integers, as numbers d.
+// Converts four bytes 128 + d, where d is a difference of two 4-bit integers, to four values d.
 __device__ __forceinline__ std::uint32_t without_128(std::uint32_t biased, std::int8_t) { return biased ^ 0x80808080u; }
 
 // A byte ORed into the half 1024 is 1024 plus the byte.
@@ -153,7 +153,7 @@ __device__ __forceinline__ std::uint32_t without_128(std::uint32_t biased, __nv_
   return bytes;
 }
 
-// A run whose columns have the same parameters.
+// A run within one scale group.
 template <int kBits, class T>
 __device__ __forceinline__ void dequantize_run(T (&to)[kRun], Run<kBits> const& run, Affine const& a, bool has_offset) {
   if constexpr (sizeof(T) == 1 && kBits < 8) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void dequantize_run(T (&to)[kRun], Run<kBits> const& 
   }
 }
 
-// A run in which groups begin.
+// A run that crosses scale group boundaries.
 template <int kBits, class T>
 __device__ __forceinline__ void dequantize_columns(T (&to)[kRun], Run<kBits> const& run, Weight const& w,
                                                    Groups const& groups, int column) {

@@ -75,7 +75,7 @@ __device__ __forceinline__ float2 floats_of(Word pair) {
 // memory is [token][digit][t][block of 16 columns], words of the block's four columns that lane t needs in a fragment.
 template <class T>
 struct TokenDigits {
-  static constexpr int kDigits = 4, kWords = kStep / 16, kBytes = kDigitBytes;
+  static constexpr int kDigits = 4, kWords = kStep / 16, kBytes = kIntegerBytes;
   static_assert(kBytes == kDigits * kStep);
   static constexpr unsigned kExponentMask = 0x7f800000u, kExponentOne = 1u << 23;
   static constexpr int kLargest = 29;  // bits below the largest integer's leading one
@@ -138,8 +138,8 @@ struct TokenDigits {
 
 // See HalfProducts (w4a16_gemv.cuh).
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
-struct DigitProducts {
-  static constexpr int kTokens = kDigitTokens;
+struct IntegerProducts {
+  static constexpr int kTokens = kIntegerTokens;
   using W = Warp<T, kBits, kGroups, kOffsets, kPanels, 1>;
   using F = IntegerFragment<kBits>;
   using Digits = TokenDigits<T>;
@@ -156,7 +156,7 @@ struct DigitProducts {
 
   Problem const& p;
 
-  __device__ __forceinline__ explicit DigitProducts(Problem const& p_) : p(p_) {}
+  __device__ __forceinline__ explicit IntegerProducts(Problem const& p_) : p(p_) {}
 
   // Half a warp loads a token.
   __device__ __forceinline__ void issue(SharedAddress to, int step) const {

@@ -7,9 +7,11 @@
 // Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills the stages;
 // consumer warpgroups (groupwise_mainloop.cuh) multiply, promote to FP32 and store (groupwise_epilogue.cuh,
 // groupwise_store.cuh). Tokens are the rows of wgmma's tile: TMA reads only rows that exist, so that a tile costs only
-// the bytes of its tokens, and the tile width can be chosen to fill the SMs evenly. Consumer warpgroups are arranged
-// along M, or along K for small M, where latency dominates. The kernel is persistent over tiles. If there are too few
-// tiles for all SMs, or too few in the last wave, two CTAs split K (groupwise_split_k.cuh).
+// the bytes of its tokens, and the tile width can be chosen to fill the SMs evenly. With kTransposesD the launch swaps
+// A and B to compute D^T, so that names say "token" for rows of the weight and "weight" for tokens: a thread then holds
+// two weight scales per K step instead of one per column. Consumer warpgroups are arranged along M, or along K for
+// small M, where latency dominates. The kernel is persistent over tiles. If there are too few tiles for all SMs, or too
+// few in the last wave, two CTAs split K (groupwise_split_k.cuh).
 
 #include <cutlass/arch/reg_reconfig.h>
 

@@ -287,7 +287,7 @@ int main(int count, char** arguments) {
   std::vector<Kernel> kernels;
   add_all<kTiles, Scales::kBlocks, cutlass::float_e4m3_t>(kernels);
   add_all<kColumnScaleTiles, Scales::kColumns, cutlass::float_e4m3_t>(kernels);
-  add_all<kWholeRowTiles, Scales::kColumnsOfWholeRows, cutlass::float_e4m3_t>(kernels);
+  add_all<kTransposedTiles, Scales::kColumnsOfWholeRows, cutlass::float_e4m3_t>(kernels);
   add_all<kInt8RowTiles, Scales::kPerRowScales, std::int8_t>(kernels);
   add_all<kFloat8RowTiles, Scales::kPerRowScales, cutlass::float_e4m3_t>(kernels);
   // In float32 two rounds of a tile have more parts than slots.

@@ -29,7 +29,7 @@ struct Hardware {
 struct WarpStep {
   double gemv;           // per step
   double gemv_panel;     // per panel: dequantise and multiply
-  double digit_panel;    // the same with tokens as digits
+  double integer_panel;  // the same with tokens as integers
   double copy;           // per panel and 4 bits: cp.async, which GEMV warps issue themselves
   double gemv_issue;     // share of that time in which a GEMV warp occupies its quarter of the SM
   double gemv_sum;       // per panel, warp and token: the reduction over a CTA's warps
@@ -69,7 +69,7 @@ inline constexpr Costs kSm90Costs{
     {
         .gemv = 0.0242,
         .gemv_panel = 0.0626,
-        .digit_panel = 0.0425,
+        .integer_panel = 0.0425,
         .copy = 0.0669,
         .gemv_issue = 0.721,
         .gemv_sum = 0.00273,

@@ -74,7 +74,8 @@ Shape add_gemv(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Tar
   int const panels = c.panels_of(p.bits), rows = panels * kPanelRows;
   Shape s = divide(rows, static_cast<int>(p.m), c.warps, c.warps * (c.stages - 1), p, split);
   set_residency(s, gemv_residents(row, p, s.tiles() * split, split, t), split, t);
-  double const step = warp.gemv + panels * ((c.digits ? warp.digit_panel : warp.gemv_panel) + warp.copy * p.bits / 4);
+  double const step =
+      warp.gemv + panels * ((c.integer ? warp.integer_panel : warp.gemv_panel) + warp.copy * p.bits / 4);
   double const chain = real(s.rounds) * std::max(step, costs.hardware.latency / (c.stages - 1));
   double const issue = real(s.ctas_per_sm * s.steps) * step * warp.gemv_issue / 4;
   cost.arithmetic = longer(chain, issue);

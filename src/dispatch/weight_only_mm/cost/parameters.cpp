@@ -21,10 +21,10 @@ void for_each(Costs_& costs, Act const& act) {
   act("cluster", cluster);
   act("dsmem", dsmem);
   act("overlap", overlap);
-  auto& [gemv, gemv_panel, digit_panel, copy, gemv_issue, gemv_sum, decode, decode_panel, decode_tokens] = costs.warp;
+  auto& [gemv, gemv_panel, integer_panel, copy, gemv_issue, gemv_sum, decode, decode_panel, decode_tokens] = costs.warp;
   act("gemv", gemv);
   act("gemv_panel", gemv_panel);
-  act("digit_panel", digit_panel);
+  act("integer_panel", integer_panel);
   act("copy", copy);
   act("gemv_issue", gemv_issue);
   act("gemv_sum", gemv_sum);

@@ -11,14 +11,14 @@ constexpr int whole_lines(int bytes) { return (bytes + kSharedLine - 1) / kShare
 
 // GEMV, at most kGemvTokens tokens. `warps` warps alternate K steps, each for `panels` panels of 16 rows of 4-bit
 // weights (others: as many as have no more bytes), with `stages` - 1 steps in flight. `blocks` is the least number of
-// resident CTAs per SM. With `digits` tokens are multiplied as integers, at most kDigitTokens of them.
-inline constexpr int kGemvTokens = 8, kDigitTokens = 2;
-inline constexpr int kDigitBytes = 512;  // per token and 128 columns
+// resident CTAs per SM. With `integer` tokens are multiplied as integers, at most kIntegerTokens of them.
+inline constexpr int kGemvTokens = 8, kIntegerTokens = 2;
+inline constexpr int kIntegerBytes = 512;  // per token and 128 columns
 struct GemvConfig {
   int panels, warps, stages, blocks;
-  bool digits;
+  bool integer;
 
-  constexpr int tokens() const { return digits ? kDigitTokens : kGemvTokens; }
+  constexpr int tokens() const { return integer ? kIntegerTokens : kGemvTokens; }
   constexpr int panels_of(int bits) const { return panels * 4 > bits ? panels * 4 / bits : 1; }
 };
 
