@@ -16,7 +16,7 @@ from epiloq.bench.peers.whole_models import PEERS
 
 def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str) -> Any:
     """Build a model in eval mode: from a directory, or from a named shape with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if str(model) not in SHAPES:
         if not Path(model).is_dir():
@@ -29,9 +29,10 @@ def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         return loaded.to(device).eval()
     sizes: dict[str, Any] = SHAPES[str(model)] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = AutoConfig.for_model(**sizes, max_position_embeddings=8192)
     with torch.device(device):
-        made: Any = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192))
-    return made.to(dtype).eval()
+        made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return made.eval()
 
 
 def reason_of(error: Exception) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
+from typing import Any
 
 from epiloq.bench.models.shares import Share
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
+        "model_type": "llama",
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_attention_heads": 32,
@@ -18,6 +20,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128256,
     },
     "llama-3-70b": {
+        "model_type": "llama",
         "hidden_size": 8192,
         "intermediate_size": 28672,
         "num_attention_heads": 64,
@@ -25,7 +28,21 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 80,
         "vocab_size": 128256,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 48,
+        "vocab_size": 151936,
+    },
     "tiny": {
+        "model_type": "llama",
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_attention_heads": 4,
@@ -33,7 +50,20 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 2,
         "vocab_size": 256,
     },
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    },
 }
+"""Configurations in transformers' words, by the name of `--model`."""
 MODES = ("eager", "graph", "compile")
 FORMS = {"plain": False, "optimised": True}
 """Forms of a quantised model, and whether `optimize_` follows `quantize_`."""
