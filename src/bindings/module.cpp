@@ -74,6 +74,7 @@ PYBIND11_MODULE(_core, module) {
   register_conv2d_weight_only(module);
   register_decode_attention(module);
   register_dequantize_fp4(module);
+  register_expert_routing(module);
   register_grouped_weight_only_mm(module);
   register_fp8_weight_mm(module);
   register_groupwise_mm(module);

@@ -34,6 +34,7 @@ struct GroupwiseTiles {
 
 // A CTA's tiles in order, in bands of rows so that the tiles in flight share tokens and weights in L2. Tensor cores
 // idle between two tiles, so except for a last, lower band there is no division by values known only on the device.
+// With several experts, `next` is called by whole warps.
 template <class C>
 class GroupwiseScheduler {
  public:
@@ -46,7 +47,8 @@ class GroupwiseScheduler {
 
   __device__ GroupwiseScheduler(GroupwiseProblem const& p, GroupwiseTiles const& tiles)
       : p_(p), tiles_(tiles), index_(blockIdx.x) {
-    enter(0);
+    Rows const first = rows_of(0);
+    begin_ = first.begin, end_ = first.end, rows_ = first.tiles();
   }
 
   __device__ bool next(GroupwiseTile& tile) {
@@ -54,11 +56,7 @@ class GroupwiseScheduler {
       if (!is_split_) index_ = tiles_.first_split + blockIdx.x / 2;
       is_split_ = true;
     }
-    while (index_ - before_ >= rows_ * tiles_.columns) {
-      if (expert_ + 1 >= p_.experts) return false;
-      before_ += rows_ * tiles_.columns;
-      enter(expert_ + 1);
-    }
+    if (index_ - before_ >= rows_ * tiles_.columns && !find_expert()) return false;
     int band, within;
     tiles_.band(band, within, index_ - before_);
     int const band_rows = C::kMulticast ? 1 << tiles_.band_shift : kBand,
@@ -90,17 +88,46 @@ class GroupwiseScheduler {
     return C::kMulticast && std::int64_t{2 * kBand} * C::kM * p.k <= kFewBytes ? kBandShift + 1 : kBandShift;
   }
   static __host__ __device__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-  __device__ void enter(int expert) {
-    expert_ = expert;
-    begin_ = 0, end_ = p_.m;
-    if (p_.offs != nullptr) {
-      begin_ = expert == 0 ? 0 : p_.offs[expert - 1];
-      end_ = p_.offs[expert];
-    } else if (p_.masked_m != nullptr) {
-      begin_ = expert * p_.m;
-      end_ = begin_ + p_.masked_m[expert];
+
+  // An expert's rows of A.
+  struct Rows {
+    int begin, end;
+
+    __device__ int tiles() const { return ceil_div(max(end - begin, 0), C::kM); }
+  };
+  __device__ Rows rows_of(int expert) const {
+    if (p_.offs != nullptr) return {expert == 0 ? 0 : p_.offs[expert - 1], p_.offs[expert]};
+    if (p_.masked_m != nullptr) return {expert * p_.m, expert * p_.m + p_.masked_m[expert]};
+    return {0, p_.m};
+  }
+
+  // Enters the expert that tile `index_` belongs to, a later one; false if there are no more tiles. Lanes count the
+  // tiles of an expert each, since only a few of many experts may have rows.
+  __device__ bool find_expert() {
+    constexpr int kWarp = 32;
+    if (p_.experts == 1) return false;
+    int const lane = threadIdx.x % kWarp;
+    for (; chunk_ < p_.experts; chunk_ += kWarp) {
+      Rows const rows = chunk_ + lane < p_.experts ? rows_of(chunk_ + lane) : Rows{0, 0};
+      int const own = rows.tiles() * tiles_.columns;
+      int up_to = own;  // tiles of the chunk's experts up to this one
+#pragma unroll
+      for (int offset = 1; offset < kWarp; offset *= 2) {
+        int const below = __shfl_up_sync(~0u, up_to, offset);
+        if (lane >= offset) up_to += below;
+      }
+      unsigned const later = __ballot_sync(~0u, before_chunk_ + up_to > index_);
+      if (later != 0) {
+        int const found = __ffs(static_cast<int>(later)) - 1;
+        expert_ = chunk_ + found;
+        before_ = before_chunk_ + __shfl_sync(~0u, up_to - own, found);
+        begin_ = __shfl_sync(~0u, rows.begin, found), end_ = __shfl_sync(~0u, rows.end, found);
+        rows_ = Rows{begin_, end_}.tiles();
+        return true;
+      }
+      before_chunk_ += __shfl_sync(~0u, up_to, kWarp - 1);
     }
-    rows_ = ceil_div(end_ - begin_, C::kM);
+    return false;
   }
 
   GroupwiseProblem const& p_;
@@ -108,7 +135,8 @@ class GroupwiseScheduler {
   int index_;
   bool is_split_ = false, is_reversed_ = false;
   int expert_ = 0, before_ = 0;
-  int begin_ = 0, end_ = 0, rows_ = 0;
+  int begin_, end_, rows_;
+  int chunk_ = 0, before_chunk_ = 0;  // first of 32 experts, and tiles of all before it
 };
 
 }  // namespace epiloq::gemm

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <random>
 #include <set>
 #include <utility>
 #include <vector>
@@ -25,9 +26,10 @@ std::vector<std::vector<GroupwiseTile>> tiles_of(GroupwiseProblem const& p, int 
   auto const tiles = GroupwiseScheduler<C>::tiles_of(p, 0, multicast);
   std::vector<std::vector<GroupwiseTile>> taken(blocks);
   emulated::run({static_cast<unsigned>(blocks), 32, multicast ? 2u : 1u, 16}, [&] {
-    if (threadIdx.x != 0) return;
     GroupwiseScheduler<C> scheduler(p, tiles);
-    for (GroupwiseTile tile; scheduler.next(tile);) taken[blockIdx.x].push_back(tile);
+    for (GroupwiseTile tile; scheduler.next(tile);) {
+      if (threadIdx.x == 0) taken[blockIdx.x].push_back(tile);
+    }
   });
   return taken;
 }
@@ -62,6 +64,39 @@ void check(int rows, int columns, int depth, int blocks, bool multicast) {
   }
 }
 
+// Tiles of experts with random numbers of rows, most of them none: each once, in the order of the experts.
+void check_experts(int experts, bool masked, int blocks, std::mt19937& random) {
+  GroupwiseProblem p;
+  p.n = 2 * Lone::kN, p.k = 256, p.experts = experts;
+  std::vector<std::int32_t> counts(experts);
+  int rows = 0, wanted = 0;
+  for (std::int32_t& count : counts) {
+    int const own = random() % 4 == 0 ? static_cast<int>(random() % (2 * Lone::kM + 2)) : 0;
+    rows += own, wanted += 2 * ((own + Lone::kM - 1) / Lone::kM);
+    count = masked ? own : rows;
+  }
+  p.m = masked ? 2 * Lone::kM + 2 : rows;
+  (masked ? p.masked_m : p.offs) = counts.data();
+  auto const taken = tiles_of<Lone>(p, blocks, false);
+  std::set<std::pair<int, int>> places;
+  int found = 0;
+  for (auto const& tiles : taken) {
+    int last = 0;
+    for (GroupwiseTile const& tile : tiles) {
+      int const begin = masked ? tile.expert * p.m : tile.expert == 0 ? 0 : counts[tile.expert - 1];
+      int const end = masked ? begin + counts[tile.expert] : counts[tile.expert];
+      CHECK_EQUAL(tile.end_row, end);
+      CHECK(tile.first_row >= begin && tile.first_row < end && (tile.first_row - begin) % Lone::kM == 0);
+      CHECK(tile.expert >= last);
+      last = tile.expert;
+      places.insert({tile.first_row, tile.first_column});
+      ++found;
+    }
+  }
+  CHECK_EQUAL(found, wanted);
+  CHECK_EQUAL(static_cast<int>(places.size()), wanted);
+}
+
 // Each tile once: all rows of weights for a band of 1024 tokens before the next band; within it, tiles of the same rows
 // follow each other.
 template <int kTokens>
@@ -89,6 +124,13 @@ int main() {
       check_bands<64>(token_tiles, row_tiles);
       check_bands<128>(token_tiles, row_tiles);
       check_bands<256>(token_tiles, row_tiles);
+    }
+  }
+  std::mt19937 random(1);
+  for (int experts : {1, 2, 31, 32, 33, 64, 200}) {
+    for (int blocks : {1, 5, 132}) {
+      check_experts(experts, false, blocks, random);
+      check_experts(experts, true, blocks, random);
     }
   }
   constexpr int kShort = 1536, kLong = 4096;  // bands of 16 rows of pairs, and of 8

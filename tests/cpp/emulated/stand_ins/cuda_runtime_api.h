@@ -25,6 +25,16 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
   return result;
 }
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(emulated::shuffle(value, lane)); }
+inline int __shfl_up_sync(unsigned mask, int value, int offset) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane < offset ? lane : lane - offset);
+}
+inline unsigned __ballot_sync(unsigned mask, bool is_set) {
+  unsigned set = 0;
+  for (int lane = 0; lane < 32; ++lane) set |= static_cast<unsigned>(__shfl_sync(mask, is_set, lane)) << lane;
+  return set;
+}
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __any_sync(unsigned, int predicate) {
   int any = 0;
   for (int lane = 0; lane < 32; ++lane) any |= emulated::shuffle(predicate != 0, lane);

@@ -1,0 +1,59 @@
+#include "bindings/register.h"
+#include "epiloq/expert_routing.h"
+
+namespace epiloq::bindings {
+namespace {
+
+// Defines `name`, which launches a call that its arguments make, and `check_name`, which only checks it.
+template <class Make, class Launch, class... Extra>
+void define(py::module_& module, std::string const& name, Make make, Launch launch, Extra const&... extra) {
+  module.def(name.c_str(), make(launch), extra...);
+  module.def(("check_" + name).c_str(), make([](auto const& call, Stream) { check(call); }), extra...);
+}
+
+Stream stream_of(TensorArg const& tensor) {
+  return tensor.view.device.type == Device::Type::kCuda ? current_stream(tensor) : nullptr;
+}
+
+}  // namespace
+
+void register_expert_routing(py::module_& module) {
+  py::enum_<ExpertScore>(module, "ExpertScore")
+      .value("softmax", ExpertScore::kSoftmax)
+      .value("sigmoid", ExpertScore::kSigmoid)
+      .value("softmax_of_chosen", ExpertScore::kSoftmaxOfChosen);
+  define(
+      module, "select_experts",
+      [](auto act) {
+        return [act](TensorArg const& weights, TensorArg const& experts, TensorArg const& logits,
+                     std::optional<TensorArg> const& bias, ExpertScore score, bool normalize, float epsilon,
+                     float factor, int groups, int top_groups, int group_scores) {
+          SelectExperts const call{weights.view, experts.view, logits.view, view_of(bias), score,       normalize,
+                                   epsilon,      factor,       groups,      top_groups,    group_scores};
+          act(call, stream_of(logits));
+        };
+      },
+      &select_experts, py::arg("weights"), py::arg("experts"), py::arg("logits"), py::arg("bias"), py::arg("score"),
+      py::arg("normalize"), py::arg("epsilon"), py::arg("factor"), py::arg("groups"), py::arg("top_groups"),
+      py::arg("group_scores"));
+  define(
+      module, "sort_expert_rows",
+      [](auto act) {
+        return [act](TensorArg const& order, TensorArg const& tokens, TensorArg const& places, TensorArg const& ends,
+                     TensorArg const& experts) {
+          act(SortExpertRows{order.view, tokens.view, places.view, ends.view, experts.view}, stream_of(experts));
+        };
+      },
+      &sort_expert_rows, py::arg("order"), py::arg("tokens"), py::arg("places"), py::arg("ends"), py::arg("experts"));
+  define(
+      module, "combine_expert_rows",
+      [](auto act) {
+        return [act](TensorArg const& out, TensorArg const& rows, TensorArg const& places, TensorArg const& weights,
+                     std::optional<TensorArg> const& count) {
+          act(CombineExpertRows{out.view, rows.view, places.view, weights.view, view_of(count)}, stream_of(rows));
+        };
+      },
+      &combine_expert_rows, py::arg("out"), py::arg("rows"), py::arg("places"), py::arg("weights"), py::arg("count"));
+}
+
+}  // namespace epiloq::bindings
