@@ -35,6 +35,9 @@ def candidates_weight_only_mm(
     offsets: bool = False,
     same_type: bool = True,
 ) -> tuple[str, str, list[tuple[str, float]]]: ...
+def check_combine_expert_rows(
+    out: Tensor, rows: Tensor, places: Tensor, weights: Tensor, count: Tensor | None
+) -> None: ...
 def check_conv2d_int8(
     out: Tensor,
     x: Tensor,
@@ -86,6 +89,20 @@ def check_rotate_and_store(
     value_cache: Tensor,
     position: Tensor | None,
 ) -> None: ...
+def check_select_experts(
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    score: str,
+    normalize: bool,
+    epsilon: float,
+    factor: float,
+    groups: int,
+    top_groups: int,
+    group_scores: int,
+) -> None: ...
+def check_sort_expert_rows(order: Tensor, tokens: Tensor, places: Tensor, ends: Tensor, experts: Tensor) -> None: ...
 def check_table_mm(
     out: Tensor,
     x: Tensor,
@@ -98,6 +115,7 @@ def check_table_mm(
     block_size: int,
 ) -> None: ...
 def clear_tuned_kernels(device: int) -> None: ...
+def combine_expert_rows(out: Tensor, rows: Tensor, places: Tensor, weights: Tensor, count: Tensor | None) -> None: ...
 def conv2d_int8(
     out: Tensor,
     x: Tensor,
@@ -707,11 +725,25 @@ def scaled_mm_on_host(
     azp: Tensor | None,
     threads: int,
 ) -> None: ...
+def select_experts(
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    score: str,
+    normalize: bool,
+    epsilon: float,
+    factor: float,
+    groups: int,
+    top_groups: int,
+    group_scores: int,
+) -> None: ...
 def set_batch_invariant(on: bool) -> None: ...
 def set_batch_invariant_here(on: bool | None) -> None: ...
 def set_tuned_kernel(device: int, key: str, name: str) -> None: ...
 def silu_and_mul(out: Tensor, x: Tensor) -> None: ...
 def silu_and_mul_quant(q: Tensor, x: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None: ...
+def sort_expert_rows(order: Tensor, tokens: Tensor, places: Tensor, ends: Tensor, experts: Tensor) -> None: ...
 def source_hash() -> str: ...
 def table_linear(layer: object, x: object) -> Tensor | None: ...
 def table_mm(

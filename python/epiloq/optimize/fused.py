@@ -20,6 +20,7 @@ from epiloq.optimize import structure
 from epiloq.optimize.guards import decodes_in_graph, is_exporting, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
+from epiloq.optimize.routers import fused_router
 from epiloq.optimize.siblings import Siblings, siblings_of
 from epiloq.optimize.step import GATED, GATED_IN_ONE, SILU, Step, act_of, activation_of, is_made_of
 from epiloq.optimize.tokens import activated, gated, measure_of, multiply, normed, quantises
@@ -27,8 +28,8 @@ from epiloq.optimize.tokens import activated, gated, measure_of, multiply, norme
 
 def replacement(module: Any) -> Callable[..., Any] | str | None:
     """A faster ``forward`` for `module`, or the reason why a similar module has none, or None."""
-    if (norm := fused_norm(module)) is not None:
-        return norm
+    if (forward := fused_norm(module) or fused_router(module)) is not None:
+        return forward
     for form, names in ((structure.GATED_MLP, GATED), (structure.GATED_MLP_IN_ONE, GATED_IN_ONE)):
         if structure.has_form(module, form):
             siblings = group_of(module, names)

@@ -23,42 +23,42 @@ __device__ __forceinline__ int tiles_of(int tokens) {
   return (max(tokens, 0) + kTokens - 1) / kTokens;
 }
 
-// Each warp scans the experts' counts, 32 at a time, and finds the tile. Counts are clamped to x's rows. Those of
-// kTogether times 32 experts are loaded together, since many experts may come before the first with rows.
+// Loads the counts of up to 256 experts into L1: a warp then scans them at less than one latency of L2 for each 32.
+__device__ __forceinline__ void fetch_counts(Problem const& p) {
+  constexpr int kSector = 32 / sizeof(*p.counts);
+  int const expert = static_cast<int>(threadIdx.x) % 32 * kSector;
+  int unused;
+  if (expert < p.experts) asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(p.counts + expert));
+}
+
+// Each warp scans the experts' counts, 32 at a time, and finds the tile. Counts are clamped to x's rows.
 template <int kTokens>
 __device__ __forceinline__ Tile find_tile(Problem const& p, int tile) {
-  constexpr int kWarp = 32, kTogether = 4;
-  int const lane = threadIdx.x % kWarp;
+  int const lane = threadIdx.x % 32;
   int before = 0;  // tiles of earlier experts
+  if (p.experts > 32) fetch_counts(p);
 #pragma unroll 1
-  for (int first_expert = 0; first_expert < p.experts; first_expert += kTogether * kWarp) {
-    int begin[kTogether], end[kTogether];
+  for (int first_expert = 0; first_expert < p.experts; first_expert += 32) {
+    int const expert = first_expert + lane;
+    auto const count_of = [&](int i) { return min(max(p.counts[i], 0), p.product.m); };
+    bool const exists = expert < p.experts;
+    int const begin = exists && expert > 0 && !p.masked ? count_of(expert - 1) : 0;
+    int const end = exists ? count_of(expert) : begin;
+    int const own = tiles_of<kTokens>(end - begin);
+    int up_to = own;  // inclusive prefix sum
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      int const expert = first_expert + i * kWarp + lane;
-      auto const count_of = [&](int e) { return min(max(p.counts[e], 0), p.product.m); };
-      bool const exists = expert < p.experts;
-      begin[i] = exists && expert > 0 && !p.masked ? count_of(expert - 1) : 0;
-      end[i] = exists ? count_of(expert) : begin[i];
+    for (int apart = 1; apart < 32; apart *= 2) {
+      int const other = __shfl_up_sync(~0u, up_to, apart);
+      if (lane >= apart) up_to += other;
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      int const own = tiles_of<kTokens>(end[i] - begin[i]);
-      int up_to = own;  // inclusive prefix sum
-#pragma unroll
-      for (int apart = 1; apart < kWarp; apart *= 2) {
-        int const other = __shfl_up_sync(~0u, up_to, apart);
-        if (lane >= apart) up_to += other;
-      }
-      unsigned const later = __ballot_sync(~0u, before + up_to > tile);
-      if (later != 0) {
-        int const found = __ffs(later) - 1;
-        int const skipped = before + __shfl_sync(~0u, up_to - own, found);
-        int const of_begin = __shfl_sync(~0u, begin[i], found), of_end = __shfl_sync(~0u, end[i], found);
-        return {first_expert + i * kWarp + found, of_begin, of_end, (tile - skipped) * kTokens};
-      }
-      before += __shfl_sync(~0u, up_to, kWarp - 1);
+    unsigned const later = __ballot_sync(~0u, before + up_to > tile);
+    if (later != 0) {
+      int const found = __ffs(later) - 1;
+      int const skipped = before + __shfl_sync(~0u, up_to - own, found);
+      int const of_begin = __shfl_sync(~0u, begin, found), of_end = __shfl_sync(~0u, end, found);
+      return {first_expert + found, of_begin, of_end, (tile - skipped) * kTokens};
     }
+    before += __shfl_sync(~0u, up_to, 31);
   }
   return {0, 0, 0, 0};
 }

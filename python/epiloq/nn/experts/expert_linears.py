@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epiloq._torch.library import reads_values
+from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.experts.gating import gated
+from epiloq.ops.experts.rows import MOST_EXPERTS, MOST_SORTED_ROWS, combine_expert_rows, sort_expert_rows
 
 
 class Projections(NamedTuple):
@@ -72,52 +74,55 @@ def _check_kind(name: str, argument: str, given: Any) -> None:
 
 @dataclass(frozen=True)
 class Routing:
-    """Assignment of T tokens to top_k experts each.
+    """Assignment of T tokens to top_k experts each. Rows are pairs of a token and one of its experts.
 
-    order
-        int64 ``[T top_k]``: positions among ``top_k_index.flatten()``, sorted by expert.
+    tokens
+        int64 ``[T top_k]``: the token of each row, sorted by expert.
+    places
+        int64 ``[T top_k]``: where each row, in the order of ``top_k_index.flatten()``, is among the sorted ones.
     ends
-        int32 ``[E]``: the ends of the experts' rows in that order, as for ``epiloq.grouped_mm``.
+        int32 ``[E]``: the ends of the experts' sorted rows, as for ``epiloq.grouped_mm``.
     partial
         Whether rows for experts in other processes follow; their values are not read.
     """
 
-    order: Tensor
+    tokens: Tensor
+    places: Tensor
     ends: Tensor
-    top_k: int
     partial: bool = False
 
     @classmethod
     def of(cls, top_k_index: Tensor, experts: int, part: range | None = None) -> Routing:
         """Create from the indices ``[T, top_k]`` of each token's experts; `part` selects the experts in this process.
 
-        Nothing is read back to the host.
+        Nothing is read back to the host. On a GPU one kernel sorts up to `MOST_SORTED_ROWS` rows.
         """
         if part is not None:
             here = (top_k_index >= part.start) & (top_k_index < part.stop)
             top_k_index = torch.where(here, top_k_index - part.start, experts)
+        is_few = top_k_index.numel() <= MOST_SORTED_ROWS and experts <= MOST_EXPERTS
+        if top_k_index.is_cuda and top_k_index.dtype == torch.int64 and is_few:
+            _, tokens, places, ends = sort_expert_rows(top_k_index.contiguous(), experts)
+            return cls(tokens, places, ends, part is not None)
         expert, order = top_k_index.flatten().sort(stable=True)
         numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
         return cls(
-            order,
+            order.div(top_k_index.shape[1], rounding_mode="floor"),
+            torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)),
             torch.searchsorted(expert, numbers, right=True, out_int32=True),
-            top_k_index.shape[1],
             part is not None,
         )
-
-    @property
-    def tokens(self) -> Tensor:
-        """The token of each row, sorted by expert."""
-        return self.order.div(self.top_k, rounding_mode="floor")
 
     def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
         """Combine rows ``[T top_k, H]``, sorted by expert, to each token's weighted sum ``[T, H]``, in fp32 and in
         order."""
+        if y.is_cuda and not wants_gradient(y, top_k_weights):
+            weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
+            return combine_expert_rows(y, self.places, weights.contiguous(), self.ends[-1:] if self.partial else None)
         if self.partial:
             rows = torch.arange(y.shape[0], device=y.device).unsqueeze(-1)
             y = y.masked_fill(rows >= self.ends[-1], 0)
-        back = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(self.order), device=y.device))
-        each = y[back].view(*top_k_weights.shape, y.shape[-1])
+        each = y[self.places].view(*top_k_weights.shape, y.shape[-1])
         # 16-bit rows times float32 weights give float32 in one pass.
         return (each * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
 

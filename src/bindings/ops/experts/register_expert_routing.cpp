@@ -15,21 +15,28 @@ Stream stream_of(TensorArg const& tensor) {
   return tensor.view.device.type == Device::Type::kCuda ? current_stream(tensor) : nullptr;
 }
 
+ExpertScore parse_score(std::string const& text) {
+  constexpr std::pair<char const*, ExpertScore> kScores[] = {{"softmax", ExpertScore::kSoftmax},
+                                                             {"sigmoid", ExpertScore::kSigmoid},
+                                                             {"softmax_of_chosen", ExpertScore::kSoftmaxOfChosen}};
+  for (auto const& [name, score] : kScores) {
+    if (text == name) return score;
+  }
+  throw InvalidArgument("epiloq.select_experts: score: expected softmax, sigmoid or softmax_of_chosen, got " + text);
+}
+
 }  // namespace
 
 void register_expert_routing(py::module_& module) {
-  py::enum_<ExpertScore>(module, "ExpertScore")
-      .value("softmax", ExpertScore::kSoftmax)
-      .value("sigmoid", ExpertScore::kSigmoid)
-      .value("softmax_of_chosen", ExpertScore::kSoftmaxOfChosen);
   define(
       module, "select_experts",
       [](auto act) {
         return [act](TensorArg const& weights, TensorArg const& experts, TensorArg const& logits,
-                     std::optional<TensorArg> const& bias, ExpertScore score, bool normalize, float epsilon,
+                     std::optional<TensorArg> const& bias, std::string const& score, bool normalize, float epsilon,
                      float factor, int groups, int top_groups, int group_scores) {
-          SelectExperts const call{weights.view, experts.view, logits.view, view_of(bias), score,       normalize,
-                                   epsilon,      factor,       groups,      top_groups,    group_scores};
+          SelectExperts const call{weights.view, experts.view, logits.view, view_of(bias), parse_score(score),
+                                   normalize,    epsilon,      factor,      groups,        top_groups,
+                                   group_scores};
           act(call, stream_of(logits));
         };
       },
