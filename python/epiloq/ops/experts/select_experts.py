@@ -82,10 +82,10 @@ def run(
     choice = scores if bias is None else scores + bias
     if groups > 1:
         of_groups = choice.unflatten(-1, (groups, -1))
-        best = of_groups.topk(group_scores, -1).values.sum(-1).sort(-1, descending=True, stable=True).indices
+        best = of_groups.topk(group_scores, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
         kept = torch.zeros(len(logits), groups, dtype=torch.bool).scatter_(1, best[:, :top_groups], True)
         choice = of_groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
-    experts.copy_(choice.sort(-1, descending=True, stable=True).indices[:, :top_k])
+    experts.copy_(choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k])
     chosen = scores.gather(1, experts)
     if score == "softmax_of_chosen":
         chosen = chosen.softmax(-1)
