@@ -65,7 +65,9 @@ def test_a_mixture_of_experts(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(measure._REPEATS, "cpu", 1)
     plan = Plan("tiny-moe", ["w4a16-g32"], ["eager"], [2], 8, forms=["optimised"])
     results = run_plan(plan, "cpu", lambda _: None)
-    assert [(r.scheme, r.phase) for r in results] == [(s, p) for s in ("none", "w4a16-g32") for p in ("prefill", "decode")]
+    assert [(r.scheme, r.phase) for r in results] == [
+        (s, p) for s in ("none", "w4a16-g32") for p in ("prefill", "decode")
+    ]
     before, after = (r.layer_megabytes for r in results[::2])
     assert after < before / 2  # so the experts are quantised
 

@@ -191,6 +191,8 @@ class GatedExperts(nn.Module):
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """The input of down, in the dtype of `gate_up`."""
+        if self._limit is not None and gate_up.is_cuda and not wants_gradient(gate_up):
+            return epiloq.silu_and_mul(self._limited(gate_up))[..., : self.intermediate]
         parts = gate_up.split(self.up_begins, -1)
         return gated(self.act_fn, *(part[:, : self.intermediate] for part in parts))
 
