@@ -10,16 +10,7 @@ namespace epiloq {
 // Routing of T tokens to top_k of E experts each, on a CUDA device. Rows are pairs of a token and one of its experts,
 // N = T top_k of them.
 
-inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 1024;
-inline constexpr int kMostTokensOfLogits = 16;
-
-// logits = x weight^T + bias, summed in fp32 and rounded once.
-struct ExpertLogits {
-  TensorView logits;                 // [T, E] of x's type or float32, contiguous; written
-  TensorView x;                      // [T, K] float16 or bfloat16, rows dense; T at most kMostTokensOfLogits
-  TensorView weight;                 // [E, K] of x's type, rows dense
-  std::optional<TensorView> bias{};  // [E] of x's type
-};
+inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 512;
 
 // What logits become before experts are chosen: softmax over all experts, a sigmoid of each, or themselves, with
 // softmax over the chosen ones.
@@ -59,13 +50,9 @@ struct CombineExpertRows {
   std::optional<TensorView> count{};  // int32, one element
 };
 
-EPILOQ_API void check(ExpertLogits const& call);
 EPILOQ_API void check(SelectExperts const& call);
 EPILOQ_API void check(SortExpertRows const& call);
 EPILOQ_API void check(CombineExpertRows const& call);
-// Launches and returns true; or does nothing and returns false where rows do not start on 16 bytes or K is not a
-// multiple of 8.
-EPILOQ_API bool expert_logits(ExpertLogits const& call, Stream stream);
 EPILOQ_API void select_experts(SelectExperts const& call, Stream stream);
 EPILOQ_API void sort_expert_rows(SortExpertRows const& call, Stream stream);
 EPILOQ_API void combine_expert_rows(CombineExpertRows const& call, Stream stream);

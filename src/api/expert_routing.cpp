@@ -11,7 +11,6 @@ namespace epiloq {
 namespace {
 
 using ops::expert_routing::CombineProblem;
-using ops::expert_routing::LogitsProblem;
 using ops::expert_routing::SelectProblem;
 using ops::expert_routing::SortProblem;
 
@@ -22,31 +21,6 @@ void expect_pairs(Checker const& check, char const* argument, TensorView const& 
   if (view.rank != 2) check.fail(argument, "expected [T, top_k], got ", describe(view));
   check.contiguous(argument, view);
   if (view.numel() > kMostRows) check.fail(argument, "expected at most ", kMostRows, " rows, got ", describe(view));
-}
-
-LogitsProblem checked(ExpertLogits const& call) {
-  Checker const check("expert_logits", call.x.device);
-  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16});
-  check.tensor("weight", call.weight, {call.x.dtype});
-  check.tensor("logits", call.logits, {DType::kFloat32, call.x.dtype});
-  if (call.x.rank != 2) check.fail("x", "expected [T, K], got ", describe(call.x));
-  if (call.weight.rank != 2 || call.weight.shape[1] != call.x.shape[1])
-    check.fail("weight", "expected [E, ", call.x.shape[1], "], got ", describe(call.weight));
-  Matrix const x = check.rows("x", call.x), weight = check.rows("weight", call.weight);
-  if (x.rows > kMostTokensOfLogits)
-    check.fail("x", "expected at most ", kMostTokensOfLogits, " tokens, got ", describe(call.x));
-  if (weight.rows > kMostRows || weight.cols > kMostRows)
-    check.fail("weight", "expected at most ", kMostRows, " rows and columns, got ", describe(call.weight));
-  check.shape("logits", call.logits, {x.rows, weight.rows});
-  if (call.bias) {
-    check.tensor("bias", *call.bias, {call.x.dtype});
-    check.vector("bias", *call.bias, weight.rows);
-  }
-  check.apart("logits", call.logits, "x", call.x);
-  check.apart("logits", call.logits, "weight", call.weight);
-  return {
-      call.x.data,   call.weight.data,         call.bias ? call.bias->data : nullptr, call.logits.data,        x.stride,
-      weight.stride, static_cast<int>(x.rows), static_cast<int>(weight.rows),         static_cast<int>(x.cols)};
 }
 
 SelectProblem checked(SelectExperts const& call) {
@@ -159,23 +133,9 @@ CombineProblem checked(CombineExpertRows const& call) {
 
 }  // namespace
 
-void check(ExpertLogits const& call) { checked(call); }
 void check(SelectExperts const& call) { checked(call); }
 void check(SortExpertRows const& call) { checked(call); }
 void check(CombineExpertRows const& call) { checked(call); }
-
-bool expert_logits(ExpertLogits const& call, Stream stream) {
-  LogitsProblem const problem = checked(call);
-  expect_device("expert_logits", "x", call.x, Device::Type::kCuda);
-  if (call.logits.numel() == 0) return true;
-  DType const dtype = call.x.dtype;
-  if (!in_vectors(problem.x, dtype, problem.stride_x, problem.depth) ||
-      !in_vectors(problem.weight, dtype, problem.stride_weight, problem.depth)) {
-    return false;
-  }
-  launch_logits(problem, dtype, call.logits.dtype, call.x.device.index, stream);
-  return true;
-}
 
 void select_experts(SelectExperts const& call, Stream stream) {
   SelectProblem const problem = checked(call);
@@ -201,7 +161,6 @@ void combine_expert_rows(CombineExpertRows const& call, Stream stream) {
 
 #if !EPILOQ_HAS_CUDA
 namespace ops::expert_routing {
-void launch_logits(LogitsProblem const&, DType, DType, int device, Stream) { device_properties(device); }
 void launch_select(SelectProblem const&, DType, DType, int device, Stream) { device_properties(device); }
 void launch_sort(SortProblem const&, int device, Stream) { device_properties(device); }
 void launch_combine(CombineProblem const&, bool, DType, DType, int device, Stream) { device_properties(device); }

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from epiloq.ops.experts.logits import expert_logits
 from epiloq.ops.experts.rows import combine_expert_rows, sort_expert_rows
 from epiloq.ops.experts.select_experts import select_experts
 
@@ -16,24 +15,6 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # Tokens, experts, experts per token, groups, kept groups, scores per group.
 SIZES = [(1, 8, 2, 1, 1, 1), (5, 128, 8, 1, 1, 1), (3, 33, 32, 1, 1, 1), (17, 256, 8, 8, 4, 2), (2, 160, 6, 8, 3, 1)]
 SIZES += [(4, 1, 1, 1, 1, 1), (0, 16, 4, 1, 1, 1), (9, 1024, 10, 32, 5, 2), (6, 500, 32, 4, 1, 2)]
-
-
-@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
-@pytest.mark.parametrize("tokens,count,depth", [(1, 128, 2048), (3, 5, 40), (4, 9, 264), (16, 256, 1000), (0, 8, 8)])
-def test_logits(tokens: int, count: int, depth: int, dtype: torch.dtype, device: str, seed: int) -> None:
-    has_bias, wide, odd = torch.rand(3).gt(0.5).tolist()
-    x = torch.randn(tokens, depth + 8 + odd, device=device).to(dtype)[:, :depth]  # with rows apart, or off 16 bytes
-    weight = torch.randn(count, depth, device=device).to(dtype)
-    bias = torch.randn(count, device=device).to(dtype) if has_bias else None
-    out = torch.float32 if wide else dtype
-    logits = expert_logits(x, weight, bias, out)
-    exact = x.double() @ weight.double().t()
-    magnitude = x.double().abs() @ weight.double().abs().t()
-    if bias is not None:
-        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    assert logits.dtype == out and logits.shape == (tokens, count)
-    bound = torch.finfo(out).eps / 2 * exact.abs() + depth**0.5 * 2.0**-23 * magnitude
-    assert ((logits.double() - exact).abs() <= bound).all()
 
 
 def scores_of(logits: Tensor, score: str) -> Tensor:
@@ -102,7 +83,7 @@ def test_not_a_number_and_infinities(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens,top_k,count", [(1, 8, 128), (16, 8, 128), (128, 8, 256), (7, 1, 3), (0, 4, 8), (40, 3, 1024)]
+    "tokens,top_k,count", [(1, 8, 128), (16, 8, 128), (64, 8, 256), (7, 1, 3), (0, 4, 8), (40, 3, 1024)]
 )
 def test_sorted_rows(tokens: int, top_k: int, count: int, device: str, seed: int) -> None:
     experts = torch.randint(count, (tokens, top_k), device=device)
@@ -167,19 +148,8 @@ def test_invalid_choices_are_refused(argument: str, changed: dict[str, Any]) -> 
 
 
 def test_invalid_rows_are_refused() -> None:
-    x, weight = torch.zeros(2, 8, dtype=torch.float16), torch.zeros(4, 8, dtype=torch.float16)
-    for argument, arguments in (
-        ("x", (x.float(), weight.float())),
-        ("x", (x.repeat(9, 1), weight)),
-        ("weight", (x, weight[:, :4])),
-        ("weight", (x, weight.bfloat16())),
-        ("bias", (x, weight, weight[:, 0])),
-        ("logits", (x, weight, None, torch.bfloat16)),
-    ):
-        with pytest.raises(ValueError, match=rf"epiloq\.expert_logits: {argument}: expected"):
-            expert_logits(*arguments)
-    with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected at most 1024 rows"):
-        sort_expert_rows(torch.zeros(1025, 1, dtype=torch.int64), 8)
+    with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected at most 512 rows"):
+        sort_expert_rows(torch.zeros(513, 1, dtype=torch.int64), 8)
     with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected int64"):
         sort_expert_rows(torch.zeros(2, 1, dtype=torch.int32), 8)
     rows, places, weights = torch.zeros(4, 8), torch.arange(4), torch.ones(2, 2)

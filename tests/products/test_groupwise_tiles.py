@@ -32,7 +32,7 @@ def test_every_tile_is_chosen_somewhere() -> None:
         explain("groupwise_mm", m=m, n=n, k=4096, column_scales=True, whole_row_scales=True)
         for m, n in itertools.product(sizes_m, sizes_n)
     }
-    assert sum("whole rows" in kernel for kernel in whole_rows) == tile_rows.WHOLE_ROWS, sorted(whole_rows)
+    assert sum("transposed" in kernel for kernel in whole_rows) == tile_rows.WHOLE_ROWS, sorted(whole_rows)
     assert "slow" in explain("groupwise_mm", m=1, n=64, k=100, aligned=False)
 
 
@@ -102,8 +102,8 @@ def test_which_tokens_with_one_scale_each_have_kernels_of_their_own() -> None:
         operands, how = (p.a, p.b, p.scale_a, p.scale_b), {"recipe": p.recipe, "out_dtype": dtype}
         with epiloq.config(arch="sm90"):
             if offs is None:
-                return "whole rows" in epiloq.explain("groupwise_mm", *operands, **how)
-            return "whole rows" in epiloq.explain("grouped_mm", *operands, offs=offs, **how)
+                return "transposed" in epiloq.explain("groupwise_mm", *operands, **how)
+            return "transposed" in epiloq.explain("grouped_mm", *operands, offs=offs, **how)
 
     for experts, m, own in ((0, 1000, True), (0, 64, False), (1, 1000, False)):
         p = make(m, 4096, 640, recipe=(1, 1, 128), experts=experts)
@@ -135,7 +135,7 @@ def test_every_tile_of_tokens_with_one_scale_each(seed: int, dtype: torch.dtype,
                     assert_close(out, *p.operands(), bias)
                 given = (p.a, p.b, p.scale_a, p.scale_b)
                 reached.add(epiloq.explain("groupwise_mm", *given, recipe=p.recipe, out_dtype=dtype))
-    assert sum("whole rows" in kernel for kernel in reached) >= tile_rows.WHOLE_ROWS, reached
+    assert sum("transposed" in kernel for kernel in reached) >= tile_rows.WHOLE_ROWS, reached
 
 
 @pytest.mark.gpu

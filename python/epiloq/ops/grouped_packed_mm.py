@@ -21,6 +21,7 @@ from epiloq._torch.library import (
     register_product,
 )
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
+from epiloq.ops.experts.few_rows import are_few
 from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
@@ -34,9 +35,6 @@ from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described
 
 _NAME = "grouped_packed_mm"
-# Rows of an expert on average above which products of one expert after the other are faster than the kernel that
-# multiplies all.
-_MANY_ROWS = 64
 # Tensors that some kinds of weights have.
 _OPTIONAL = ("zero", "offset", "global_scale")
 
@@ -55,10 +53,10 @@ def grouped_packed_mm(
 
     On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in groups of
     32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for FP4. Quantised
-    rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4), and for more than
-    64 rows per expert on average outside a CUDA graph, the experts are multiplied one by one with those operations, and
-    their numbers of rows are read on the host, which synchronises with the GPU. The bounds are those of the operations,
-    see docs/numerics.md.
+    rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4), and outside a CUDA
+    graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9, the experts are multiplied one by one
+    with those operations, and their numbers of rows are read on the host, which synchronises with the GPU. The bounds
+    are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
@@ -215,7 +213,7 @@ def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
     rows = x.shape[-2] if masked else x.shape[0] / experts
-    return rows <= _MANY_ROWS or torch.cuda.is_current_stream_capturing()
+    return are_few(rows, weight.n // experts, weight.k) or torch.cuda.is_current_stream_capturing()
 
 
 def _by_kernel(

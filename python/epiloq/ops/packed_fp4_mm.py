@@ -26,13 +26,11 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
+from epiloq.ops.experts.few_rows import are_few
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
 
-# Rows of an expert, on average, up to which a kernel reads the codes. One matrix has such kernels for more rows, too,
-# where the library supports it; otherwise W is dequantised first.
-_DECODE_ROWS = 64
 # Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
 _AT_ONCE = 1 << 20
 
@@ -48,13 +46,13 @@ def packed_fp4_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with packed FP4 weights; with ``offs`` or ``masked_m``, each row times its expert's matrix.
 
-    On CUDA, for 16-bit x with up to 64 rows (per expert on average), a kernel reads the codes directly: code times
-    scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is read back to the host. On SM90 one
-    matrix has such a kernel for more rows, too, of bfloat16 or for NVFP4. Otherwise, and on the CPU, W is dequantised
-    as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one expert at a time, whose
-    number of rows is read on the host. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``. With batch
-    invariance (`epiloq.set_batch_invariant`) CUDA always uses the kernel of few rows, for any number of rows, and the
-    CPU multiplies one row at a time.
+    On CUDA, for 16-bit x with up to 64 rows (with experts: with as few as `grouped_packed_mm` says), a kernel reads
+    the codes directly: code times scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is
+    read back to the host. On SM90 one matrix has such a kernel for more rows, too, of bfloat16 or for NVFP4.
+    Otherwise, and on the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and
+    multiplied by torch, one expert at a time, whose number of rows is read on the host. docs/numerics.md has the
+    bounds. The gradient of x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) CUDA always uses
+    the kernel of few rows, for any number of rows, and the CPU multiplies one row at a time.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows, leading dimensions that collapse into one; with
@@ -118,11 +116,13 @@ def run(
     return result
 
 
-def _takes_kernel(x: Tensor, counts: Tensor | None) -> bool:
-    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance."""
+def _takes_kernel(x: Tensor, counts: Tensor | None, n: int) -> bool:
+    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance. `n`: the rows of the
+    matrices of all experts."""
     if not x.is_cuda or counts is None or is_batch_invariant():
         return x.is_cuda
-    return prod(x.shape[:-1]) <= _DECODE_ROWS * counts.numel()
+    experts = counts.numel()
+    return are_few(prod(x.shape[:-1]) / experts, n // experts, x.shape[-1])
 
 
 def _refuse_dense(x: Tensor) -> None:
@@ -158,7 +158,7 @@ def _kernel_arguments(
 
 
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
-    if not _takes_kernel(x, counts):
+    if not _takes_kernel(x, counts, weight.n):
         return False
     return _core.grouped_weight_only_mm(*_kernel_arguments(out, x, weight, bias, counts))
 
@@ -217,7 +217,7 @@ def explain(call: Arguments) -> str:
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
-    if _takes_kernel(x, counts):
+    if _takes_kernel(x, counts, weight.n):
         explanation = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
         if not explanation.startswith("no "):
             return explanation

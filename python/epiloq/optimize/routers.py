@@ -1,6 +1,6 @@
 """Routers of mixtures of experts: scores, the choice of experts and their weights in one kernel, on a GPU.
 
-Forms are recognised as in `structure`. Logits of more than a few tokens are the module's own product.
+Forms are recognised as in `structure`. The logits are the module's own product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from epiloq.ops.experts.logits import expert_logits, has_kernel
 from epiloq.ops.experts.select_experts import MOST_EXPERTS, MOST_PER_TOKEN, select_experts
 from epiloq.optimize import structure
 from epiloq.optimize.guards import is_exporting, wants_gradient
@@ -77,24 +76,16 @@ class _Form(NamedTuple):
     """Whether the weights of the experts are float32 for logits of another dtype."""
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The router's own product, or a kernel for a few tokens."""
-    return expert_logits(x, weight, bias) if has_kernel(x, weight) else nn.functional.linear(x, weight, bias)
-
-
 def _logits(router: Any, hidden_states: Tensor) -> Tensor:
-    return _linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+    return nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
 
 
 def _biased_logits(router: Any, hidden_states: Tensor) -> Tensor:
-    return _linear(hidden_states, router.weight, router.bias)
+    return nn.functional.linear(hidden_states, router.weight, router.bias)
 
 
 def _float_logits(router: Any, hidden_states: Tensor) -> Tensor:
-    x, weight = hidden_states.reshape(-1, router.hidden_dim), router.weight
-    if has_kernel(x, weight):  # which sums in float32
-        return expert_logits(x, weight, dtype=torch.float32)
-    return nn.functional.linear(x.float(), weight.float())
+    return nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim).float(), router.weight.float())
 
 
 def _as_configured(router: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ namespace epiloq::ops::expert_routing {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kInFlight = 4;  // rows that a thread loads at a time
+constexpr int kInFlight = 8;  // rows that a thread loads at a time
 
 template <class T, int kWidth>
 __device__ __forceinline__ void load(float (&to)[kWidth], T const* from) {

@@ -1,4 +1,4 @@
-// Stable counting sort of a few rows by expert, in one CTA. A warp counts and places the rows of one expert at a time.
+// Stable sort of a few rows by expert, in one CTA: each row counts those that come before it.
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -8,66 +8,35 @@
 namespace epiloq::ops::expert_routing {
 namespace {
 
-constexpr int kWarp = 32, kThreads = 512, kWarps = kThreads / kWarp;
-constexpr unsigned kAll = ~0u;
-
-struct Shared {
-  int expert_of_row[kMostSortedRows];
-  int count[kMostExperts + 1], first[kMostExperts + 1];  // of an expert's rows; E: of rows without an expert
-};
-
-// Calls act(row, rows of this expert so far among those before `row`) in each lane whose row is the expert's; returns
-// their number.
-template <class Act>
-__device__ __forceinline__ int for_rows_of(int expert, Shared const& shared, int rows, int lane, Act act) {
-  int before = 0;
-  for (int begin = 0; begin < rows; begin += kWarp) {
-    int const row = begin + lane;
-    bool const is_own = row < rows && shared.expert_of_row[row] == expert;
-    unsigned const own = __ballot_sync(kAll, is_own);
-    if (is_own) act(row, before + __popc(own & ((1u << lane) - 1)));
-    before += __popc(own);
-  }
-  return before;
-}
+constexpr int kThreads = 512;
+static_assert(kMostSortedRows <= kThreads);
 
 __global__ __launch_bounds__(kThreads) void sort_kernel(__grid_constant__ SortProblem const p) {
-  __shared__ Shared shared;
+  __shared__ int expert_of_row[kMostSortedRows];
   pdl_wait();
   pdl_trigger();
-  int const warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int row = threadIdx.x; row < p.rows; row += kThreads) {
+  int const row = threadIdx.x;
+  int own = p.experts;  // of rows without an expert here
+  if (row < p.rows) {
     std::int64_t const expert = p.expert_of_row[row];
-    shared.expert_of_row[row] = expert >= 0 && expert < p.experts ? static_cast<int>(expert) : p.experts;
+    if (expert >= 0 && expert < p.experts) own = static_cast<int>(expert);
+    expert_of_row[row] = own;
   }
   __syncthreads();
-  for (int expert = warp; expert <= p.experts; expert += kWarps) {
-    int const count = for_rows_of(expert, shared, p.rows, lane, [](int, int) {});
-    if (lane == 0) shared.count[expert] = count;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    int end = 0;
-    for (int begin = 0; begin <= p.experts; begin += kWarp) {
-      int const expert = begin + lane, count = expert <= p.experts ? shared.count[expert] : 0;
-      int sum = count;
-      for (int offset = 1; offset < kWarp; offset *= 2) {
-        int const below = __shfl_up_sync(kAll, sum, offset);
-        if (lane >= offset) sum += below;
-      }
-      if (expert <= p.experts) shared.first[expert] = end + sum - count;
-      if (expert < p.experts) p.ends[expert] = end + sum;
-      end += __shfl_sync(kAll, sum, kWarp - 1);
+  if (row < p.rows) {
+    int place = 0;
+#pragma unroll 4
+    for (int other = 0; other < p.rows; ++other) {
+      int const expert = expert_of_row[other];
+      place += expert < own || (expert == own && other < row);
     }
+    p.order[place] = row, p.tokens[place] = row / p.top_k, p.places[row] = place;
   }
-  __syncthreads();
-  for (int expert = warp; expert <= p.experts; expert += kWarps) {
-    if (shared.count[expert] == 0) continue;
-    int const first = shared.first[expert];
-    for_rows_of(expert, shared, p.rows, lane, [&](int row, int before) {
-      int const place = first + before;
-      p.order[place] = row, p.tokens[place] = row / p.top_k, p.places[row] = place;
-    });
+  for (int expert = threadIdx.x; expert < p.experts; expert += kThreads) {
+    int end = 0;
+#pragma unroll 4
+    for (int other = 0; other < p.rows; ++other) end += expert_of_row[other] <= expert;
+    p.ends[expert] = end;
   }
 }
 

@@ -6,16 +6,6 @@
 
 namespace epiloq::ops::expert_routing {
 
-struct LogitsProblem {
-  void const *x, *weight;
-  void const* bias;  // or null
-  void* logits;
-  std::int64_t stride_x, stride_weight;
-  int tokens, experts, depth;
-};
-// x and weight have rows of whole vectors on 16 bytes, of 16-bit floats.
-void launch_logits(LogitsProblem const& problem, DType x, DType logits, int device, Stream stream);
-
 struct SelectProblem {
   void const* logits;
   float const* bias;  // or null

@@ -14,6 +14,7 @@ import epiloq
 import fp4_reference
 import weight_reference
 from epiloq.ops.attention import decode_attention, rotate_and_store
+from epiloq.ops.experts import rows, select_experts
 from reference import make_problem
 
 Calls = Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -36,6 +37,7 @@ def operator_calls(m: int, n: int, k: int, device: str) -> Calls:
     yield from convolutions(m, n, device)
     yield from decode_attentions(m, n, device)
     yield from rotations(m, device)
+    yield from expert_routes(m, device)
     codes = torch.zeros(-(-n * k // 2), dtype=torch.uint8, device=device)
     numbers, scale = torch.randn(16, device=device), torch.rand(-(-n * k // 24), device=device)
     x = torch.randn(m, k, device=device)
@@ -115,6 +117,18 @@ def fused_quantisers(x: Tensor) -> Calls:
     yield OPS.rms_norm_out, (x, weight, 1e-6, x.flip(0), torch.zeros_like(x), torch.zeros_like(x)), {}
     yield OPS.silu_and_mul, (pair,), {}
     yield OPS.silu_and_mul_out, (pair,), {"out": torch.zeros_like(x)}
+
+
+def expert_routes(m: int, device: str) -> Calls:
+    assert rows and select_experts  # whose import registers the operators
+    logits, bias = torch.randn(m, 8, device=device), torch.randn(8, device=device)
+    yield OPS.select_experts, (logits, 2, "softmax", None, True, 0.0, 1.0, 1, 1, 1, torch.float32), {}
+    yield OPS.select_experts, (logits, 2, "sigmoid", bias, True, 1e-20, 2.5, 4, 2, 2, torch.float32), {}
+    experts = torch.randint(8, (m, 2), device=device)
+    yield OPS.sort_expert_rows, (experts, 8), {}
+    places, weights = torch.randperm(2 * m, device=device), torch.rand(m, 2, device=device)
+    for count in (None, torch.tensor([m], dtype=torch.int32, device=device)):
+        yield OPS.combine_expert_rows, (torch.randn(2 * m, 24, device=device), places, weights, count), {}
 
 
 def rotations(m: int, device: str) -> Calls:

@@ -29,15 +29,6 @@ ExpertScore parse_score(std::string const& text) {
 
 void register_expert_routing(py::module_& module) {
   define(
-      module, "expert_logits",
-      [](auto act) {
-        return [act](TensorArg const& logits, TensorArg const& x, TensorArg const& weight,
-                     std::optional<TensorArg> const& bias) {
-          return act(ExpertLogits{logits.view, x.view, weight.view, view_of(bias)}, stream_of(x));
-        };
-      },
-      &expert_logits, py::arg("logits"), py::arg("x"), py::arg("weight"), py::arg("bias"));
-  define(
       module, "select_experts",
       [](auto act) {
         return [act](TensorArg const& weights, TensorArg const& experts, TensorArg const& logits,
