@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epiloq.ops.experts.few_rows import are_few
 from epiloq.ops.experts.rows import combine_expert_rows, sort_expert_rows
 from epiloq.ops.experts.select_experts import select_experts
 
@@ -161,3 +162,9 @@ def test_invalid_rows_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=rf"epiloq\.combine_expert_rows: {argument}: expected"):
             combine_expert_rows(*given)
+
+
+def test_when_rows_are_few() -> None:
+    """Up to 64 rows always, and more as long as an expert's product takes less than its launch."""
+    assert are_few(64, 10**6, 10**6, 5e9) and are_few(5e9 / (2048 * 1536), 2048, 1536, 5e9)
+    assert not are_few(64.5, 10**6, 10**6, 5e9) and not are_few(5.1e9 / (2048 * 1536), 2048, 1536, 5e9)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import epiloq
 import fp4_reference
+from epiloq.ops.experts import few_rows
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from reference import ulp
 from w4a8_reference import ACTIVATIONS, make_activations
@@ -79,9 +80,15 @@ def test_is_each_experts_product(
     assert text.startswith(widened), text
 
 
+@pytest.mark.parametrize("one_kernel", [True, False])
 @pytest.mark.parametrize("form", SCALES)
-def test_many_rows_of_an_expert(seed: int, device: str, form: str) -> None:
-    """More than 64 on average, which CUDA multiplies one expert after the other, MXFP4 by its FP8 product."""
+def test_many_rows_of_an_expert(
+    seed: int, device: str, form: str, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of all experts, and, as CUDA multiplies rows that take longer, one expert after the other, MXFP4
+    by its FP8 product."""
+    if not one_kernel:
+        monkeypatch.setattr(few_rows, "FP4_MULTIPLICATIONS", 0)
     rows, n, k = 700, 32, 256
     codes, scale, _ = fp4_reference.weight(2 * n, k, SCALES[form], device)
     dense = fp4_reference.dequantized(codes, scale, None, k)

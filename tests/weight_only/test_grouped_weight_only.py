@@ -10,6 +10,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq import _core
+from epiloq.ops.experts import few_rows
 from epiloq.weights.packed_layout import packed_codes, packed_parameters
 from reference import poisoned
 from weight_reference import Weight, assert_close, make_weight
@@ -49,8 +50,22 @@ def assert_experts_close(y: Tensor, x: Tensor, weight: Weight, counts: tuple[int
 @pytest.mark.parametrize("kind", ["symmetric", "zero"])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 256), (8, -1)])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_against_float64(seed: int, counts: str, bits: int, group: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_against_float64(
+    seed: int,
+    counts: str,
+    bits: int,
+    group: int,
+    kind: str,
+    dtype: torch.dtype,
+    one_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = COUNTS[counts]
+    if not one_kernel:
+        if sum(rows) <= 64 * len(rows):
+            pytest.skip("few rows: always by one kernel")
+        monkeypatch.setattr(few_rows, "INTEGER_MULTIPLICATIONS", 0)
     for n, k in ((48, 200), (144, 1032)):
         weight = make_weight(len(rows) * n, k, bits, group, kind, device="cuda")
         x = torch.randn(sum(rows) + 3, k, device="cuda").to(dtype)
@@ -60,7 +75,7 @@ def test_against_float64(seed: int, counts: str, bits: int, group: int, kind: st
         assert_experts_close(out, x, weight, rows, n)
         assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
         message = epiloq.explain("grouped_packed_mm", x, weight.packed, offs=ends_of(rows))
-        assert message.startswith("grouped mma.sync" if len(x) <= 64 * len(rows) else "one expert after the other")
+        assert message.startswith("grouped mma.sync" if one_kernel else "one expert after the other")
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import epiloq
 import fp4_reference
+from epiloq.ops.experts import few_rows
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from reference import assert_rounded_product, poisoned
 
@@ -319,13 +320,19 @@ def test_refused(seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_kernel_is_used_without_synchronisation(form: str, dtype: torch.dtype, seed: int) -> None:
+def test_kernel_is_used_without_synchronisation(
+    form: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of few rows, dense and of experts, in a captured graph too; more rows are multiplied by a dense weight."""
     weight, exact = packed(8 * 256, 512, form, "cuda", 8)
     x, ends = torch.randn(40, 512, device="cuda").to(dtype), torch.arange(5, 41, 5, device="cuda", dtype=torch.int32)
     assert "dequantised" not in epiloq.explain("packed_fp4_mm", x, weight, offs=ends)
     assert "dequantised" not in epiloq.explain("packed_fp4_mm", x, weight.row_slice(0, 256))
-    assert "dequantised" in epiloq.explain("packed_fp4_mm", x.repeat(20, 1), weight, offs=20 * ends)
+    many = x.repeat(20, 1)
+    assert "dequantised" not in epiloq.explain("packed_fp4_mm", many, weight, offs=20 * ends)
+    with monkeypatch.context() as patched:
+        patched.setattr(few_rows, "FP4_MULTIPLICATIONS", 100 * 256 * 512 - 1)
+        assert "dequantised" in epiloq.explain("packed_fp4_mm", many, weight, offs=20 * ends)
     epiloq.packed_fp4_mm(x, weight, offs=ends)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

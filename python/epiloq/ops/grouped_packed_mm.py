@@ -21,7 +21,7 @@ from epiloq._torch.library import (
     register_product,
 )
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
-from epiloq.ops.experts.few_rows import are_few
+from epiloq.ops.experts import few_rows
 from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
@@ -54,7 +54,7 @@ def grouped_packed_mm(
     On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in groups of
     32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for FP4. Quantised
     rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4), and outside a CUDA
-    graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9, the experts are multiplied one by one
+    graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9 (FP4: 2.5e10), the experts are multiplied one by one
     with those operations, and their numbers of rows are read on the host, which synchronises with the GPU. The bounds
     are those of the operations, see docs/numerics.md.
 
@@ -213,7 +213,9 @@ def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
     rows = x.shape[-2] if masked else x.shape[0] / experts
-    return are_few(rows, weight.n // experts, weight.k) or torch.cuda.is_current_stream_capturing()
+    is_fp4 = isinstance(weight, PackedFp4Weight)
+    most = few_rows.FP4_MULTIPLICATIONS if is_fp4 else few_rows.INTEGER_MULTIPLICATIONS
+    return few_rows.are_few(rows, weight.n // experts, weight.k, most) or torch.cuda.is_current_stream_capturing()
 
 
 def _by_kernel(

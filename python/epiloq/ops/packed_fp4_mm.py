@@ -26,7 +26,7 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
-from epiloq.ops.experts.few_rows import are_few
+from epiloq.ops.experts import few_rows
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
@@ -122,7 +122,8 @@ def _takes_kernel(x: Tensor, counts: Tensor | None, n: int) -> bool:
     if not x.is_cuda or counts is None or is_batch_invariant():
         return x.is_cuda
     experts = counts.numel()
-    return are_few(prod(x.shape[:-1]) / experts, n // experts, x.shape[-1])
+    rows, most = prod(x.shape[:-1]) / experts, few_rows.FP4_MULTIPLICATIONS
+    return few_rows.are_few(rows, n // experts, x.shape[-1], most)
 
 
 def _refuse_dense(x: Tensor) -> None:
