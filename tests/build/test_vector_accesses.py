@@ -55,6 +55,7 @@ ACCESSES = {
         "`vector_of` chooses a kernel by the widest copies that pointers and strides allow.",
     ),
     "conv2d/int8_split_k.cuh": (3, SHARED),
+    "experts/combine_rows.cu": (1, IN_VECTORS),
     "generic/decode_attention.cu": (
         17,
         "Queries, keys, values: `starts_on_16_bytes`, else torch's attention. Workspace: refused by `checked`. Mask: "

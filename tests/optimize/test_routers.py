@@ -52,9 +52,13 @@ def test_same_choice(family: str, dtype: torch.dtype, device: str, seed: int, mo
     logits, weights, experts = forward(x)
     expected = type(router).forward(router, x)
     assert torch.equal(logits, expected[0]) and weights.dtype == expected[1].dtype
-    order, expected_order = experts.argsort(-1), expected[2].argsort(-1)
-    assert torch.equal(experts.gather(1, order), expected[2].gather(1, expected_order))
-    torch.testing.assert_close(weights.gather(1, order), expected[1].gather(1, expected_order))
+    # Of equal logits, which 16 bits often have, torch may choose another one.
+    assert torch.equal(*(logits.gather(1, chosen).sort().values for chosen in (experts, expected[2])))
+    torch.testing.assert_close(weights.sort().values, expected[1].sort().values)
+    if dtype is torch.float32:
+        order, expected_order = experts.argsort(-1), expected[2].argsort(-1)
+        assert torch.equal(experts.gather(1, order), expected[2].gather(1, expected_order))
+        torch.testing.assert_close(weights.gather(1, order), expected[1].gather(1, expected_order))
 
 
 def test_its_own_forward_runs_for_gradients_and_on_a_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,12 +51,12 @@ def grouped_packed_mm(
 ) -> Tensor:
     """`weight_only_mm` (or `w4a8_mm` with ``scale_a``) for a mixture of experts: each row times its expert's matrix.
 
-    On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in groups of
-    32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for FP4. Quantised
-    rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4), and outside a CUDA
-    graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9 (FP4: 2.5e10), the experts are multiplied one by one
-    with those operations, and their numbers of rows are read on the host, which synchronises with the GPU. The bounds
-    are those of the operations, see docs/numerics.md.
+    On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in
+    groups of 32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for
+    FP4. Quantised rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4),
+    and outside a CUDA graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9 (FP4: 2.5e10),
+    the experts are multiplied one by one with those operations, and their numbers of rows are read on the host,
+    which synchronises with the GPU. The bounds are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or

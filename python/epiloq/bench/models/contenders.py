@@ -30,9 +30,9 @@ def build(model: str | Path, layers: int | None, dtype: torch.dtype, device: str
         return loaded.to(device).eval()
     sizes: dict[str, Any] = SHAPES[str(model)] | ({} if layers is None else {"num_hidden_layers": layers})
     config = AutoConfig.for_model(**sizes, max_position_embeddings=8192)
+    models: Any = AutoModelForCausalLM
     with torch.device(device):
-        made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return made.eval()
+        return models.from_config(config, dtype=dtype).eval()
 
 
 def reason_of(error: Exception) -> str:
