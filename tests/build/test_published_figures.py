@@ -57,11 +57,11 @@ def test_tables_of_whole_models_are_those_of_the_record(page: str, monkeypatch: 
     tables = pytest.importorskip("model_table")  # typer is not always there
     text = (documents.ROOT / page).read_text(encoding="utf-8")
     assert "made by tools/figures/model_table.py" in text
-    records = RESULTS / "nvidia-h200" / "whole_model.json", RESULTS / "nvidia-h200" / "whole_model_eager.json"
-    for record in records:
-        rows = tables.read(record)
-        assert tables.written(text, rows) == text
-        assert {row.scheme for row in rows} >= {"none", "w4a16-g128", "fp8-token"}
+    schemes = {"whole_model": "fp8-token", "whole_model_eager": "fp8-token", "mixture": "fp8-block"}
+    for name, scheme in schemes.items():
+        record = tables.read(RESULTS / "nvidia-h200" / f"{name}.json")
+        assert tables.written(text, record) == text
+        assert {row.scheme for row in record.rows} >= {"none", "w4a16-g128", scheme}
 
 
 def test_models() -> None:

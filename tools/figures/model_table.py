@@ -3,28 +3,37 @@
     python tools/figures/model_table.py keep models.json RECORD --commit 3e9a0d5
     python tools/figures/model_table.py write RECORD README.md docs/guide/whole_models.md
 
-A record has either compiled models or others; tables of the other kind stay. A record with a few layers of a shape is
-extrapolated to all: time and size of one layer times their number, plus embedding, last norm and head as measured.
+A record is of one shape, and has either compiled models or others; tables of another kind stay. A record with a few
+layers is extrapolated to all: time and size of one layer times their number, plus embedding, last norm and head as
+measured.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from epiloq.bench.models.plan import SHAPES, Measured
 
 app = typer.Typer(add_completion=False, help=__doc__)
-SHAPE = "llama-3-8b"
 BEGIN, END = "<!-- made by tools/figures/model_table.py: {} -->", "<!-- end -->"
 KERNELS, NAME = 12, 90  # kernels kept per contender, and characters kept of each name
 
 
-def read(record: Path) -> list[Measured]:
-    return [Measured(**row) for row in json.loads(record.read_text(encoding="utf-8"))["rows"]]
+class Record(NamedTuple):
+    shape: str
+    rows: list[Measured]
+
+
+def read(path: Path) -> Record:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    shape = re.findall(r"--model (\S+)", found["environment"]["command"])[-1]
+    return Record(shape, [Measured(**row) for row in found["rows"]])
 
 
 def label(row: Measured) -> str:
@@ -50,8 +59,9 @@ def lines(heads: list[str], rows: list[list[str]]) -> str:
     )
 
 
-def short(rows: list[Measured], layers: int) -> str:
-    """Format tokens per second and gigabytes of compiled models with this number of layers."""
+def short(record: Record) -> str:
+    """Format tokens per second and gigabytes of compiled models with all layers of their shape."""
+    rows, layers = record.rows, SHAPES[record.shape]["num_hidden_layers"]
     phases = {
         ("compile", "decode", 1): "decode, batch 1",
         ("compile", "decode", 16): "batch 16",
@@ -72,7 +82,7 @@ def short(rows: list[Measured], layers: int) -> str:
     return lines(["", "weights, GB", *phases.values()], table)
 
 
-def by_layer(rows: list[Measured]) -> str:
+def by_layer(record: Record) -> str:
     """Format microseconds per layer, without embedding, last norm and head."""
     phases = {
         ("compile", "decode", 1): "decode, batch 1",
@@ -80,12 +90,12 @@ def by_layer(rows: list[Measured]) -> str:
         ("compile", "prefill", 1): "prefill of 2048",
     }
     table = []
-    for name, own in contenders(rows).items():
+    for name, own in contenders(record.rows).items():
         table.append([name, *(f"{own[phase].us_a_layer:,.0f}" if phase in own else "" for phase in phases)])
     return lines(["µs a layer", *phases.values()], table)
 
 
-def by_mode(rows: list[Measured]) -> str:
+def by_mode(record: Record) -> str:
     """Format tokens per second of decoding without `torch.compile`, as loaded and optimised."""
     steps = {
         ("eager", 1): "eager, batch 1",
@@ -94,7 +104,7 @@ def by_mode(rows: list[Measured]) -> str:
         ("graph", 16): "batch 16",
     }
     found: dict[str, dict[tuple[str, int], Measured]] = {}
-    for row in rows:
+    for row in record.rows:
         name = label(row) + ("" if row.optimized or row.scheme == "none" else ", as loaded")
         if row.phase == "decode":
             found.setdefault(name, {})[row.mode, row.batch] = row
@@ -111,21 +121,29 @@ def by_mode(rows: list[Measured]) -> str:
     return lines(["decoded tokens/s", *steps.values()], table)
 
 
-TABLES = {"models": lambda rows: short(rows, SHAPES[SHAPE]["num_hidden_layers"]), "layers": by_layer, "modes": by_mode}
-COMPILED = {"models": True, "layers": True, "modes": False}
-"""Whether a table is of compiled models."""
+class Table(NamedTuple):
+    format: Callable[[Record], str]
+    shape: str
+    compiled: bool = True
 
 
-def written(text: str, rows: list[Measured]) -> str:
-    """Return a document with its tables regenerated."""
-    compiled = any(row.mode == "compile" for row in rows)
+TABLES = {
+    "models": Table(short, "llama-3-8b"),
+    "layers": Table(by_layer, "llama-3-8b"),
+    "modes": Table(by_mode, "llama-3-8b", compiled=False),
+    "mixtures": Table(short, "qwen3-30b-a3b"),
+    "layers of mixtures": Table(by_layer, "qwen3-30b-a3b"),
+}
+
+
+def written(text: str, record: Record) -> str:
+    """Return a document with the tables of this record's kind regenerated."""
+    compiled = any(row.mode == "compile" for row in record.rows)
     for name, table in TABLES.items():
-        if COMPILED[name] != compiled:
-            continue
         before, mark, rest = text.partition(BEGIN.format(name))
-        if mark:
+        if mark and (table.shape, table.compiled) == (record.shape, compiled):
             after = rest.partition(END)[2]
-            text = f"{before}{mark}\n{table(rows)}\n{END}{after}"
+            text = f"{before}{mark}\n{table.format(record)}\n{END}{after}"
     return text
 
 
@@ -145,9 +163,9 @@ def keep(record: Path, to: Path, commit: Annotated[str, typer.Option(help="The m
 @app.command()
 def write(record: Path, documents: list[Path]) -> None:
     """Write the tables into documents, between their marks."""
-    rows = read(record)
+    found = read(record)
     for document in documents:
-        document.write_text(written(document.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        document.write_text(written(document.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":
