@@ -31,6 +31,16 @@ def test_deep_gemm_casts(m: int, k: int, group: int, ue8m0: bool, seed: int) -> 
     assert torch.equal(codes(q), codes((x / wide).to(E4M3)))
 
 
+@pytest.mark.parametrize("order", ["transposed", "every other column", "one row expanded"])
+def test_deep_gemm_casts_take_any_strides(order: str, device: str, seed: int) -> None:
+    """As DeepGEMM's, which copy into rows that are padded."""
+    x = torch.randn(256, 256, device=device)
+    x = {"transposed": x.t(), "every other column": x[:, ::2], "one row expanded": x[:1].expand(64, -1)}[order]
+    for cast in (deep_gemm.per_token_cast_to_fp8, deep_gemm.per_block_cast_to_fp8):
+        for result, expected in zip(cast(x, True), cast(x.contiguous(), True), strict=True):
+            assert torch.equal(result.float(), expected.float())
+
+
 def test_deep_gemm_refuses() -> None:
     x, d = torch.ones(4, 128), torch.empty(4, 8)
     with pytest.raises(NotImplementedError, match="use_packed_ue8m0"):

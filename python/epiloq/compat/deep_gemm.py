@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq.compat._checks import require_matrix
+from epiloq.compat._checks import require_matrix, rows_apart
 
 __all__ = [
     "fp8_gemm_nt",
@@ -126,7 +126,8 @@ def m_grouped_fp8_gemm_nt_masked(
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cast `x` [M, K] to float8_e4m3fn with float32 scales [M, ceil(K / gran_k)] = max(max|x|, 1e-4) / 448.
+    """Cast `x` [M, K], with any strides, to float8_e4m3fn with float32 scales [M, ceil(K / gran_k)]
+    = max(max|x|, 1e-4) / 448.
 
     `use_ue8m0` rounds scales up to powers of two. Raises NotImplementedError for `use_packed_ue8m0` (four scales
     packed into an integer, for Blackwell).
@@ -134,13 +135,16 @@ def per_token_cast_to_fp8(
     require_matrix("per_token_cast_to_fp8", x=x)
     if use_packed_ue8m0:
         raise NotImplementedError("per_token_cast_to_fp8: use_packed_ue8m0: expected False; it is not implemented")
-    return epiloq.quantize_fp8(x, granularity="group", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
+    rows = rows_apart("per_token_cast_to_fp8", "x", x)
+    return epiloq.quantize_fp8(rows, granularity="group", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
-    """Cast `x` [N, K] to float8_e4m3fn with float32 scales of its square blocks, = max(max|x|, 1e-4) / 448."""
+    """Cast `x` [N, K], with any strides, to float8_e4m3fn with float32 scales of its square blocks,
+    = max(max|x|, 1e-4) / 448."""
     require_matrix("per_block_cast_to_fp8", x=x)
-    return epiloq.quantize_fp8(x, granularity="block", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
+    rows = rows_apart("per_block_cast_to_fp8", "x", x)
+    return epiloq.quantize_fp8(rows, granularity="block", group_size=gran_k, eps=_LEAST_AMAX, ue8m0=use_ue8m0)
 
 
 def get_mn_major_tma_aligned_tensor(x: Tensor) -> Tensor:
