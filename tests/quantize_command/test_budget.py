@@ -78,6 +78,13 @@ def test_refused(teacher: Path, tmp_path: Path, options: tuple[object, ...], mes
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "printed"), [("7B", "0.01kB"), ("1kB", "1kB"), ("1234B", "1.24kB"), ("0.1MB", "0.1MB"), ("2GB", "2000MB")]
+)
+def test_budgets_are_printed_as_large_as_they_are(given: str, printed: str) -> None:
+    assert amount.megabytes(amount.parse_bytes(given)) == printed
+
+
 @pytest.mark.slow
 def test_suggested_budgets_are_possible(teacher: Path, tmp_path: Path) -> None:
     refused = quantize(teacher, tmp_path / "out", "--bytes", "1kB").output
