@@ -226,6 +226,14 @@ def test_errors_can_be_read_over_their_whole_range(low: float) -> None:
     assert 3 <= len(labels) <= 12 and labels[0] < gap * low and labels[-1] > 0.0178 / gap
 
 
+@pytest.mark.parametrize("last", [0, 1, 3, 40])
+def test_blocks_are_counted_in_whole_numbers(last: int) -> None:
+    """A model of one block, too."""
+    svg = figures.layer_errors({"layer_errors": {f"m.layers.{block}.up": 0.01 for block in {0, last}}})
+    labels = [float(label) for label in re.findall(r">([\d.]+)<", svg)]
+    assert set(labels) >= {0} and all(label.is_integer() for label in labels) and max(labels) <= last
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from epiloq.demo.results import Measured, Results
-from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, count_along_x, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +26,6 @@ def block_of(name: str) -> int:
 
 def layer_errors(results: Results) -> str:
     """Draw the relative output error of every quantised linear layer by block, and a line through the worst ones."""
-    from matplotlib.ticker import MaxNLocator
-
     palette = colours(results)
     with canvas(3.6) as figure:
         axes = figure.subplots()
@@ -35,7 +33,7 @@ def layer_errors(results: Results) -> str:
             _draw_errors(axes, scheme, palette[scheme.name])
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        count_along_x(axes)
         axes.grid(axis="y", color=FAINT, linewidth=0.6)
         axes.set_xlabel("block of the model")
         axes.set_ylabel("relative output error")

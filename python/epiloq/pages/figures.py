@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from epiloq.files import write_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK = "#010203"
@@ -47,6 +48,13 @@ def canvas(height_inches: float) -> Iterator[Figure]:
 
     with matplotlib.rc_context(STYLE):
         yield Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+
+
+def count_along_x(axes: Axes) -> None:
+    """Label the x-axis with whole numbers, which count blocks or layers; a single one has a single label."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def save(figure: Figure, path: Path) -> None:

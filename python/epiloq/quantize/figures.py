@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, count_along_x, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,7 +140,7 @@ def block_of(name: str) -> int:
 
 
 def _by_block(axes: Axes, label: str) -> None:
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axes.dataLim.intervaly
     if high > 0 and not 0 < low <= high <= LINEAR * low:
@@ -148,7 +148,7 @@ def _by_block(axes: Axes, label: str) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    count_along_x(axes)
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_xlabel("block of the model")
     axes.set_ylabel(label)

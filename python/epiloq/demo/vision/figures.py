@@ -8,7 +8,7 @@ from html import escape
 from itertools import chain
 
 from epiloq.demo.vision.results import Found, Results, Run
-from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, to_svg
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, count_along_x, to_svg
 
 LABEL_PIXELS = 13
 
@@ -56,6 +56,7 @@ def layer_errors(runs: Sequence[Run]) -> str:
         axes.axvline(boundary, color=FAINT, linewidth=1)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+        count_along_x(axes)
         axes.grid(axis="y", color=FAINT, linewidth=0.6)
         axes.set_xlabel("layers of the detector, then of the recogniser")
         axes.set_ylabel("relative output error")
