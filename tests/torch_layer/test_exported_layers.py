@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 import every_layer
 from epiloq._torch import dtype_numbers
-from epiloq.nn import Fp8WeightOnlyLinear, Int8Conv2d, TableLinear, WeightOnlyConv2d
+from epiloq.nn import Fp8WeightOnlyLinear, Int8Conv2d, QuantizedEmbedding, TableLinear, WeightOnlyConv2d
 
 CONVOLUTIONS: dict[str, Any] = {
     "conv-int8-float": lambda k, n: Int8Conv2d.from_conv2d(
@@ -47,6 +48,33 @@ def test_exported(name: str, size: tuple[int, int], seed: int) -> None:
     by_torch = isinstance(module.layer, (Fp8WeightOnlyLinear, TableLinear))  # they dequantise and multiply in torch
     assert any("epiloq" in text for text in texts) or by_torch
     assert not any(isinstance(a, float) and abs(a) == float("inf") for node in exported.graph.nodes for a in node.args)
+
+
+def embedding(zeros: str) -> nn.Module:
+    table = nn.Embedding(40, 32)
+    return QuantizedEmbedding.from_embedding(table, bits=4, group_size=16, zeros=zeros)
+
+
+EMBEDDINGS: dict[str, Any] = {f"embedding-{zeros}": partial(embedding, zeros) for zeros in ("none", "zero")}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", [*LAYERS, *EMBEDDINGS])
+def test_exported_for_any_number_of_tokens(name: str, strict: bool, seed: int) -> None:
+    """Or of images, or of pixels of a table: a traced size must not become a constant."""
+    if name in EMBEDDINGS:
+        module, given = EMBEDDINGS[name](), (torch.randint(40, (6,)),)
+        other: tuple[Tensor, ...] = (torch.randint(40, (9,)),)
+    else:
+        module, given = Called(name, 32, 16).eval(), every_layer.arguments(name, 32)
+        other = tuple(torch.cat([t, t[:1]]) for t in every_layer.arguments(name, 32))
+    tokens = torch.export.Dim("tokens")
+    each = tuple({0: tokens} for _ in given)
+    with torch.no_grad():
+        shapes = each if name in EMBEDDINGS else (each,)
+        exported = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
+        rows = 6 if name.startswith("rows") else None  # those that `every_layer.run` gives to experts
+        assert torch.equal(exported.module()(*other)[:rows], module(*other)[:rows])
 
 
 class Several(nn.Module):

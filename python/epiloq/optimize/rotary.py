@@ -92,7 +92,7 @@ def rotated_heads(
             place = layer.cumulative_length
             query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, place)
             return query, layer.keys, layer.values
-        key, value = (heads.new_empty((len(heads), key_heads, *heads.shape[1::2])) for _ in range(2))
+        key, value = (heads.new_empty((heads.shape[0], key_heads, *heads.shape[1::2])) for _ in range(2))
         query = rotate_and_store(heads, query_heads, cos, sin, key, value)
     else:
         both, value = heads.split([query_heads + key_heads, counts[2]], -2)
@@ -113,7 +113,7 @@ def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
     held = layer.keys, layer.values, layer.cumulative_length
     if not (all(type(t) is Tensor for t in held) if is_compiling() else are_plain(*held)):
         return None
-    return layer if layer.keys.dtype == heads.dtype and len(layer.keys) == len(heads) else None
+    return layer if layer.keys.dtype == heads.dtype and layer.keys.shape[0] == heads.shape[0] else None
 
 
 def _is(found: Any, name: str) -> bool:

@@ -108,7 +108,7 @@ class Routing:
         numbers = torch.arange(experts, device=expert.device, dtype=expert.dtype)
         return cls(
             order.div(top_k_index.shape[1], rounding_mode="floor"),
-            torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)),
+            torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device)),
             torch.searchsorted(expert, numbers, right=True, out_int32=True),
             part is not None,
         )
@@ -135,8 +135,8 @@ def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tup
     gathered = q.view(torch.uint8)[rows].view(q.dtype)
     if not column:
         return gathered, scale[rows]
-    filled = functional.pad(rows, (0, -len(rows) % 4))
-    return gathered, scale.t()[:, filled].t()[: len(rows)]
+    filled = functional.pad(rows, (0, -rows.shape[0] % 4))
+    return gathered, scale.t()[:, filled].t()[: rows.shape[0]]
 
 
 class ExpertLinears(nn.Module):

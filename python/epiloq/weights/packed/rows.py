@@ -42,16 +42,16 @@ def _codes(q: Tensor, bits: int, panel: Tensor, place: Tensor) -> Tensor:
     if bits == 8:
         # Dimensions: panel tile row t i p half e.
         found = q.view(panels, tiles, 8, 4, 2, 2, 2, 2)[panel, :, row, :, :, :, half]
-        return found.permute(0, 1, 3, 4, 2, 5).reshape(len(panel), tiles * _NARROW)
+        return found.permute(0, 1, 3, 4, 2, 5).reshape(panel.shape[0], tiles * _NARROW)
     if bits == 4:
         # Dimensions: panel tile row t i e p.
         pairs = q.view(panels, tiles, 8, 4, 4, 2, 2)[panel, :, row]
         shift = (half * 4).to(torch.uint8).view(-1, 1, 1, 1, 1, 1)
-        return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(len(panel), tiles * _WIDE)
+        return (pairs >> shift & 15).permute(0, 1, 3, 5, 2, 4).reshape(panel.shape[0], tiles * _WIDE)
     # Dimensions: number tile t b e f p r, of both halves.
     both = narrow_values(q.view(panels, tiles, 8, 4, 4 * bits)[panel, :, row], bits).unflatten(-1, (2, 2, 2))
     values = torch.where(half.view(-1, *[1] * 6) == 0, both[..., 0], both[..., 1])
-    return values.permute(0, 1, 3, 5, 6, 2, 4).reshape(len(panel), tiles * _WIDE)
+    return values.permute(0, 1, 3, 5, 6, 2, 4).reshape(panel.shape[0], tiles * _WIDE)
 
 
 def _parameters(values: Tensor, panel: Tensor, place: Tensor) -> Tensor:
