@@ -14,7 +14,17 @@ from torch.torch_version import TorchVersion
 
 import every_layer
 from epiloq._torch import dtype_numbers
-from epiloq.nn import Fp8WeightOnlyLinear, Int8Conv2d, QuantizedEmbedding, TableLinear, WeightOnlyConv2d
+from epiloq.nn import (
+    ExpertLinears,
+    Fp8Linear,
+    Fp8WeightOnlyLinear,
+    Int8Conv2d,
+    Int8Linear,
+    OnlineQuantLinear,
+    QuantizedEmbedding,
+    TableLinear,
+    WeightOnlyConv2d,
+)
 
 CONVOLUTIONS: dict[str, Any] = {
     "conv-int8-float": lambda k, n: Int8Conv2d.from_conv2d(
@@ -75,6 +85,45 @@ def test_exported_for_any_number_of_tokens(name: str, strict: bool, seed: int) -
         exported = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
         rows = 6 if name.startswith("rows") else None  # those that `every_layer.run` gives to experts
         assert torch.equal(exported.module()(*other)[:rows], module(*other)[:rows])
+
+
+def one_by_one(make: Any, **options: Any) -> ExpertLinears:
+    """Three experts of separate layers."""
+
+    def layer(k: int, n: int) -> nn.Module:
+        found: nn.Module = make(nn.Linear(k, n, bias=False))
+        return found
+
+    each = [{"gate_proj": layer(32, 16), "up_proj": layer(32, 16), "down_proj": layer(16, 32)} for _ in range(3)]
+    return ExpertLinears(each, nn.SiLU(), **options)
+
+
+ONE_BY_ONE: dict[str, Any] = {
+    "w8a8-block": lambda: one_by_one(partial(OnlineQuantLinear.from_linear, group_size=16)),
+    # One scale for all rows, which are those of one expert.
+    "fp8": lambda: one_by_one(partial(Fp8Linear.from_linear, activation="tensor", weight="tensor")),
+    "w8a8-int8-azp": lambda: one_by_one(partial(Int8Linear.from_linear, symmetric=False), identities=1),
+    "float": lambda: one_by_one(nn.Identity(), post_expert_norm=nn.LayerNorm(32)),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_exported_experts_one_by_one(name: str, strict: bool, seed: int) -> None:
+    """A program has no numbers of rows on the host; what is measured over rows is that of each expert's."""
+    module = ONE_BY_ONE[name]().eval()
+    experts = module.experts + module.identities
+
+    def given(tokens: int) -> tuple[Tensor, ...]:
+        # Of very different sizes, so that another token's would change an expert's scale.
+        x = torch.randn(tokens, 32) * torch.tensor([1.0, 30.0]).repeat(tokens)[:tokens, None]
+        return x, torch.randint(experts, (tokens, 2)), torch.rand(tokens, 2)
+
+    tokens = torch.export.Dim("tokens")
+    with torch.no_grad():
+        exported = torch.export.export(module, given(6), dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
+        for other in (given(9), (given(4)[0], torch.full((4, 2), 1), torch.rand(4, 2))):
+            torch.testing.assert_close(exported(*other), module(*other), rtol=1e-5, atol=1e-5)
 
 
 class Several(nn.Module):

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import is_batch_invariant
+from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.ops.attention.decode_attention import run as run_decode_attention
-from epiloq.optimize.guards import are_plain, is_exporting, wants_gradient
+from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from epiloq._torch.tracing import is_exporting
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
 from epiloq.optimize import structure
-from epiloq.optimize.guards import decodes_in_graph, is_exporting, untouched, wants_gradient
+from epiloq.optimize.guards import decodes_in_graph, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
 from epiloq.optimize.routers import fused_router

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import PLAIN
+from epiloq._torch.tracing import is_exporting
 
 
 def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
@@ -22,23 +23,6 @@ def untouched(module: nn.Module, *ours: Callable[..., Any]) -> bool:
         return False
     forward = vars(module).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func in ours)
-
-
-def is_exporting() -> bool:
-    """Whether `torch.export` traces. Before torch 2.13, `torch.compiler.is_exporting` is true in every graph that
-    `torch.compile` makes."""
-    return is_compiling() and _exports()
-
-
-def _exports() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    # Without Dynamo (strict=False), or with it.
-    return torch.compiler._is_exporting_flag or bool(InstructionTranslator.current_tx().output.export)
-
-
-# Evaluated while tracing, as `is_batch_invariant`.
-_exports._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def are_plain(*tensors: Tensor | None) -> bool:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from epiloq._torch.library import direct
+from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa
-from epiloq.optimize.guards import are_plain, is_exporting, wants_gradient
+from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")

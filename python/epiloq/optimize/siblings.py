@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq._torch.parameters import FrozenParameter
+from epiloq._torch.tracing import is_exporting
 from epiloq.nn import (
     Fp4Linear,
     Fp8BlockLinear,
@@ -34,7 +35,7 @@ from epiloq.nn import (
 )
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, N_MULTIPLE
 from epiloq.nn.base.w4a8_layer import W4A8Layer
-from epiloq.optimize.guards import is_exporting, untouched
+from epiloq.optimize.guards import untouched
 from epiloq.optimize.tokens import Quantized, multiply
 from epiloq.weights.packed_layout import PANEL_ROWS
 

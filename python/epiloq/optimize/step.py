@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from epiloq._torch.library import direct
+from epiloq._torch.tracing import is_exporting
 from epiloq.optimize import structure
 from epiloq.optimize.attention import NAMES, attend_plainly
-from epiloq.optimize.guards import are_plain, is_exporting, untouched
+from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
 from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
 from epiloq.optimize.siblings import Siblings, member

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epiloq._torch.library import reads_values
+from epiloq._torch.tracing import is_exporting
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.experts.gating import gated
@@ -100,8 +101,9 @@ class Routing:
         if part is not None:
             here = (top_k_index >= part.start) & (top_k_index < part.stop)
             top_k_index = torch.where(here, top_k_index - part.start, experts)
-        is_few = top_k_index.numel() <= MOST_SORTED_ROWS and experts <= MOST_EXPERTS
-        if top_k_index.is_cuda and top_k_index.dtype == torch.int64 and is_few:
+        takes = top_k_index.is_cuda and top_k_index.dtype == torch.int64 and experts <= MOST_EXPERTS
+        # An exported program takes any number of tokens, which must not choose a kernel while it is traced.
+        if takes and not is_exporting() and top_k_index.numel() <= MOST_SORTED_ROWS:
             _, tokens, places, ends = sort_expert_rows(top_k_index.contiguous(), experts)
             return cls(tokens, places, ends, part is not None)
         expert, order = top_k_index.flatten().sort(stable=True)
@@ -122,9 +124,13 @@ class Routing:
         if self.partial:
             rows = torch.arange(y.shape[0], device=y.device).unsqueeze(-1)
             y = y.masked_fill(rows >= self.ends[-1], 0)
-        each = y[self.places].view(*top_k_weights.shape, y.shape[-1])
-        # 16-bit rows times float32 weights give float32 in one pass.
-        return (each * top_k_weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
+        return weighted_sums(y[self.places].view(*top_k_weights.shape, y.shape[-1]), top_k_weights)
+
+
+def weighted_sums(each: Tensor, top_k_weights: Tensor) -> Tensor:
+    """``[T, H]`` of each token's rows ``[T, top_k, H]``, in fp32 and in order."""
+    # 16-bit rows times float32 weights give float32 in one pass.
+    return (each * top_k_weights.float().unsqueeze(-1)).sum(1).to(each.dtype)
 
 
 def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tuple[Tensor, Tensor | None]:
@@ -147,8 +153,9 @@ class ExpertLinears(nn.Module):
     It has the interface of transformers' experts: ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]`` and
     ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``
     (or those of `experts`: gate, up and down, or up and down, in this order), and may be of any kind, quantised or
-    not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. Raises ValueError
-    for other shapes, and for invalid expert indices (which are not checked on a GPU).
+    not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. A program that
+    ``torch.export`` traces cannot: there each expert multiplies all tokens, with zeros for those of others. Raises
+    ValueError for other shapes, and for invalid expert indices (which are not checked on a GPU).
 
     identities
         Number of experts after those with layers that return their tokens (LongCat's zero experts).
@@ -201,19 +208,34 @@ class ExpertLinears(nn.Module):
         hidden = getattr(self.layers(0)[0], "in_features", None)
         count = self.whole or self.experts
         check_routing("ExpertLinears", hidden_states, top_k_index, top_k_weights, hidden, count + self.identities)
+        if is_exporting():
+            y = weighted_sums(self._of_all_tokens(hidden_states, top_k_index), top_k_weights)
+            return with_identities(self, y, hidden_states, top_k_index, top_k_weights)
         routing = Routing.of(top_k_index, self.experts, own_part(self))
         ends = routing.ends.tolist()
         rows, parts = hidden_states[routing.tokens], []
         for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
-                *first, down = self.layers(expert)
-                x = rows[begin:end]
-                y = down(gated(self.act_fn, *(layer(x) for layer in first)))
-                parts.append(y if self.post_expert_norm is None else self.post_expert_norm(y))
+                parts.append(self._expert(expert, rows[begin:end]))
         y = torch.cat(parts) if parts else rows[:0]
         if y.shape[0] < rows.shape[0]:
             y = torch.cat((y, torch.zeros_like(rows[y.shape[0] :])))
         return with_identities(self, routing.combined(y, top_k_weights), hidden_states, top_k_index, top_k_weights)
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        *first, down = self.layers(expert)
+        y: Tensor = down(gated(self.act_fn, *(layer(x) for layer in first)))
+        return y if self.post_expert_norm is None else self.post_expert_norm(y)
+
+    def _of_all_tokens(self, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+        """Rows ``[T, top_k, H]``; zeros for experts without layers in this process."""
+        part, each = own_part(self), hidden_states.new_zeros(())
+        for expert in range(self.experts):
+            chosen = top_k_index == expert + (0 if part is None else part.start)
+            # What is measured over all tokens, such as one scale for them, is measured over the expert's.
+            y = self._expert(expert, hidden_states.masked_fill(~chosen.any(1, keepdim=True), 0))
+            each = torch.where(chosen.unsqueeze(-1), y.unsqueeze(1), each.to(y.dtype))
+        return each
 
 
 def own_part(module: Any) -> range | None:
