@@ -17,10 +17,11 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 import transformers
 
 import epiloq.integrations.transformers as integration
-from command_line import run
+from command_line import letters, run
 from epiloq import quantize_
 from epiloq.formats.io.model import from_directory
 from opened_models import layers
+from tiny_teacher import save
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -50,6 +51,94 @@ def mgp_str() -> tuple[Any, Tensor]:
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Tensor]]] = {"videomae": videomae, "mgp-str": mgp_str}
+
+
+def with_images(kind: str, **more: Any) -> Any:
+    """CLIP or BLIP, of text and images."""
+    vision = {**SIZES, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
+    text = {**SIZES, "intermediate_size": 64, "vocab_size": 256, **more}
+    return getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+
+
+def clip() -> Any:
+    return transformers.CLIPModel(with_images("CLIP"))
+
+
+def blip() -> Any:
+    return transformers.BlipForConditionalGeneration(with_images("Blip", encoder_hidden_size=64))
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(intermediate_size=64, image_size=16, patch_size=8, **SIZES)
+    return transformers.ViTForImageClassification(config)
+
+
+def wav2vec2() -> Any:
+    convolutions = {"conv_dim": (32, 32), "conv_kernel": (3, 3), "conv_stride": (2, 2)}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    config = transformers.Wav2Vec2Config(intermediate_size=64, vocab_size=256, **convolutions, **positions, **SIZES)
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def multiple_choice() -> Any:
+    """Runs on text, but with a dimension more."""
+    return transformers.BertForMultipleChoice(transformers.BertConfig(intermediate_size=64, vocab_size=256, **SIZES))
+
+
+def bart() -> Any:
+    layers = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    widths = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 256}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**layers, **widths))
+
+
+def calibrated(folder: Path, model: Any, *options: object) -> Any:
+    """``epiloq quantize`` by an algorithm that runs the model on text."""
+    save(folder / "model", model)
+    (folder / "text.txt").write_text(letters(600))
+    text = ("--calibration", folder / "text.txt", "--windows", 16, "--length", 16)
+    return run("quantize", folder / "model", "--scheme", "w4a16-g32", "--output", folder / "out", *text, *options)
+
+
+BESIDE_TEXT: dict[str, tuple[Callable[[], Any], str]] = {
+    "clip": (clip, "CLIPModel cannot be run on text alone"),
+    "multiple choice": (multiple_choice, "BertForMultipleChoice cannot be run on text alone"),
+    "vit": (vit, "ViTForImageClassification runs on pixel_values"),
+    "blip": (blip, "BlipForConditionalGeneration runs on pixel_values"),
+    "wav2vec2": (wav2vec2, "Wav2Vec2ForCTC runs on input_values"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_TEXT)
+def test_models_that_need_more_than_text_are_not_calibrated(seed: int, tmp_path: Path, name: str) -> None:
+    make, message = BESIDE_TEXT[name]
+    result = calibrated(tmp_path, make())
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and message in said and "--algorithm rtn" in said, result.output
+    assert not (tmp_path / "out").exists()
+    assert calibrated(tmp_path, make(), "--algorithm", "rtn").exit_code == 0
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_encoders_and_decoders_are_calibrated_alone(seed: int, tmp_path: Path, part: str) -> None:
+    """As the message that refuses both says."""
+    result = calibrated(tmp_path, bart(), "--blocks", f"model.{part}.layers")
+    assert result.exit_code == 0, result.output
+    found = layers(transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "out"))
+    assert found and all(name.startswith(f"model.{part}.layers.") for name in found)
+
+
+def test_guided_layers_that_do_not_read_the_blocks_are_named(seed: int, tmp_path: Path) -> None:
+    result = calibrated(tmp_path, bart(), "--blocks", "model.decoder.layers", "--algorithm", "gptq-guided")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and "encoder_attn.k_proj: expected each token" in said, result.output
+
+
+@pytest.mark.parametrize("make", [bart, blip])
+def test_models_without_a_perplexity_are_not_evaluated(seed: int, tmp_path: Path, make: Callable[[], Any]) -> None:
+    save(tmp_path / "model", make())
+    (tmp_path / "text.txt").write_text(letters(600))
+    result = run("eval", tmp_path / "model", "--text", tmp_path / "text.txt", "--length", 16)
+    assert result.exit_code == 2 and "expected a causal language model" in " ".join(result.output.split())
 
 
 OWN_CONFIG = """

@@ -24,6 +24,7 @@ from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.budget.amount import Budget
 from epiloq.quantize.budget.candidates import AUTO as CHOSEN
 from epiloq.quantize.budget.candidates import LAYOUTS, grids
+from epiloq.quantize.calibration.on_text import other_input
 from epiloq.quantize.calibration.static import AUTO
 from epiloq.quantize.outputs import choose
 from epiloq.quantize.plan import Plan, plan
@@ -144,9 +145,11 @@ def check_finite_weights(
 
 
 def check_generates(model: nn.Module, folder: Path) -> None:
-    """Raise ValueError unless the model is a causal language model, for which perplexity is defined."""
+    """Raise ValueError unless the model is a causal language model, for which perplexity is defined: it generates from
+    text alone."""
     can_generate = getattr(model, "can_generate", None)
-    if can_generate is None or not can_generate():
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if can_generate is None or not can_generate() or two or other_input(model) is not None:
         raise ValueError(f"{folder}: expected a causal language model, got {type(model).__name__}")
 
 

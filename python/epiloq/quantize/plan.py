@@ -19,6 +19,7 @@ from epiloq.models.sequential_experts import unstack_
 from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.budget.vocabulary import assumed
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks, linears_of, other_lists
+from epiloq.quantize.calibration.on_text import INSTEAD, other_input
 from epiloq.quantize.outputs import refusals
 from epiloq.quantize.settings import Settings
 from epiloq.quantize.targets import TARGETS
@@ -120,6 +121,10 @@ def _lists(settings: Settings, outline: Any) -> tuple[str, ...]:
     def takes(module: nn.Module, name: str) -> bool:
         return reason(module, name) is None
 
+    if needs_text(settings) and (other := other_input(outline)) is not None:
+        raise ValueError(
+            f"{settings.model}: {type(outline).__name__} runs on {other}, and is calibrated on text alone: {INSTEAD}"
+        )
     if settings.blocks is not None:
         find_blocks(outline, takes, settings.blocks)
         return (settings.blocks,)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epiloq.layer_filter import Filter
 from epiloq.quantize.calibration.inputs import PROBE_TOKENS
+from epiloq.quantize.calibration.on_text import needing_more_than_text, run_on_text
 
 
 def block_lists(model: nn.Module, takes: Filter) -> list[str]:
@@ -167,7 +168,7 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tens
     """Run the model on windows of tokens, ``[1, n]`` each, with its blocks replaced by recorders.
 
     Raises NotAChain if a block's input is not the previous block's output, for example if the model computes something
-    in between, or if blocks pass on more than hidden states.
+    in between, or if blocks pass on more than hidden states, and ValueError if it does not run on text alone.
     """
     device = parameter_device(model)
     with without_cache(model):
@@ -175,7 +176,7 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], windows: Sequence[Tens
         with _replaced(blocks, recorder.stand_in):
             for window in windows:
                 with suppress(_LastBlockReached):
-                    model(window.to(device))
+                    run_on_text(model, window.to(device))
                 recorder.alive.clear()
     return recorder.found
 
@@ -307,7 +308,8 @@ def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> lis
         for index, block in enumerate(blocks)
     ]
     try:
-        model(tokens)
+        with needing_more_than_text(model):
+            run_on_text(model, tokens)
     finally:
         for handle in handles:
             handle.remove()

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from epiloq.observers import evaluating
 from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
+from epiloq.quantize.calibration.on_text import run_on_text
 
 TokenWeights = Mapping[str, Tensor]
 """Weights of one window: float32 ``[tokens, slices]`` for each layer, by name."""
@@ -74,7 +75,7 @@ def _note(weights: dict[str, Tensor], slices: int, name: str, gradient: Tensor) 
 
 def _loss(model: nn.Module, window: Tensor) -> Tensor:
     """Negative log-likelihood of labels sampled from the prediction, summed over positions."""
-    logits = getattr(model(window), "logits", None)
+    logits = getattr(run_on_text(model, window), "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise ValueError(
             f"calibrate: expected a model with logits [1, n, vocabulary] for guided Hessians, got "
@@ -122,7 +123,11 @@ def _watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None
     """Call ``note(name, gradient)`` for the gradient of each layer's output."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, args, output: output.register_hook(partial(note, name)) and None
+        def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:  # unlike that of a layer that reads the encoder rather than the hidden states
+                output.register_hook(partial(note, name))
+
+        return watch
 
     handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
     try:
