@@ -22,7 +22,7 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from command_line import quantize, run
+from command_line import letters, quantize, run
 from epiloq.cli.progress import clock, progress_stages
 from epiloq.files import Held, check_free, held
 from epiloq.formats import convert
@@ -46,6 +46,22 @@ def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, mon
         assert result.exit_code == 2 and f"process {os.getpid()} on" in result.output, result.output
     assert jobs.perform(second)["bytes_after"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_that_does_not_run_leaves_nothing(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its perplexity is measured when the folder of finished blocks is there."""
+
+    def forward(*_: object, **__: object) -> None:
+        raise KeyError("a field of config.json")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaForCausalLM.forward", forward)
+    (tmp_path / "other.txt").write_text(letters(600, power=3))
+    evaluation = ("--evaluation", tmp_path / "other.txt", "--output", tmp_path / "out")
+    result = run("quantize", teacher, *W8, *evaluation, "--length", 32)
+    assert result.exit_code == 2 and "cannot run as its config.json" in " ".join(result.output.split()), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
 
 
 HOLD = """

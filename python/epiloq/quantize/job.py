@@ -208,8 +208,8 @@ def perform(job: Job, stage: Stage = unseen) -> dict[str, Any] | None:
 
     Returns the report on the first rank, which alone reads and writes finished blocks, and None on others.
 
-    Raises ValueError, or OSError for disk errors. Finished blocks are kept in `job.partial_directory`, unless a
-    block is refused: a resumed run would then be refused too.
+    Raises ValueError, or OSError for disk errors. Finished blocks are kept in `job.partial_directory`, unless
+    the model or a block is refused: a resumed run would then be refused too.
     """
     start, settings, tally = time.perf_counter() - job.seconds, job.settings, Tally(stage)
     tally.seconds["load"] = job.seconds
@@ -227,9 +227,9 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     """Perform a run while holding its lock."""
     settings = job.settings
     store = Store(job.partial_directory, {**job.identity, "grid": repr(job.grid)}, job.grid_of)
-    with job.residence.on_demand():
-        before = job.perplexity(job.model, tally, "evaluate before")
     try:
+        with job.residence.on_demand():
+            before = job.perplexity(job.model, tally, "evaluate before")
         job = _chosen(job, tally)
         store.grid_of = job.grid_of
         _quantise(job, store, tally)
