@@ -28,6 +28,12 @@ EXPECTED = frozenset({ROUTER, HEAD, TIED, ADAPTER})
 LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
 
+def check_callable(given: object, where: str, form: str) -> None:
+    """Raise TypeError, which names the argument, unless it is None or can be called in the `form` that is shown."""
+    if given is not None and not callable(given):
+        raise TypeError(f"{where}: expected a function to be called as {form}, got {type(given).__name__}")
+
+
 def default_filter(model: nn.Module) -> Filter:
     """Default for the ``filter_fn`` of `quantize_`, whose docstring describes it."""
     reason = reasons(model)
@@ -109,8 +115,10 @@ def ignored(patterns: Sequence[str], name: str) -> str | None:
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], where: str) -> None:
-    """Raise ValueError for an invalid regular expression, or a pattern that matches no layer."""
+    """Raise ValueError for an invalid regular expression or a pattern that matches no layer, TypeError for no text."""
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{where}: expected patterns of layers' names, got {type(pattern).__name__}")
         if pattern in ("", REGEX):
             raise ValueError(f"{where}: expected patterns of layers' names, got an empty one ({pattern!r})")
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from epiloq.layer_filter import Filter
+from epiloq.layer_filter import Filter, check_callable
 from epiloq.models.conversion import quantize_layers
 from epiloq.models.in_memory import check_not_opened_quantised, describe_on_saving
 from epiloq.nn import (
@@ -288,7 +288,11 @@ def quantize_(
         raise ValueError("quantize_: scheme: expected one, or a head or an embedding to quantise, got None")
     if scheme is not None and (not isinstance(scheme, str) or scheme not in SCHEMES):
         raise ValueError(f"quantize_: scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
-    if observer not in OBSERVERS:
+    check_callable(filter_fn, "quantize_: filter_fn", "filter_fn(module, name)")
+    check_callable(calibrate, "quantize_: calibrate", "calibrate(model)")
+    if not isinstance(ignore, Iterable):
+        raise TypeError(f"quantize_: ignore: expected patterns of layers' names, got {type(ignore).__name__}")
+    if not isinstance(observer, str) or observer not in OBSERVERS:
         raise ValueError(f"quantize_: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
     check_not_opened_quantised(model)
     vocabulary = planned(model, head, embedding, SCHEMES)

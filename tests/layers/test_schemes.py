@@ -19,6 +19,7 @@ from epiloq.nn import (
     Int8Linear,
     WeightOnlyLinear,
 )
+from epiloq.quantize import smoothquant_
 from toy_language_model import IN_BLOCKS, LanguageModel, quantised, tokens
 
 INT8 = ("w8a8-int8", "w8a8-int8-azp", "w8a8-int8-static")
@@ -115,6 +116,36 @@ def test_invalid_scheme_names(scheme: Any) -> None:
 def test_invalid_models_are_refused() -> None:
     with pytest.raises(TypeError, match=r"quantize_: model: expected a torch.nn.Module, got str; .*from_pretrained"):
         epiloq.quantize_("facebook/opt-125m", "w8a16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"calibrate": torch.zeros(4, 8)},
+            r"calibrate: expected a function to be called as calibrate\(model\), got Tensor",
+        ),
+        ({"filter_fn": "0"}, r"filter_fn: expected a function to be called as filter_fn\(module, name\), got str"),
+        ({"ignore": 0}, "ignore: expected patterns of layers' names, got int"),
+        ({"ignore": ["0", 1]}, "ignore: expected patterns of layers' names, got int"),
+        ({"ignore": [nn.Linear]}, "ignore: expected patterns of layers' names, got type"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_by_name(arguments: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=f"^quantize_: {message}"):
+        epiloq.quantize_(model, "w8a8-int8-static", **{"calibrate": lambda m: m(torch.randn(4, 8))} | arguments)
+    assert all(type(layer) is nn.Linear for layer in model)
+    for argument in {"calibrate", "filter_fn"} & arguments.keys():
+        with pytest.raises(TypeError, match=f"^smoothquant_: {message}"):
+            smoothquant_(model, **{"calibrate": lambda m: m(torch.randn(4, 8))} | {argument: arguments[argument]})
+
+
+@pytest.mark.parametrize("observer", [["mse"], None, "mean"], ids=str)
+def test_unknown_observers_are_refused(observer: Any) -> None:
+    with pytest.raises(ValueError, match="quantize_: observer: expected one of min-max, .*, got "):
+        epiloq.quantize_(nn.Sequential(nn.Linear(8, 8)), "w8a16", observer=observer)
 
 
 @pytest.mark.parametrize("options", [{"bits": 5}, {"group_size": 0}, {"group_size": 2**40}], ids=str)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from epiloq.layer_filter import default_filter
+from epiloq.layer_filter import check_callable, default_filter
 from epiloq.observers import evaluating
 from epiloq.quantize.calibration.channels import channel_map, reduce_by_channel, restored, widened
 from epiloq.quantize.calibration.inputs import Calibrate, Observed, observe, outputs
@@ -157,6 +157,8 @@ def smoothquant_(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
+    check_callable(filter_fn, "smoothquant_: filter_fn", "filter_fn(module, name)")
+    check_callable(calibrate, "smoothquant_: calibrate", "calibrate(model)")
     takes = default_filter(model) if filter_fn is None else filter_fn
     with evaluating(model):
         for name, module in list(model.named_modules()):

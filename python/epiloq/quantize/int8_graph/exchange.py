@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import functional
 
+from epiloq.layer_filter import check_callable
 from epiloq.nn import Int8Conv2d
 from epiloq.observers import OBSERVERS, evaluating
 from epiloq.quantize.int8_graph import kinds
@@ -52,7 +53,8 @@ def exchange_int8(
     """
     if model.training:
         raise ValueError("exchange_int8: model: expected evaluation mode")
-    if observer not in OBSERVERS:
+    check_callable(calibrate, "exchange_int8: calibrate", "calibrate(model)")
+    if not isinstance(observer, str) or observer not in OBSERVERS:
         raise ValueError(f"exchange_int8: observer: expected one of {', '.join(OBSERVERS)}, got {observer!r}")
     tracer = _LayersAsLeaves()
     try:
