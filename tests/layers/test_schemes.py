@@ -144,7 +144,7 @@ def test_arguments_of_other_types_are_refused_by_name(arguments: Any, message: s
 
 @pytest.mark.parametrize("observer", [["mse"], None, "mean"], ids=str)
 def test_unknown_observers_are_refused(observer: Any) -> None:
-    with pytest.raises(ValueError, match="quantize_: observer: expected one of min-max, .*, got "):
+    with pytest.raises(ValueError, match=r"quantize_: observer: expected one of min-max, .*, got "):
         epiloq.quantize_(nn.Sequential(nn.Linear(8, 8)), "w8a16", observer=observer)
 
 
