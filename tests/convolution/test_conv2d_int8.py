@@ -236,6 +236,24 @@ def test_errors(change: dict[str, Any], kind: type[Exception], text: str) -> Non
         conv2d_int8(**{**call, **change})
 
 
+def test_sizes_in_messages_are_in_the_callers_order() -> None:
+    """Channels come second, as in torch, whatever the memory's order."""
+    weight, scale = torch.zeros(8, 3, 3, 4, dtype=torch.int8), torch.ones(8)
+    numbers: Any = {"input_scale": 1.0, "weight_scale": scale, "output_scale": 1.0}
+    x, out = torch.zeros(1, 4, 6, 7, dtype=torch.int8), torch.zeros(1, 8, 5, 6, dtype=torch.int8)
+    for image, options, text in (
+        (x[:, :3], {}, r"x_q: expected 4 channels .*got \[1, 3, 6, 7\]"),
+        (x[:, :, :0], {}, r"x_q: expected an image of at least one pixel, got \[1, 4, 0, 7\]"),
+        (
+            x,
+            {"out": out.contiguous(memory_format=torch.channels_last)},
+            r"out: expected \[1, 8, 4, 5\], got \[1, 8, 5, 6\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            epiloq.conv2d_int8(image, weight, **numbers, **options)
+
+
 def test_same_and_valid_padding(seed: int) -> None:
     p = int8_problem((1, 6, 7, 4), 8, (2, 3))
     p.place = Place(padding=(0, 1, 2, 2), dilation=(1, 2))

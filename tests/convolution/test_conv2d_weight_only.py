@@ -151,7 +151,10 @@ def test_explain_names_the_product() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(6, 6, 4)}, r"x: expected \[B, Ci, H, W\], got \[6, 6, 4\]"),
-    ({"x": torch.zeros(1, 5, 6, 6)}, "x: expected 4 channels"),
+    ({"x": torch.zeros(1, 5, 6, 7)}, r"x: expected 4 channels .*got \[1, 5, 6, 7\]"),
+    ({"x": torch.zeros(1, 4, 0, 7)}, r"x: expected an image of at least one pixel, got \[1, 4, 0, 7\]"),
+    ({"out": image((1, 5, 6, 8), torch.float32, "cpu")}, r"out: expected \[1, 8, 4, 4\], got \[1, 8, 5, 6\]"),
+    ({"out": image((1, 4, 4, 8), torch.float16, "cpu")}, r"out: expected .*float32, got .*float16 \[1, 8, 4, 4\]"),
     ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, r"x: expected torch\.float32 or .*float64 \[1, 4, 6, 6\]"),
     ({"out": torch.zeros(1, 8, 4, 4)}, r"out: expected channels_last .*\[1, 8, 4, 4\] .*memory_format=torch.channels"),
     ({"bias": torch.zeros(7)}, r"bias: expected shape \[8\]"),

@@ -76,22 +76,35 @@ def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
     return all(map(is_int32, values))
 
 
-def _refuse(operation: str, argument: str, expected: str, got: object) -> NoReturn:
+def _refuse(operation: str, argument: str, expected: object, got: object) -> NoReturn:
     raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
 
 
-def check_output(operation: str, out: Tensor) -> None:
-    """Raise ValueError unless a caller's output is an image in channels_last memory.
+def check_output(operation: str, out: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless a caller's output is an image of this shape in channels_last memory.
 
     C++, which sees its pixels as rows, would name their order and recommend contiguous().
     """
     if out.ndim != 4:
         _refuse(operation, "out", "[B, Co, P, Q]", list(out.shape))
+    if out.shape != torch.Size(shape) and min(shape[2:]) > 0:  # C++ names the side that a kernel does not fit
+        _refuse(operation, "out", list(shape), list(out.shape))
     if out.shape[1] > 1 and out.stride(1) != 1:
         got = (
             f"{list(out.shape)} with strides {list(out.stride())}; take .contiguous(memory_format=torch.channels_last)"
         )
         _refuse(operation, "out", "channels_last memory (stride 1 in the channels)", got)
+
+
+def check_sizes(operation: str, argument: str, x: Tensor, channels: int) -> None:
+    """Raise ValueError for another number of channels or an image without pixels.
+
+    C++ would name the sizes with channels last.
+    """
+    if x.shape[1] != channels:
+        _refuse(operation, argument, f"{channels} channels (those of the weight in every group)", list(x.shape))
+    if x.shape[2] < 1 or x.shape[3] < 1:
+        _refuse(operation, argument, "an image of at least one pixel", list(x.shape))
 
 
 def check_input(operation: str, argument: str, x: Tensor, dtypes: Collection[torch.dtype]) -> None:

@@ -13,7 +13,7 @@ from epiloq import _core
 from epiloq._torch.checks import Arguments, as_operator, bound_arguments, for_operator
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, check_sizes, geometry
 from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
@@ -221,12 +221,12 @@ def _run(
     x: Tensor, weight: Tensor, *rest: Any, out_dtype: torch.dtype = torch.int8, out: Tensor | None = None
 ) -> Tensor:
     check_input(_NAME, "x_q", x, (torch.int8,))
-    channels = _channels(weight, Geometry(*rest[7:]))
-    if rest[-1] > 0 and weight.shape[0] % rest[-1] == 0 and x.shape[1] != channels:  # C++ refuses other groups
-        raise ValueError(_wrong_channels(x, channels))
+    where = Geometry(*rest[7:])
+    if where.groups > 0 and weight.shape[0] % where.groups == 0:  # C++ refuses other groups
+        check_sizes(_NAME, "x_q", x, _channels(weight, where))
     if out is not None:
-        check_output(_NAME, out)
-    result = _empty(x, weight, Geometry(*rest[7:]), out_dtype) if out is None else out
+        check_output(_NAME, out, (x.shape[0], weight.shape[0], *where.output_size(x.shape[2:], weight.shape[1:3])))
+    result = _empty(x, weight, where, out_dtype) if out is None else out
     (_core.conv2d_int8 if x.is_cuda else _run_on_cpu)(_pixels(result), _dense_pixels(x), weight, *rest)
     if out is not None:
         mark_written(out)

@@ -21,7 +21,7 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, geometry
+from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, check_sizes, geometry
 from epiloq.ops.weight_only_mm import dense_product
 from epiloq.weights.computed import FLOAT_DTYPES
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
@@ -121,10 +121,11 @@ def _run(
 ) -> Tensor:
     place = Geometry(*where)
     pixels = _pixels(x)
+    _check_shapes(x, (n, kernel, channels), place, out)
     target = _empty(x, n, kernel, place) if out is None else out
     sizes = (bits, n, kernel, channels, padded_channels, group_size)
     packed = (q, scale, zero, offset)
-    rows = _rows(target)
+    rows = target.permute(0, 2, 3, 1)
     arguments: tuple[Any, ...] = (*packed, bias, *sizes, channels == 1, lo, hi, *where, threads_for(x))
     if _core.conv2d_weight_only(rows, pixels, *arguments):
         pass
@@ -172,10 +173,15 @@ def _pixels(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous()
 
 
-def _rows(out: Tensor) -> Tensor:
-    """out as ``[B, P, Q, Co]``."""
-    check_output(_NAME, out)
-    return out.permute(0, 2, 3, 1)
+def _check_shapes(x: Tensor, weight: tuple[int, tuple[int, int], int], where: Geometry, out: Tensor | None) -> None:
+    """`weight` is its number of outputs, kernel and channels."""
+    n, kernel, channels = weight
+    if where.groups > 0 and n % where.groups == 0:  # C++ refuses other groups
+        check_sizes(_NAME, "x", x, channels * where.groups)
+    if out is not None:
+        check_output(_NAME, out, (x.shape[0], n, *where.output_size(x.shape[2:], kernel)))
+        if out.dtype != x.dtype:
+            raise ValueError(f"epiloq.{_NAME}: out: expected {x.dtype}, got {out.dtype} {list(out.shape)}")
 
 
 def _empty(x: Tensor, n: int, kernel: tuple[int, int], where: Geometry) -> Tensor:
@@ -191,10 +197,11 @@ def explain(call: Arguments) -> str:
     expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
     where = Geometry(*numbers[8:])
     pixels = _pixels(x)
+    _check_shapes(x, (w.n, w.kernel, w.channels), where, out)
     out = _empty(x, w.n, w.kernel, where) if out is None else out
     packed = (w.q, w.scale, w.zero, w.offset, bias)
     arguments: tuple[Any, ...] = (*packed, *numbers[:6], w.depthwise, *numbers[6:])
-    return _core.explain_conv2d_weight_only(_rows(out), pixels, *arguments)
+    return _core.explain_conv2d_weight_only(out.permute(0, 2, 3, 1), pixels, *arguments)
 
 
 def _run_lists(*arguments: Any, out: Tensor | None = None) -> Tensor:
