@@ -186,6 +186,28 @@ def test_compiles(seed: int, device: str, dynamic: bool) -> None:
             assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
+def test_compiled_outputs_are_in_channels_last_memory(seed: int, device: str) -> None:
+    """Which Dynamo does not let an operator write."""
+    x, weight = (
+        torch.randint(-9, 9, (2, 4, 5, 6)).to(torch.int8).to(device),
+        torch.ones(8, 1, 1, 4).to(torch.int8).to(device),
+    )
+    numbers: Any = {"input_scale": 0.1, "weight_scale": torch.ones(8, device=device), "output_scale": 0.5}
+    packed = epiloq.pack_conv2d_weight(weight, torch.ones(8, device=device), bits=4, group_size=-1)
+
+    def both(x: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return epiloq.conv2d_int8(x, weight, **numbers, out=one), epiloq.conv2d_weight_only(
+            x.float(), packed, out=other
+        )
+
+    expected = epiloq.conv2d_int8(x, weight, **numbers), epiloq.conv2d_weight_only(x.float(), packed)
+    outputs = [torch.zeros_like(each) for each in expected]
+    found = torch.compile(both, fullgraph=True, backend="aot_eager")(x, *outputs)
+    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, outputs, expected))
+    with pytest.raises(Exception, match=r"out: expected \[2, 8, 5, 6\], got \[1, 8, 5, 6\]"):
+        torch.compile(both, backend="aot_eager")(x, outputs[0][:1], outputs[1])
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_zero": 128}, ValueError, "input_zero: expected an integer from -128 to 127, got 128"),
     ({"output_zero": -129}, ValueError, "output_zero: expected an integer"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +119,47 @@ def test_empty_inputs_are_checked() -> None:
         epiloq.requantized_mm(x, weight, out_dtype=torch.int64, **call)
     with pytest.raises(ValueError, match="output_scale: expected one"):
         epiloq.requantized_mm(x, weight, **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16), (16,), (0, 16)], ids=str)
+def test_written_outputs(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> None:
+    """Dense, beside other columns, of several dimensions, and of no row; what lies between the rows is left alone."""
+    x = torch.randint(-100, 100, shape, dtype=torch.int8, device=device)
+    weight = torch.randint(-100, 100, (24, 16), dtype=torch.int8, device=device)
+    numbers: Any = {"input_scale": 0.01, "weight_scale": torch.ones(1, device=device)}
+    numbers |= {"output_scale": 0.5} if dtype == torch.int8 else {}
+    expected = epiloq.requantized_mm(x, weight, **numbers, out_dtype=dtype)
+    for before, after in ((0, 0), (16, 8)):
+        whole = torch.full((*shape[:-1], before + 24 + after), 7, dtype=dtype, device=device)
+        out = whole[..., before : before + 24]
+        assert epiloq.requantized_mm(x, weight, **numbers, out=out) is out
+        assert torch.equal(out, expected)
+        assert (whole[..., :before] == 7).all() and (whole[..., before + 24 :] == 7).all()
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(epiloq.requantized_mm, **numbers), backend="aot_eager", fullgraph=True)
+    out = torch.zeros_like(expected)
+    assert torch.equal(compiled(x, weight, out=out), expected) and torch.equal(out, expected)
+    found = epiloq.explain("requantized_mm", x, weight, **numbers, out=out)
+    assert ("output is empty" in found) == (0 in shape)
+    assert epiloq.supports("requantized_mm", x, weight, **numbers, out_dtype=dtype)[0]
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        (torch.zeros(4, 24), r"expected \[5, 24\], got \[4, 24\]"),
+        (torch.zeros(24, 5).t(), "expected rows with stride 1"),
+        (torch.zeros(1, 24).expand(5, 24), "expected"),
+        (
+            torch.zeros(5, 24, dtype=torch.float64),
+            "expected torch.int8, float16, bfloat16 or float32, got torch.float64",
+        ),
+        (torch.zeros(5, 24, requires_grad=True), "expected no tensor that requires grad"),
+        (torch.zeros(5, 24, device="meta"), "expected a tensor on cpu"),
+    ],
+)
+def test_refused_outputs(out: torch.Tensor, text: str) -> None:
+    x, weight = torch.ones(5, 16, dtype=torch.int8), torch.ones(24, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match=rf"epiloq\.requantized_mm: out: {text}"):
+        epiloq.requantized_mm(x, weight, input_scale=1.0, weight_scale=torch.ones(1), out=out)

@@ -90,9 +90,7 @@ OPERATIONS = (
         _NONE,
     ),
     Operation("conv2d_int8", epiloq.conv2d_int8, given.image, {"weight_scale": _VECTOR, "bias": _VECTOR}),
-    Operation(
-        "requantized_mm", epiloq.requantized_mm, given.requantized, {"weight_scale": _VECTOR, "bias": _VECTOR}, _NONE
-    ),
+    Operation("requantized_mm", epiloq.requantized_mm, given.requantized, {"weight_scale": _VECTOR, "bias": _VECTOR}),
     Operation("conv2d_weight_only", epiloq.conv2d_weight_only, given.packed_image, {"bias": _VECTOR}),
     Operation(
         "lookup_int8",

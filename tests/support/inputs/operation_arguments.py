@@ -202,10 +202,7 @@ def image() -> Arguments:
 
 
 def requantized() -> Arguments:
-    return {name: value for name, value in image().items() if name != "out"} | {
-        "x_q": ints(SIZE, SIZE),
-        "weight": ints(SIZE, SIZE),
-    }
+    return image() | {name: ints(SIZE, SIZE) for name in ("x_q", "weight", "out")}
 
 
 def packed_image() -> Arguments:

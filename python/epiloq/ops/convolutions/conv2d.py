@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from epiloq._torch.checks import is_int32
 
@@ -94,6 +95,17 @@ def check_output(operation: str, out: Tensor, shape: Sequence[int]) -> None:
             f"{list(out.shape)} with strides {list(out.stride())}; take .contiguous(memory_format=torch.channels_last)"
         )
         _refuse(operation, "out", "channels_last memory (stride 1 in the channels)", got)
+
+
+def is_written_by_copy(out: Tensor | None) -> bool:
+    """Whether an output is copied to: Dynamo refuses operators that write an image in channels_last memory."""
+    return out is not None and is_compiling() and not out.is_contiguous()
+
+
+def copied(operation: str, result: Tensor, out: Tensor) -> Tensor:
+    """`out` with a result copied to it. Raises ValueError as the operation itself."""
+    check_output(operation, out, result.shape)
+    return out.copy_(result)
 
 
 def check_sizes(operation: str, argument: str, x: Tensor, channels: int) -> None:

@@ -13,7 +13,17 @@ from epiloq import _core
 from epiloq._torch.checks import Arguments, as_operator, bound_arguments, for_operator
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, check_sizes, geometry
+from epiloq.ops.convolutions.conv2d import (
+    Geometry,
+    Padding,
+    Pair,
+    check_input,
+    check_output,
+    check_sizes,
+    copied,
+    geometry,
+    is_written_by_copy,
+)
 from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
 
@@ -101,13 +111,15 @@ def requantized_mm(
     output_zero: int | None = None,
     clamp: tuple[float, float] | None = None,
     out_dtype: torch.dtype = torch.int8,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`conv2d_int8` with a 1 x 1 kernel: ``x_q`` int8 ``[…, K]``, ``weight`` int8 ``[N, K]``, result ``[…, N]``.
 
-    Otherwise identical. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``.
+    Otherwise identical. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``. The rows of ``out`` may be
+    further apart than ``N``.
     """
     name = "requantized_mm"
-    expect_tensors(name, {"x_q": x_q}, {}, writes=False)
+    expect_tensors(name, {"x_q": x_q}, {"out": out}, writes=out is not None)
     w = prepared(name, _as_kernel(weight), bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     n, kh, kw, k = w.q.shape
     if (kh, kw) != (1, 1):
@@ -119,12 +131,38 @@ def requantized_mm(
             f"epiloq.{name}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"
         )
     tokens = x_q.reshape(1, math.prod(x_q.shape[:-1]), 1, k)
+    written = None if out is None else _pixels_of_rows(name, out, (*x_q.shape[:-1], n))
     is_empty = tokens.shape[1] == 0  # convolutions do not support it: one token instead, for their checks
     if is_empty:
-        tokens = x_q.new_zeros((1, 1, 1, k))
-    y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, geometry(name, (1, 1), *_ONE_BY_ONE), out_dtype, None)
+        tokens, written = x_q.new_zeros((1, 1, 1, k)), None
+        out_dtype = out_dtype if out is None else out.dtype
+    where = geometry(name, (1, 1), *_ONE_BY_ONE)
+    try:
+        y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, where, out_dtype, written)
+    except ValueError as error:  # of an output's memory, by the name of the operation that is called
+        raise ValueError(str(error).replace(f"epiloq.{_NAME}: ", f"epiloq.{name}: ", 1)) from None
+    if out is not None:
+        return out
     rows = y.permute(0, 2, 3, 1)
     return (rows[:, :0] if is_empty else rows).view(*x_q.shape[:-1], n)
+
+
+def _pixels_of_rows(operation: str, out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An output ``[…, N]`` as an image of one column, ``[1, N, tokens, 1]``. Raises ValueError for another shape, or
+    for memory that is not rows at one distance."""
+    if out.shape != torch.Size(shape):
+        raise ValueError(f"epiloq.{operation}: out: expected {list(shape)}, got {list(out.shape)}")
+    if shape[-1] > 1 and out.stride(-1) != 1:
+        got = f"{list(shape)} with strides {list(out.stride())}; take .contiguous()"
+        raise ValueError(f"epiloq.{operation}: out: expected rows with stride 1, got {got}")
+    try:
+        rows = out.view(math.prod(shape[:-1]), shape[-1])
+    except RuntimeError:
+        got = f"strides {list(out.stride())}; take .contiguous()"
+        raise ValueError(
+            f"epiloq.{operation}: out: expected leading dimensions that collapse into one, got {got}"
+        ) from None
+    return rows[None, :, None].permute(0, 3, 1, 2)
 
 
 def _as_kernel(weight: Tensor | PreparedInt8Weight) -> Tensor | PreparedInt8Weight:
@@ -210,8 +248,9 @@ def convolve(
         optional = {"bias": p.bias, "correction": p.correction, "out": out}
         expect_tensors(operation, tensors, optional, writes=out is not None)
         arguments = for_operator(arguments, _LIMITS)
-        if out is None:
-            return refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
+        if out is None or is_written_by_copy(out):
+            result = refuse_backward(operation, torch.ops.epiloq.conv2d_int8(*arguments, out_dtype=dtype))
+            return result if out is None else copied(operation, result, out)
         torch.ops.epiloq.conv2d_int8_out(*arguments, out=out)
         return out
     return _run(*arguments, out_dtype=dtype, out=out)
@@ -302,17 +341,22 @@ def _wrong_channels(x: Tensor, channels: int) -> str:
 def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
     """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, given the arguments of a call."""
     name, call = operation.__name__, Arguments(**bound_arguments(operation, *args, **kwargs))
-    image, weight, out, places = call.x_q, call.weight, None, _ONE_BY_ONE
+    image, weight, out, places = call.x_q, call.weight, call.out, _ONE_BY_ONE
     if operation is conv2d_int8:
-        out, places = call.out, (call.stride, call.padding, call.dilation, call.groups)
+        places = (call.stride, call.padding, call.dilation, call.groups)
     expect_tensors(name, {"x_q": image}, {"out": out}, writes=False)
+    rows = image.shape[:-1]
     if operation is requantized_mm:
         image, weight = image.reshape(1, -1, 1, image.shape[-1]).permute(0, 3, 1, 2), _as_kernel(weight)
     scales = (call.input_scale, call.input_zero), (call.output_scale, call.output_zero)
     w = prepared(name, weight, call.bias, call.weight_scale, *scales)
+    if operation is requantized_mm and out is not None:
+        out = _pixels_of_rows(name, out, (*rows, w.q.shape[0]))
     where = geometry(name, w.q.shape[1:3], *places)
     dtype = call.out_dtype if out is None else out.dtype
     p = w.parameters(name, to_int8=dtype == torch.int8, clamp=call.clamp)
+    if operation is requantized_mm and 0 in rows:
+        return "nothing to launch: the output is empty"
     x, pixels = _dense_pixels(image), _pixels(_empty(image, w.q, where, dtype) if out is None else out)
     if x.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_conv2d_int8(pixels, x, w.q, *p, *where)

@@ -21,7 +21,17 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq._torch.threads import threads_for
-from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, check_input, check_output, check_sizes, geometry
+from epiloq.ops.convolutions.conv2d import (
+    Geometry,
+    Padding,
+    Pair,
+    check_input,
+    check_output,
+    check_sizes,
+    copied,
+    geometry,
+    is_written_by_copy,
+)
 from epiloq.ops.weight_only_mm import dense_product
 from epiloq.weights.computed import FLOAT_DTYPES
 from epiloq.weights.packed_conv2d_weight import PackedConv2dWeight, Parts, Sizes, dense_taps
@@ -76,8 +86,9 @@ def conv2d_weight_only(
     if not direct((x, w.q, w.scale), (w.zero, w.offset, bias, out)):
         expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=out is not None)
         arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, bias, *numbers), _LIMITS)
-        if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*arguments))
+        if out is None or is_written_by_copy(out):
+            result = refuse_backward(_NAME, torch.ops.epiloq.conv2d_weight_only(*arguments))
+            return result if out is None else copied(_NAME, result, out)
         torch.ops.epiloq.conv2d_weight_only_out(*arguments, out=out)
         return out
     return _run(x, w.q, w.scale, w.zero, w.offset, bias, *numbers, out=out)
