@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from epiloq._torch.tracing import is_exporting
 from epiloq.ops.experts.select_experts import MOST_EXPERTS, MOST_PER_TOKEN, select_experts
 from epiloq.optimize import structure
-from epiloq.optimize.guards import is_exporting, wants_gradient
+from epiloq.optimize.guards import wants_gradient
 
 Routed = tuple[Tensor, Tensor, Tensor]
 
