@@ -243,6 +243,13 @@ def test_runs_without_typer(option: str, code: int, message: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_help_without_docstrings() -> None:
+    """Which ``python -OO`` leaves out, and with them a command's description, not its options."""
+    command = [sys.executable, "-OO", "-m", "epiloq", "inspect", "-h"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "--check" in result.stdout, result.stderr
+
+
 def test_tune_without_a_gpu_is_refused_in_one_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epiloq._core.built_archs", lambda: [])
     for what in ("64x128", str(model)):

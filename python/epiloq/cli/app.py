@@ -109,7 +109,7 @@ def create_app() -> typer.Typer:
                 given = getattr(import_module(module), function)
             except KeyboardInterrupt:  # typer would end without a word
                 interrupted(f"epiloq {cmd_name}")
-            text = joined_lines(given.__doc__)
+            text = joined_lines(given.__doc__ or "")  # python -OO leaves docstrings out
             single.command(cmd_name, help=text, context_settings=HELP)(interruptible(cmd_name, given))
             command = get_command(single)
             command.params.append(quiet_option)
