@@ -120,8 +120,8 @@ def test_generate_compiles_a_step_as_one_graph(seed: int, family: str, quantized
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 # Options beside SIZES, and modules that are fused, in a model of two layers.
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
-    "Mixtral": ({"num_local_experts": 4}, 9),
-    "Qwen3Moe": (EXPERTS, 13),
+    "Mixtral": ({"num_local_experts": 4}, 11),
+    "Qwen3Moe": (EXPERTS, 15),
     "Phi3": ({"pad_token_id": 0}, 11),
     "Granite": ({}, 9),
     "Gemma2": ({"head_dim": 32, "attn_logit_softcapping": None}, 11),

@@ -56,6 +56,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
       ``w4a8-nvfp4-fp8``. With other schemes, in eager mode, the residual and the norm are one kernel, and SiLU and the
       multiplication by the gate another. Decode steps of layers of Llama's or Gemma's form are one function in eager
       mode.
+    - On a GPU a router of a mixture of experts computes scores, choice and weights in one kernel.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
       form query and key heads are rotated together.
 
