@@ -130,6 +130,19 @@ def test_experts_in_floating_point(epiloq_in_transformers: None, seed: int, tmp_
     )
 
 
+@pytest.mark.parametrize("quantised", [True, False])
+def test_experts_under_two_names(quantised: bool, epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
+    """A second matrix of an expert, without the prefix of the base model, is refused by each way in."""
+    folder = published(deepseek(), tmp_path / "model", experts=quantised)
+    file, name = folder / "model.safetensors", f"{EXPERTS}.3.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name.removeprefix("model.")] = torch.zeros_like(tensors[name])
+    save_file(tensors, file, metadata={"format": "pt"})
+    for read in (opened, lambda path: models.load(Checkpoint(path))):
+        with pytest.raises(ValueError, match=r"3\.up_proj\.weight: is renamed to model\.layers\.1.*, and so is"):
+            read(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

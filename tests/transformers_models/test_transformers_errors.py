@@ -89,6 +89,12 @@ def fewer(tensor: torch.Tensor) -> torch.Tensor:
             also("model.layers.2.input_layernorm.weight", torch.ones(64)),
             r"layers\.2\.input_layernorm\.weight: not a tensor .*model\.layers has 2 by config\.json",
         ),
+        ("fp8", also("norm.weight", torch.ones(64)), r"norm\.weight: is renamed to model\.norm\.weight, and so is"),
+        (
+            "gptq",
+            also("layers.1.mlp.up_proj.qweight", torch.zeros(8, 192, dtype=torch.int32)),
+            rf"qweight: is renamed to {UP}\.qweight, and so is layers\.1",
+        ),
         ("gptq", also("model.norm.bias", torch.ones(64)), r"model\.norm\.bias: not a tensor of this model"),
         ("pack-quantized", without(f"{UP}.weight_zero_point"), f"{UP}: weight_zero_point: expected a tensor"),
         ("pack-quantized", having(f"{UP}.weight_shape", lambda t: t + 1), r"weight_shape: expected \[192, 64\]"),

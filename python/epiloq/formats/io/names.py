@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from epiloq.formats.io.checkpoint import split_name
+from epiloq.formats.io.checkpoint import Checkpoint, split_name
+from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import ExpertLinears
 
 
@@ -45,6 +46,18 @@ class Names:
         converter = next(each for each in self.converters if pattern in each.source_patterns)
         first, *others = converter.target_patterns
         return [found, *(found.replace(first, other) for other in others)], False
+
+    def check_distinct(self, checkpoint: Checkpoint) -> None:
+        """Raise FormatError for two tensors of a checkpoint that become the same one of the model, such as one with and
+        one without the prefix of the base model: which of them transformers uses is undefined."""
+        taken = dict[tuple[str, ...], str]()
+        for name in checkpoint.names():
+            targets, renamed = self.targets(name)
+            # A converter merges tensors whose names differ in more than the prefix.
+            key = (*targets, *(() if renamed else (name.removeprefix(f"{self.prefix}."),)))
+            if key in taken:
+                raise FormatError(f"{checkpoint.where(name)}: is renamed to {targets[0]}, and so is {taken[key]}")
+            taken[key] = name
 
     def converted(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's tensors that a converter of transformers creates from tensors of files, given by their names

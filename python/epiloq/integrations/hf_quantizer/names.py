@@ -17,12 +17,13 @@ from epiloq.formats.layouts.base import FormatError
 
 
 def check(model: Any, checkpoint: Checkpoint, unused: Collection[str]) -> None:
-    """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model, and none that
-    indicates a different model, except `unused` ones and those of a head.
+    """Raise FormatError, which names the tensor, unless a checkpoint contains all tensors of a model, each once, and
+    none that indicates a different model, except `unused` ones and those of a head.
 
     Other unexpected tensors, and heads that it initialises, are reported by transformers itself.
     """
     names, given, unexpected = Names(model), set[str](), dict[str, str]()
+    names.check_distinct(checkpoint)
     for name, entry in checkpoint.entries.items():
         targets, renamed = names.targets(name)
         given.update(targets)
