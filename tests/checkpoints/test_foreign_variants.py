@@ -44,6 +44,10 @@ RUNS: dict[str, type[nn.Module]] = {
     "int4 with int8, as vLLM reads it": W4A8Linear,
     "fp8 weights alone": Fp8WeightOnlyLinear,
     "fp8 weights alone, per tensor": Fp8WeightOnlyLinear,
+    "fp8 weights alone, in groups": Fp8WeightOnlyLinear,
+    "fp8 in groups, activations per token": Fp8WeightOnlyLinear,
+    "mxfp8 of compressed-tensors": Fp8WeightOnlyLinear,
+    "mxfp8 of compressed-tensors, weights alone": Fp8WeightOnlyLinear,
     "fp8 blocks of 64 x 128": Fp8BlockLinear,
     "fp8 blocks of 256 x 128": Fp8BlockLinear,
     "fp8 blocks of 128 x 64": Fp8WeightOnlyLinear,
@@ -93,16 +97,24 @@ def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
         "int8 weights alone",
         "fp8 weights alone",
         "fp8 weights alone, per tensor",
+        "fp8 weights alone, in groups",
+        "mxfp8 of compressed-tensors",
+        "mxfp8 of compressed-tensors, weights alone",
+        "5 bits",
+        "7 bits per channel",
+        "5 bits in bytes",
     ],
 )
 def test_dequantisation_matches_the_package(seed: int, tmp_path: Path, name: str) -> None:
     """Stock transformers with compressed-tensors restores the weights that epiloq reads, by its own matching."""
     pytest.importorskip("compressed_tensors")
     make(tmp_path / "in", name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    # The package restores MXFP8 in bfloat16, which holds it exactly.
+    dtype = torch.bfloat16 if "mxfp8" in name else torch.float32
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=dtype)
     logits(theirs)  # Weights are restored by the first call.
     for layer, values in weights(tmp_path / "in").items():
-        torch.testing.assert_close(theirs.get_parameter(layer), values, rtol=1e-6, atol=0)
+        torch.testing.assert_close(theirs.get_parameter(layer), values.to(dtype), rtol=1e-6, atol=0)
 
 
 def test_layers_that_differ_convert(seed: int, tmp_path: Path) -> None:

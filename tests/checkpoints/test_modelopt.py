@@ -26,7 +26,7 @@ from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp4Linear, Fp8Linear, Fp8WeightOnlyLinear, W4A8Fp4Linear, WeightOnlyLinear
-from modelopt_layers import fp8, fp8_blocks, fp8_rows, int4, int4_fp8, mxfp4, nvfp4, unpacked
+from modelopt_layers import fp8, fp8_blocks, fp8_rows, int4, int4_fp8, mxfp4, mxfp8, nvfp4, unpacked
 from opened_models import logits, opened
 from rounded_models import same, weights
 
@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[Callable[[nn.Linear], foreign.Layer], dict[str, Any], typ
     "W4A16_AWQ": (int4, {"group_size": 32, "has_zero_point": False, "pre_quant_scale": True}, WeightOnlyLinear),
     "W4A8_AWQ": (int4_fp8, {"group_size": 32}, WeightOnlyLinear),
     "FP8_PB_WO": (fp8_blocks, {}, Fp8WeightOnlyLinear),
+    "MXFP8": (mxfp8, {"group_size": 32}, Fp8WeightOnlyLinear),
     "FP8": (fp8, {"kv_cache_scheme": CACHE}, Fp8Linear),
     "FP8_PER_CHANNEL_PER_TOKEN": (fp8_rows, {}, Fp8Linear),
 }
@@ -187,7 +188,8 @@ def test_only_the_cache_is_quantised(seed: int, tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "smoothed": ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "quant_algo: W8A8_SQ_PER_CHANNEL is int8 inputs by a stored"),
-    "small blocks": ({"quant_algo": "mxfp8"}, "quant_algo: mxfp8 is FP8 weights in blocks of 32"),
+    "int8 of TensorRT-LLM": ({"quant_algo": "w8a16"}, "quant_algo: w8a16 is int8 weights in the layout of TensorRT"),
+    "blocks of 64": ({"quant_algo": "MXFP8", "group_size": 64}, "group_size: expected 32 of MXFP8, got 64"),
     "thin matrices": (
         {"quant_algo": "NVFP4_SVD", "config_groups": {"group_0": {"pre_quant_scale": True}}},
         "quant_algo: NVFP4_SVD is FP4 weights plus",

@@ -245,9 +245,10 @@ def test_static_directories_need_their_scales(teacher: Path, tmp_path: Path) -> 
             {"strategy": "block", "block_structure": [128, 128]},
             r"input_activations: .*\(group\), got FP8 per token",
         ),
-        ("weights", {"strategy": "group", "group_size": 32}, "weights: expected symmetric FP8"),
+        ("weights", {"num_bits": 6}, "weights: expected symmetric floats of 4 or 8 bits"),
+        ("weights", {"strategy": "group", "group_size": 128}, r"input_activations: .*\(group\), got FP8 per token"),
         ("weights", {"num_bits": 4}, "weights: expected symmetric FP4, tensor_group of 16 or group of 32, .*'channel'"),
-        ("weights", {"symmetric": False}, "weights: expected symmetric FP8"),
+        ("weights", {"symmetric": False}, "weights: expected symmetric floats of 4 or 8 bits"),
         ("input_activations", {"type": "int"}, r"input_activations: expected symmetric FP8 .*int8 per"),
         (
             "input_activations",

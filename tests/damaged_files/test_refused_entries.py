@@ -48,7 +48,17 @@ HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": [
         (CT, weights(CT, dynamic=True), "weights: expected scales in the files"),
         (CT, weights(CT, type="nf"), "weights: type: expected int or float, got 'nf'"),
         (CT, weights(CT, type="float"), "format: expected mxfp4-pack-quantized, got .pack-quantized."),
-        (CT, weights(CT, num_bits=8, type="float", scale_dtype="torch.uint8"), "FP8 .*, got MXFP8, .*'group_size': 32"),
+        (CT, weights(CT, num_bits=6, type="float"), "expected symmetric floats of 4 or 8 bits, got .*'num_bits': 6"),
+        (
+            CT,
+            weights(CT, num_bits=8, type="float", symmetric=True, scale_dtype="torch.uint8", group_size=64),
+            r"scale_dtype: expected uint8 only of groups of 32 \(MXFP8\)",
+        ),
+        (
+            CT,
+            weights(CT, num_bits=8, type="float", symmetric=True, scale_dtype="torch.uint8"),
+            "format: expected mxfp8-quantized, got 'pack-quantized'",
+        ),
         (CT, weights(CT, num_bits=9), "bits: expected 2 to 8, got 9"),
         (CT, weights(CT, symmetric="yes"), "symmetric: expected true or false, got 'yes'"),
         (CT, weights(CT, clip_ratio=0.9), "weights: clip_ratio: .*got 0.9"),

@@ -161,6 +161,7 @@ LAYOUTS: dict[str, Layout] = {
     ct_config.INTEGER: _integers("weight_scale"),
     **{layout: _float4(float4.Names()) for layout in (ct_config.NVFP4, ct_config.MXFP4)},
     ct_config.FLOAT: _float8(float8.Names(zeros=("weight_zero_point", "input_zero_point"))),
+    **dict.fromkeys((ct_config.MXFP8, modelopt_config.MXFP8), _float8(float8.Names(exponents=True, in_bytes=True))),
     fp8.BLOCKS: _float8(float8.Names("weight_scale_inv", exponents=True)),
     fp8.BY_SCALE[fp8.BLOCKS]: _float8(float8.Names(fp8.SCALE, exponents=True)),
     fp8.EXPERTS: _float4(replace(_DEEPSEEK_FP4, scale="weight_scale_inv")),

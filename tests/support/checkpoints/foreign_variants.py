@@ -68,7 +68,7 @@ def packed(bits: int, length: int, symmetric: bool, *, zeros: bool = False, orde
 
 
 def integers(strategy: str, symmetric: bool = True, static: bool = False, bits: int = 8) -> Pack:
-    """``int-quantized`` of 8 bits, or 4: a scale for the tensor, channels or groups of 32."""
+    """``int-quantized`` of 8 bits, or fewer: a scale for the tensor, channels or groups of 32."""
 
     def pack(name: str, linear: nn.Linear) -> Layer:
         rows, columns = linear.out_features, linear.in_features
@@ -111,6 +111,12 @@ def mxfp8(name: str, linear: nn.Linear) -> Layer:
     return {"weight": q, "weight_scale_inv": exponents}, q.float() * factors
 
 
+def mxfp8_of_compressed_tensors(name: str, linear: nn.Linear) -> Layer:
+    """The same under that package's name; ModelOpt has it, too."""
+    tensors, weight = mxfp8(name, linear)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, weight
+
+
 def by_name(*choices: tuple[str, Pack | None]) -> Pack:
     """The first of some functions whose text is in a layer's name."""
 
@@ -149,6 +155,8 @@ INT4 = args(4, "group", group_size=32)
 TOKENS = args(8, "token") | {"dynamic": True}
 FP8_TOKENS = args(8, "token", "float") | {"dynamic": True}
 TENSOR = args(8, "tensor")
+FP8_GROUPS = args(8, "group", "float", group_size=32)
+MXFP8 = FP8_GROUPS | {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 FP8, FP8_TENSOR = args(kind="float"), args(strategy="tensor", kind="float")
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 _GPTQMODEL_AWQ = {
@@ -242,6 +250,32 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "fp8 weights alone, per tensor": (
         fp8("weight_scale", -1, -1, shape=("", (1,))),
         ct("float-quantized", ct_group(["Linear"], FP8_TENSOR)),
+    ),
+    "fp8 weights alone, in groups": (
+        fp8("weight_scale", 1, 32),
+        ct("naive-quantized", ct_group(["Linear"], FP8_GROUPS)),
+    ),
+    "fp8 in groups, activations per token": (
+        fp8("weight_scale", 1, 32),
+        ct("float-quantized", ct_group(["Linear"], FP8_GROUPS, FP8_TOKENS)),
+    ),
+    "mxfp8 of compressed-tensors": (
+        mxfp8_of_compressed_tensors,
+        ct("mxfp8-quantized", ct_group(["Linear"], MXFP8, MXFP8 | {"dynamic": True}, format="mxfp8-quantized")),
+    ),
+    "mxfp8 of compressed-tensors, weights alone": (
+        mxfp8_of_compressed_tensors,
+        ct("mxfp8-quantized", ct_group(["Linear"], MXFP8)),
+    ),
+    "5 bits": (packed(5, 32, True), ct("pack-quantized", ct_group(["Linear"], INT4 | {"num_bits": 5}))),
+    "6 bits, asymmetric": (
+        packed(6, 32, False),
+        ct("pack-quantized", ct_group(["Linear"], INT4 | {"num_bits": 6, "symmetric": False})),
+    ),
+    "7 bits per channel": (packed(7, -1, True), ct("pack-quantized", ct_group(["Linear"], args(7)))),
+    "5 bits in bytes": (
+        integers("group", symmetric=False, bits=5),
+        ct("int-quantized", ct_group(["Linear"], INT4 | {"num_bits": 5, "symmetric": False}, format="int-quantized")),
     ),
     "gptq without g_idx": (gptq(), _GPTQ),
     "gptq in format gptq_v2": (gptq(less=0), _GPTQ | {"format": "gptq_v2"}),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import foreign_checkpoints as foreign
+import foreign_variants as variants
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -54,6 +55,10 @@ def fp8_blocks(linear: nn.Linear, squeezed: bool = False) -> foreign.Layer:
     wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     q = (linear.weight.detach() / wide).to(torch.float8_e4m3fn)
     return {"weight": q, "weight_scale": scale if squeezed else scale[:, None, :, None]}, q.float() * wide
+
+
+def mxfp8(linear: nn.Linear) -> foreign.Layer:
+    return variants.mxfp8_of_compressed_tensors("", linear)
 
 
 def int4(linear: nn.Linear, group_size: int = 32) -> foreign.Layer:

@@ -14,7 +14,7 @@ from epiloq.formats.layouts.base import FormatError, flag
 
 METHOD = "compressed-tensors"
 PACKED, INTEGER, FLOAT, FORMER = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 MIXED = "mixed-precision"
 WITHOUT_WEIGHT = frozenset({PACKED, NVFP4, MXFP4})
 """Layouts whose layers have no tensor of the name ``weight``."""
@@ -36,6 +36,8 @@ _FP4 = {
     NVFP4: ("tensor_group", 16, "torch.float8_e4m3fn"),
     MXFP4: ("group", 32, "torch.uint8"),
 }
+_MX_BLOCK = 32
+"""Weights that share a scale in MX formats."""
 _CACHE = {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"} | _OBSERVED
 
 
@@ -126,26 +128,27 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         return _fp4(group, weights, inputs, usual)
     if weights.dynamic or weights.strategy not in _STRATEGIES:
         raise FormatError(f"{METHOD}: weights: expected scales in the files (tensor, channel, group or block)")
-    if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric or weights.strategy == "group"):
+    if weights.kind == "fp8" and (weights.bits != 8 or not weights.symmetric):
         actual = {key: value for key, value in group["weights"].items() if value is not None}
-        is_mxfp8 = weights.bits == 8 and weights.symmetric and "uint8" in str(group["weights"].get("scale_dtype"))
-        raise FormatError(
-            f"{METHOD}: weights: expected symmetric FP8 (channel or tensor or block), got "
-            f"{'MXFP8, ' if is_mxfp8 else ''}{actual!r}"
-        )
+        raise FormatError(f"{METHOD}: weights: expected symmetric floats of 4 or 8 bits, got {actual!r}")
     if weights.kind == "int" and weights.block is not None:
         raise FormatError(f"{METHOD}: weights: strategy: no kernel supports integers in blocks of {weights.block}")
     layout = group.get("format") or (usual if usual != MIXED else None)
-    expected = _layouts(weights.kind, inputs is not None)
+    in_bytes = weights.kind == "fp8" and "uint8" in str(group["weights"].get("scale_dtype"))
+    if in_bytes and weights.group_size != _MX_BLOCK:
+        raise FormatError(f"{METHOD}: weights: scale_dtype: expected uint8 only of groups of {_MX_BLOCK} (MXFP8)")
+    expected = _layouts(weights.kind, inputs is not None, in_bytes)
     if layout is not None and layout not in expected:
-        raise FormatError(f"{METHOD}: format: expected {' or '.join(expected[:-1])}, got {layout!r}")
+        raise FormatError(f"{METHOD}: format: expected {' or '.join(expected[:-1] or expected)}, got {layout!r}")
+    # A group of FP8 weights is a block of one row.
+    block = (1, weights.group_size) if weights.kind == "fp8" and weights.strategy == "group" else weights.block
     described = Description(
         expected[0] if layout in (None, FORMER) else layout,
         weights.kind,
         weights.bits,
-        weights.strategy,
-        weights.group_size,
-        weights.block,
+        weights.strategy if block is None else "block",
+        weights.group_size if block is None else -1,
+        block,
         weights.symmetric,
         ordered=_is_ordered(group["weights"]),
         inputs=None if inputs is None else _inputs(inputs),
@@ -187,10 +190,11 @@ def _fp4(group: Mapping[str, Any], weights: _Numbers, inputs: _Numbers | None, u
     return Description(layout, "fp4", 4, "group", weights.group_size, inputs=of_inputs)
 
 
-def _layouts(kind: Kind, with_inputs: bool) -> tuple[str, ...]:
-    """The layouts of such layers: the default first, the former name last."""
+def _layouts(kind: Kind, with_inputs: bool, in_bytes: bool) -> tuple[str, ...]:
+    """The layouts of such layers, whose scales may be `in_bytes` of E8M0: the default first, the former name, if there
+    is one, last."""
     if kind == "fp8":
-        return FLOAT, FORMER
+        return (MXFP8,) if in_bytes else (FLOAT, FORMER)
     return (INTEGER, PACKED, FORMER) if with_inputs else (PACKED, INTEGER, FORMER)
 
 

@@ -20,7 +20,7 @@ from epiloq.nn.base.scaled_input import SCALE
 
 METHOD = "modelopt"
 METHODS = (METHOD, "modelopt_fp4", "modelopt_mixed")
-NVFP4, MXFP4 = "modelopt nvfp4", "modelopt mxfp4"
+NVFP4, MXFP4, MXFP8 = "modelopt nvfp4", "modelopt mxfp4", "modelopt mxfp8"
 TENSORS, ROWS, BLOCKS = "modelopt fp8", "modelopt fp8 rows", "modelopt fp8 blocks"
 INT4, INT4_FP8 = "modelopt int4", INT4_FOR_FP8
 SCALED = frozenset({NVFP4, INT4, INT4_FP8})
@@ -41,12 +41,12 @@ _ALGORITHMS = {
     "FP8": Description(TENSORS, "fp8", strategy="tensor", inputs=Inputs("fp8", "tensor", dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": Description(ROWS, "fp8", strategy="channel", inputs=Inputs("fp8", "token")),
     "FP8_PB_WO": Description(BLOCKS, "fp8", strategy="block", block=(128, 128)),
+    "MXFP8": Description(MXFP8, "fp8", strategy="block", block=(1, 32), inputs=Inputs("fp8", "group", group_size=32)),
 }
 # Algorithms that epiloq has no layers for.
 _OTHERS = {
     "W8A8_SQ_PER_CHANNEL": "int8 inputs by a stored scale that are scaled by channel before",
     "W8A16": "int8 weights in the layout of TensorRT-LLM",
-    "MXFP8": "FP8 weights in blocks of 32 with scales of powers of two",
     "NVFP4_SVD": "FP4 weights plus the product of two thin matrices",
 }
 _OF_AWQ = ("NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ")
@@ -139,10 +139,18 @@ def _described(entries: Mapping[str, Any], where: str) -> Description:
     size = entries.get("group_size")
     if found.kind == "int" and type(size) is int and size > 0:
         return replace(found, group_size=size)
-    if size not in ((None, found.group_size) if found.kind == "fp4" else (None, 0)) or isinstance(size, bool):
-        wanted = {"fp4": found.group_size, "int": "a positive number"}.get(found.kind, "none")
+    expected = _group_of(found)
+    if size not in (None, expected or 0) or isinstance(size, bool):
+        wanted = "a positive number" if found.kind == "int" else expected or "none"
         raise FormatError(f"{where}: group_size: expected {wanted} of {algorithm}, got {size!r}")
     return found
+
+
+def _group_of(described: Description) -> int | None:
+    """The group size that an algorithm's entry states; None if it states none."""
+    if described.layout == MXFP8 and described.block is not None:
+        return described.block[1]
+    return described.group_size if described.kind == "fp4" else None
 
 
 def _check_cache(entries: Mapping[str, Any]) -> None:
@@ -172,5 +180,5 @@ def config(layers: Mapping[str, Description], ignore: Collection[str]) -> dict[s
 
 
 def _size_of(algorithm: str) -> dict[str, int]:
-    described = _ALGORITHMS[algorithm]
-    return {"group_size": described.group_size} if described.kind == "fp4" else {}
+    size = _group_of(_ALGORITHMS[algorithm])
+    return {} if size is None else {"group_size": size}

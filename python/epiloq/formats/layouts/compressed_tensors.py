@@ -6,6 +6,7 @@ Its reader multiplies in the scale's dtype, so scales of weight-only layers are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
     Raises FormatError for what it cannot represent: a shorter last group, or different scales of channels with one
     scale per tensor.
     """
+    if described.bits != weight.bits:  # Layers have 5 to 7 bits in 8.
+        weight = replace(weight, grid=replace(weight.grid, bits=described.bits))
     columns = weight.q.shape[1]
     check_multiple("in_features", columns, weight.grid.length(columns), f"{_NAME} (gptq has short last groups)")
     of_groups = described.inputs is None or (described.quantization is not None and described.quantization.w4a8)

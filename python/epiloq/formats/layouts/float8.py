@@ -34,6 +34,8 @@ class Names:
         Whether scales per block have four dimensions, with a 1 after each of rows and columns.
     exponents
         Whether scales may be the bytes of E8M0, powers of two.
+    in_bytes
+        Whether scales are written as such bytes.
     """
 
     scale: str = "weight_scale"
@@ -44,6 +46,7 @@ class Names:
     flat: bool = False
     apart: bool = False
     exponents: bool = False
+    in_bytes: bool = False
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have other than its bias, by the last part of its name."""
@@ -143,10 +146,19 @@ def to_tensors(weight: Weight, described: Description, names: Names) -> dict[str
     one = () if names.scalar else (1,)
     stored = one if shape == (1,) else shape[:1] if names.flat else shape
     stored = (shape[0], 1, shape[1], 1) if names.apart else stored
-    tensors = {"weight": state["weight"], names.scale: state["weight_scale"].reshape(stored)}
+    scale = state["weight_scale"].reshape(stored)
+    tensors = {"weight": state["weight"], names.scale: _bytes(scale) if names.in_bytes else scale}
     if "input_scale" in state:
         tensors[names.input_scale] = state["input_scale"].reshape(one)
     return tensors
+
+
+def _bytes(scale: Tensor) -> Tensor:
+    """The bytes of E8M0 of powers of two. Raises FormatError for other numbers."""
+    exponents = scale.to(torch.float8_e8m0fnu)
+    if not torch.equal(exponents.float(), scale.float()):
+        raise FormatError("weight_scale: expected powers of two, which E8M0 can represent")
+    return exponents.view(torch.uint8)
 
 
 def whole_groups(columns: int) -> None:

@@ -1,8 +1,10 @@
-"""Fields of 2, 3, 4 or 8 bits in int32 words, least significant first; 3-bit fields may continue in the next word."""
+"""Fields of 2 to 8 bits in int32 words, least significant first; fields of 3, 5, 6 and 7 bits may continue in the next
+word."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -10,14 +12,15 @@ from torch import Tensor
 from epiloq.formats.layouts.base import FormatError
 
 BITS = (2, 3, 4, 8)
+"""The bits of fields in GPTQ's words; those of compressed-tensors may have 2 to 8."""
 
 
 def period(bits: int) -> int:
-    """Number of fields after which a field is aligned to a word again: 32 / bits, or 32 for 3 bits. Raises ValueError
-    for other bits."""
-    if bits not in BITS:
-        raise ValueError(f"words: bits: expected one of {BITS}, got {bits}")
-    return 32 if bits == 3 else 32 // bits
+    """Number of fields after which a field is aligned to a word again, such as 8 for 4 bits or 32 for 3 bits. Raises
+    ValueError for other than 2 to 8 bits."""
+    if not 2 <= bits <= 8:
+        raise ValueError(f"words: bits: expected 2 to 8, got {bits}")
+    return 32 // gcd(bits, 32)
 
 
 def words_of(length: int, bits: int) -> int:
