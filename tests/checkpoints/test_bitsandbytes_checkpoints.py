@@ -133,7 +133,19 @@ def test_configurations(seed: int, tmp_path: Path, changes: dict[str, Any], text
         models.from_directory(tmp_path / "model")
 
 
-@pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
+# Names in the middle of others have no effect, but are written to config.json.
+IN_THE_MIDDLE = {"llm_int8_skip_modules": ["lm_head", "mlp", "layers.1"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_in_8bit": True},
+        {"load_in_8bit": True, **IN_THE_MIDDLE},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"load_in_4bit": True, **IN_THE_MIDDLE},
+    ],
+)
 def test_files_of_transformers_and_bitsandbytes(seed: int, tmp_path: Path, options: dict[str, Any]) -> None:
     """Stock tools write the directory and say what its weights are."""
     pytest.importorskip("bitsandbytes")

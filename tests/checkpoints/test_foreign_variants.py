@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,18 @@ pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
 
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers import quantizers_utils
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
 import foreign_variants as variants
 from command_line import run
 from epiloq.formats import convert
+from epiloq.formats.configs.keys import skips
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, Int8Linear, W4A8Linear, WeightOnlyLinear
@@ -205,6 +211,27 @@ def test_tensors_of_layers_that_are_left_out(seed: int, tmp_path: Path, name: st
     for read in (opened, models.from_directory):
         with pytest.raises(ValueError, match=r"mlp\.\w+\.\w+: .*config.json leaves .*mlp\.\w+ in floating point"):
             read(tmp_path / "in")
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("name", ["fp8 per tensor, dynamic", "fbgemm_fp8", "mxfp8", "fp8 blocks of 64 x 128"])
+@pytest.mark.filterwarnings("ignore:.*no kernel supports")
+def test_names_that_transformers_does_not_match(seed: int, tmp_path: Path, name: str) -> None:
+    """It quantises layers of which only a part in the middle is listed, and then lists it in config.json."""
+    pack, config = variants.VARIANTS[name]
+    listed = ["lm_head", "mlp", "self_attn", "layers.0", "re:.*proj", "up", "*"]
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"modules_to_not_convert": listed})
+    found = models.from_directory(tmp_path / "in")
+    assert type(found.get_submodule(UP)) is RUNS[name]
+    assert torch.equal(logits(opened(tmp_path / "in")), logits(found))
+
+
+@given(st.lists(st.text("ab.*|u", max_size=6)), st.text("ab.u", min_size=1, max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_the_rule_is_that_of_transformers(listed: list[str], layer: str) -> None:
+    with contextlib.suppress(re.error):
+        expected = not quantizers_utils.should_convert_module(layer, [name for name in listed if name])
+        assert skips(listed, layer) == expected
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")

@@ -150,6 +150,21 @@ def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("listed", ["k_proj", "model.layers.0"])
+def test_layers_that_are_listed_but_quantised(seed: int, tmp_path: Path, listed: str) -> None:
+    """transformers looks for "k_proj" at the end of "….k_proj.weight", quantises the layer, and lists the name; it
+    opens what metadata describe."""
+    kind, module = KINDS["int8"]
+    make(tmp_path / "in", kind)
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [listed]
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    found = models.load(Checkpoint(tmp_path / "in"))[0]
+    assert type(found.get_submodule("model.layers.0.self_attn.k_proj")) is module
+    assert torch.equal(logits(opened(tmp_path / "in")), logits(found))
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
 @pytest.mark.parametrize(
     ("activation", "zeros", "module"),
     [("bfloat16", True, WeightOnlyLinear), (None, False, WeightOnlyLinear), ("float8_e4m3fn", False, W4A8Linear)],

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
+from epiloq.formats.configs.keys import check_keys, names, one_of, skips
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.layouts.base import FormatError
 
@@ -43,6 +43,6 @@ def parse(found: Mapping[str, Any]) -> Rules:
         described = Description(TABLE_OF_BITSANDBYTES, "table", bits=4, strategy="group", group_size=64)
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(excludes(left, name) for name in layer) else described
+        return None if any(skips(left, name) for name in layer) else described
 
     return rules

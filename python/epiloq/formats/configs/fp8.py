@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
+from epiloq.formats.configs.keys import check_keys, names, one_of, skips
 from epiloq.formats.description import FP4_EXPERTS, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
@@ -83,7 +83,7 @@ def _all_but(found: Mapping[str, Any], described: Description, experts_in_fp4: b
     left = [name for key in ("modules_to_not_convert", "ignored_layers") for name in names(found, key, _WHERE)]
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        if any(excludes(left, name) for name in layer):
+        if any(skips(left, name) for name in layer):
             return None
         return experts if any(_EXPERT.match(name) for name in layer) else described
 

@@ -96,6 +96,20 @@ def excludes(patterns: Sequence[str], layer: str) -> bool:
     return any(f".{name.strip('.')}." in dotted or _means(name, layer) for name in patterns if name)
 
 
+def skips(patterns: Sequence[str], layer: str) -> bool:
+    """Whether transformers leaves a layer in floating point because of one of `names` (``should_convert_module``): its
+    end, or its begin up to a dot or the end, by name or regular expression. A part in the middle ("mlp" of
+    "model.layers.0.mlp.up_proj") does not count, so that such a layer is quantised."""
+    return any(layer.endswith(name) or _begins(name, layer) for name in patterns if name)
+
+
+def _begins(text: str, layer: str) -> bool:
+    try:
+        return re.match(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", layer) is not None
+    except re.error:
+        return False
+
+
 def _means(text: str, layer: str) -> bool:
     if not set(text) & set("*+?^$()[]{}|\\"):
         return False

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from epiloq.formats.configs.keys import check_keys, excludes, names, one_of
+from epiloq.formats.configs.keys import check_keys, names, one_of
 from epiloq.formats.description import TORCHAO_OFFSETS, Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 
@@ -55,14 +53,15 @@ Shape = tuple[int, int]
 
 def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    entries.
+
+    Each quantised layer has its own metadata. Names of layers to leave in floating point are not looked at, as by
+    transformers when it opens such files: it compares them with names that end in ".weight", so that "k_proj" has no
+    effect when it quantises.
+    """
     check_keys(found, _KNOWN, METHOD, _NOTES)
-    left = names(found, "modules_to_not_convert", METHOD)
-
-    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(excludes(left, name) for name in layer) else Description(ANY)
-
-    return rules
+    names(found, "modules_to_not_convert", METHOD)
+    return lambda layer, kind: Description(ANY)
 
 
 def described(metadata: str | None, shape: Sequence[int], has_zeros: bool) -> Description:
