@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -10,14 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from epiloq.formats import module_kinds
 from epiloq.nn import (
     ExpertLinears,
+    Fp4Linear,
     Fp8BlockLinear,
     Fp8Linear,
     GatedExperts,
     Int8Linear,
     OnlineQuantLinear,
+    W4A8Fp4Linear,
+    W4A8Linear,
+    WeightOnlyLinear,
 )
+from epiloq.nn.experts.kind import Kind
 from gated_problems import (
     KINDS,
     TOP_K,
@@ -228,6 +235,38 @@ def test_captured(seed: int) -> None:
         old.copy_(new)
     graph.replay()
     assert torch.equal(y, whole(*fresh))
+
+
+OPTIONS: dict[type[nn.Module], dict[str, tuple[Any, ...]]] = {
+    Fp8BlockLinear: {"rows": (1, 128)},
+    Fp8Linear: {"activation": ("token", "tensor", "static"), "weight": ("channel", "tensor"), "limit": (None, 0.5)},
+    Int8Linear: {"activation": ("dynamic", "static"), "symmetric": (True, False)},
+    Fp4Linear: {"format": ("nvfp4", "mxfp4"), "reciprocal": (True, False), "scaled_input": (True, False)},
+    W4A8Fp4Linear: {"format": ("nvfp4", "mxfp4"), "activation": ("fp8", "int8", "fp8-group", "fp8-static")},
+    W4A8Linear: {"activation": ("fp8", "int8"), "group_size": (32, -1), "zeros": ("none", "zero")},
+    WeightOnlyLinear: {
+        "bits": (2, 4, 8),
+        "group_size": (32, -1),
+        "zeros": ("none", "zero", "offset"),
+        "scaled_input": (True, False),
+    },
+}
+
+
+@pytest.mark.parametrize("linear", OPTIONS)
+def test_no_option_is_lost(linear: Any) -> None:
+    """Layers are computed together, as layers with the same options, or stay separate."""
+    names, choices = OPTIONS[linear].keys(), OPTIONS[linear].values()
+    together = 0
+    for values in itertools.product(*choices):
+        layer = linear(128, 64, False, **dict(zip(names, values, strict=True)))
+        kind = Kind.of(layer)
+        if kind is not None:
+            again = kind.linear(128, 64, False, **kind.options)
+            described = module_kinds.KINDS[linear.__name__]
+            assert type(again) is linear and described.options_of(again) == described.options_of(layer)
+            together += 1
+    assert 0 < together
 
 
 def test_unsupported_kinds_stay_separate(seed: int) -> None:

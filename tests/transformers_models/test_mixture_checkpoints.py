@@ -26,7 +26,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
 from epiloq.models import mixtures
-from epiloq.nn import Fp8BlockExperts, Fp8BlockLinear, GatedExperts
+from epiloq.nn import ExpertLinears, Fp8BlockExperts, Fp8BlockLinear, GatedExperts
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.targets import TARGETS
@@ -128,6 +128,45 @@ def test_experts_in_floating_point(epiloq_in_transformers: None, seed: int, tmp_
         EXPERTS
         in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     )
+
+
+def fp8_of(block: tuple[int, int]) -> Callable[[Tensor], dict[str, Tensor]]:
+    """FP8 weights with a scale for each block of rows and columns (-1: all)."""
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        rows, columns = (size if span == -1 else span for span, size in zip(block, weight.shape, strict=True))
+        counts = [-(-size // span) for size, span in zip(weight.shape, (rows, columns), strict=True)]
+        scale = torch.rand(*counts) / 400 + 1e-3
+        wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+        return {"weight": (weight / wide).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+    return pack
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("make", [qwen3, mixtral])
+def test_experts_in_blocks_of_fewer_rows(
+    rows: int, make: Callable[[], Any], epiloq_in_transformers: None, seed: int, tmp_path: Path
+) -> None:
+    """No grouped product has them, so that experts run one after the other."""
+    pack, folder = fp8_of((rows, 128)), tmp_path / "model"
+    make().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    packed = [name for name in tensors if ".experts." in name]
+    for name in packed:
+        parts = pack(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    inside, own = opened(folder), models.load(Checkpoint(folder))[0]
+    kinds = {type(module) for name, module in inside.named_modules() if name.endswith(".experts")}
+    assert kinds == {ExpertLinears}
+    assert torch.equal(logits(inside), logits(own))
+    inside.save_pretrained(tmp_path / "again")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(after[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
 
 
 @pytest.mark.parametrize("quantised", [True, False])

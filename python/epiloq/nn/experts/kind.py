@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from epiloq.nn.base.w4a8_layer import STATIC
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts, W4A8Fp4Experts
@@ -47,8 +48,8 @@ class Kind:
     @classmethod
     def _without_bias(cls, layer: nn.Module) -> Kind | None:
         if isinstance(layer, Fp8BlockLinear):
-            return cls(Fp8BlockLinear, Fp8BlockExperts)
-        if isinstance(layer, Fp8Linear) and layer.activation != "static":
+            return cls(Fp8BlockLinear, Fp8BlockExperts) if layer.rows == FP8_BLOCK else None
+        if isinstance(layer, Fp8Linear) and layer.activation != "static" and layer.limit is None:
             return cls(Fp8Linear, Fp8Experts, {"activation": layer.activation, "weight": layer.weight_scales})
         if isinstance(layer, Int8Linear) and layer.activation == "dynamic" and layer.symmetric:
             return cls(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
