@@ -266,7 +266,7 @@ def test_no_option_is_lost(linear: Any) -> None:
             described = module_kinds.KINDS[linear.__name__]
             assert type(again) is linear and described.options_of(again) == described.options_of(layer)
             together += 1
-    assert 0 < together
+    assert together > 0
 
 
 def test_unsupported_kinds_stay_separate(seed: int) -> None:

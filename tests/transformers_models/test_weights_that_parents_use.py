@@ -50,6 +50,18 @@ def test_experts_that_a_parent_initialises(seed: int, tmp_path: Path, scheme: st
     )
 
 
+@pytest.mark.parametrize("tool", ["gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8"])
+def test_layers_kept_in_float32(seed: int, tmp_path: Path, tool: str) -> None:
+    """transformers keeps T5's "wo" in float32 in a model of float16, and would convert FP8 weights to it, too."""
+    exact, given = written(tmp_path / "in", "t5", tool), inputs("t5")
+    model = type(exact).from_pretrained(tmp_path / "in", dtype=torch.float16)
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            torch.testing.assert_close(module.dequantized_weight(), exact.get_submodule(name).weight)
+    found, wanted = answer(model, given), answer(exact, given)
+    assert float((found - wanted).norm() / wanted.norm()) < (0.02 if tool in ("gptq", "pack-quantized") else 0.2)
+
+
 @pytest.mark.parametrize("family", ["t5", "deberta"])
 @pytest.mark.parametrize("tool", ["gptq", "int-quantized"])
 def test_weights_that_a_parent_reads(seed: int, tmp_path: Path, family: str, tool: str) -> None:

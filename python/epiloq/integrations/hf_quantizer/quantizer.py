@@ -15,6 +15,7 @@ from epiloq.formats import epiloq_modules
 from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import Names, saved_by_layer, unstacked_weights, without_stacking
+from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import leaving, shared
@@ -136,6 +137,15 @@ class EpiloqQuantizer(HfQuantizer):
         config = self.quantization_config
         left = tuple(config.modules_to_not_convert or ())
         return quantize_(model, config.scheme, ignore=left, head=config.head, embedding=config.embedding)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type to which a tensor of the files is converted; None for those of 8 bits, which stay as they are, also
+        in layers that transformers keeps in float32."""
+        entry = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        kind = DTYPES.get(entry) if isinstance(entry, str) else entry
+        if kind is not None and kind.itemsize == 1:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
         """transformers' weight conversions, without stacking experts that are unstacked; newer versions also pass the

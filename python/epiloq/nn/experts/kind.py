@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.w4a8_layer import STATIC
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.packed_experts import PackedExperts, W4A8Experts
 from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts, W4A8Fp4Experts
