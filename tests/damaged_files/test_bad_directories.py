@@ -171,6 +171,11 @@ WHEN_OPENED: dict[str, tuple[str, Damage, str]] = {
     "huge index": ("sharded", instead(INDEX, huge), "index.json: expected at most .* bytes of JSON"),
     "index outside": ("sharded", names_in_index("../float/model.safetensors"), "next to it, got '../float"),
     "index of nothing": ("sharded", names_in_index("model-00009.safetensors"), "model-00009.safetensors: missing"),
+    "one file beside shards": (
+        "sharded",
+        lambda folder: shutil.copy(next(folder.glob("model-*.safetensors")), folder / SINGLE),
+        "expected model.safetensors or model.safetensors.index.json .*, found both",
+    ),
     "weights fifo": ("float", instead(SINGLE, os.mkfifo), "model.safetensors: .* found a FIFO"),
     "weights device": ("float", instead(SINGLE, link_to("/dev/zero")), "model.safetensors: .* character device"),
     "huge weights": ("float", instead(SINGLE, huge), "model.safetensors: "),

@@ -44,9 +44,10 @@ def split_name(name: str) -> tuple[str, str]:
 class Checkpoint:
     """A model directory opened for reading: the file of each tensor; all tensors are checked to exist.
 
-    Raises FormatError: no config.json; special files (FIFOs, devices, dangling links); no safetensors weights; an index
-    that names missing files or files outside the directory; a file whose header and length disagree; a tensor that is
-    not in its file; far more layers than tensors. Pickles are never opened.
+    Raises FormatError: no config.json; special files (FIFOs, devices, dangling links); no safetensors weights; a single
+    file beside an index of others; an index that names missing files or files outside the directory; a file whose
+    header and length disagree; a tensor that is not in its file; far more layers than tensors. Pickles are never
+    opened.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -174,6 +175,11 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise FormatError(f"{self.folder / INDEX}: weight_map: expected names of files by names of tensors")
             files: dict[str, str] = weight_map
+            if status(self.folder / SINGLE) is not None and set(files.values()) != {SINGLE}:
+                raise FormatError(
+                    f"{self.folder}: expected {SINGLE} or {INDEX} with the files that it names, found both: "
+                    "transformers reads the first and other tools the second; remove one of them"
+                )
         elif status(self.folder / SINGLE) is not None:
             self.entries = read_header(self.folder / SINGLE)
             return dict.fromkeys(self.entries, SINGLE)
