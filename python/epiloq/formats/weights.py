@@ -124,3 +124,8 @@ def exact(scale: Tensor, dtypes: tuple[torch.dtype, ...], name: str) -> torch.dt
             return dtype
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise FormatError(f"{name}: cannot represent these scales: some are not {expected} numbers and would be rounded")
+
+
+def narrowest(scale: Tensor) -> Tensor:
+    """The same scales in float16 if it holds them, otherwise in bfloat16 or float32."""
+    return scale.to(exact(scale, (torch.float16, torch.bfloat16, torch.float32), "scales"))

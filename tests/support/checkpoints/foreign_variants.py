@@ -13,11 +13,18 @@ from foreign_checkpoints import Integers, Layer, interleaved, words
 Pack = Callable[[str, nn.Linear], "Layer | None"]
 
 
-def gptq(bits: int = 4, length: int = 32, less: int = 1, symmetric: bool = False, order: bool = False) -> Pack:
+def gptq(
+    bits: int = 4,
+    length: int = 32,
+    less: int = 1,
+    symmetric: bool = False,
+    order: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> Pack:
     """GPTQ's tensors without ``g_idx`` (unless in activation order), zero points less 1 or as they are."""
 
     def pack(name: str, linear: nn.Linear) -> Layer:
-        made = Integers.random(linear.out_features, linear.in_features, length, bits)
+        made = Integers.random(linear.out_features, linear.in_features, length, bits, dtype)
         if symmetric:
             made.zero = torch.full_like(made.zero, 1 << (bits - 1))
         groups = {}
@@ -34,9 +41,8 @@ def gptq(bits: int = 4, length: int = 32, less: int = 1, symmetric: bool = False
     return pack
 
 
-def awq(name: str, linear: nn.Linear) -> Layer:
-    made = Integers.random(linear.out_features, linear.in_features, 32)
-
+def awq(name: str, linear: nn.Linear, dtype: torch.dtype = torch.float16) -> Layer:
+    made = Integers.random(linear.out_features, linear.in_features, 32, dtype=dtype)
     tensors = {"qweight": interleaved(made.q), "qzeros": interleaved(made.zero), "scales": made.scale.T.contiguous()}
     return tensors, made.weight
 
@@ -279,6 +285,8 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "gptq without g_idx": (gptq(), _GPTQ),
     "gptq in format gptq_v2": (gptq(less=0), _GPTQ | {"format": "gptq_v2"}),
+    "gptq with float32 scales": (gptq(dtype=torch.float32), _GPTQ),
+    "awq with float32 scales": (lambda name, linear: awq(name, linear, torch.float32), _GPTQMODEL_AWQ),
     "gptq of 3 bits": (gptq(3), _GPTQ | {"bits": 3}),
     "gptq of 3 bits in activation order": (
         gptq(3, less=0, order=True),

@@ -25,7 +25,7 @@ from epiloq.formats.layouts.base import (
     sizes,
 )
 from epiloq.formats.layouts.words import pack, unpack
-from epiloq.formats.weights import OffsetWeight, Weight, on_grid
+from epiloq.formats.weights import OffsetWeight, Weight, narrowest, on_grid
 from epiloq.weights.grid import Grid, InputGrid, QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
@@ -92,7 +92,8 @@ def from_packed(packed: PackedWeight, *, version: str = "gemm") -> dict[str, Ten
 
 
 def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
-    """A layer's tensors in a checkpoint: integers on a grid with float16 scales; real offsets in ``gemv_fast``."""
+    """A layer's tensors in a checkpoint: integers on a grid with scales of float16, or of a wider type if they need it;
+    real offsets in ``gemv_fast``."""
     layout = _layout(version)
     if layout.words is None:
         if not isinstance(weight, OffsetWeight):
@@ -106,7 +107,7 @@ def to_tensors(weight: Weight, version: str = "gemm") -> dict[str, Tensor]:
     rows, columns = value.q.shape
     _groups(rows, columns, value.group_size)
     tensors = layout.words(Codes.of(value))
-    return tensors | {"scales": tensors["scales"].to(torch.float16)}
+    return tensors | {"scales": narrowest(tensors["scales"])}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], group_size: int, version: str, shape: tuple[int, int]) -> Weight:

@@ -23,7 +23,7 @@ from epiloq.formats.layouts.base import (
     sizes,
 )
 from epiloq.formats.layouts.words import BITS, pack, period, unpack, words_of
-from epiloq.formats.weights import Weight
+from epiloq.formats.weights import Weight, narrowest
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.packed_weight import PackedWeight
 
@@ -76,11 +76,11 @@ def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dic
 
 
 def to_tensors(weight: Weight, version: str) -> dict[str, Tensor]:
-    """Return the tensors of a calibrated weight; scales are written in float16."""
+    """Return the tensors of a calibrated weight; scales are written in float16, or in a wider type if they need it."""
     if not isinstance(weight, QuantizedWeight):
         raise FormatError("gptq: expected integers on a grid")
     tensors = _write(Codes.of(weight), version)
-    return tensors | {"scales": tensors["scales"].to(torch.float16)}
+    return tensors | {"scales": narrowest(tensors["scales"])}
 
 
 def from_tensors(
