@@ -177,6 +177,7 @@ REFUSED = {
     "8 bits": (MIXED, "awq", r"proj: awq: .*4 bits"),
     "integers": (Q4, "deepseek-fp8", r"proj: deepseek-fp8: cannot represent integers of 4 bits"),
     "products": (Q6, "gptq", r"proj: gptq: .*float16"),
+    "ternary": ({"ffn_": "TQ2_0", "attn_": "TQ1_0"}, "epiloq", r"got blocks of kinds .*\(TQ1_0, TQ2_0\); .*gguf_file"),
     "float": ({}, "epiloq", r"expected a quantised model, got one in floating point; .*gguf_file"),
 }
 

@@ -46,9 +46,12 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
     cannot represent it, with the reason.
     """
     check_new(output, source)
+    found = "one in floating point"
     if is_gguf(source):
         file = GgufCheckpoint(source)
         layers = Layers(file, file.model)
+        if file.without_kernel:
+            found = f"blocks of kinds that no kernel multiplies ({', '.join(file.without_kernel)})"
     else:
         layers = Layers(Checkpoint(source))
     _ = layers.checkpoint.other_files  # checked and remembered before the work
@@ -58,7 +61,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
             if is_gguf(source)
             else "use epiloq quantize"
         )
-        raise FormatError(f"{source}: expected a quantised model, got one in floating point; {instead}")
+        raise FormatError(f"{source}: expected a quantised model, got {found}; {instead}")
     if layers.format == name:
         raise FormatError(f"{source}: is in the format {name} already")
     reason = refusal(layers, FORMATS[name])

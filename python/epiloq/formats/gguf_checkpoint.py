@@ -75,6 +75,11 @@ class GgufCheckpoint(Checkpoint):
         self._quantization = {"quant_method": gguf.METHOD, "layers": layers, SHARED: shared} if layers else None
         self.stored, self._layers, self._opened = {}, {}, {}
 
+    @property
+    def without_kernel(self) -> list[str]:
+        """The kinds of quantised blocks that are dequantised, because no kernel multiplies them."""
+        return sorted({tensor.kind for tensor in self.file.tensors.values()} - KINDS.keys() - {"F64", *NAMES.values()})
+
     @cached_property
     def other_files(self) -> list[Path]:
         """None: a GGUF file has everything in it."""
