@@ -94,6 +94,20 @@ def test_opened_everywhere(seed: int, tmp_path: Path, name: str) -> None:
     assert json.loads((tmp_path / "facts.json").read_text())["wrong"] == {}
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("name", ["groups by expression, name and class", "gptq dynamic", "auto-round"])
+def test_the_base_model_alone(seed: int, tmp_path: Path, name: str) -> None:
+    """The configuration has names of the whole model's layers, also of the base model's files."""
+    exact, tokens = make(tmp_path / "in", name), torch.arange(1, 25).view(2, 12)
+    expected = exact.model(tokens).last_hidden_state
+    base = transformers.AutoModel.from_pretrained(tmp_path / "in")
+    base.save_pretrained(tmp_path / "base")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    for found in (base, again, models.from_directory(tmp_path / "base")):
+        torch.testing.assert_close(found(tokens).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -169,6 +169,18 @@ def test_experts_in_blocks_of_fewer_rows(
     assert all(torch.equal(after[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
 
 
+@torch.no_grad()
+def test_the_base_model_alone(fp8: Path, epiloq_in_transformers: None, tmp_path: Path) -> None:
+    """Its layers' names have no prefix; saved, they have none in the files, either."""
+    whole, base = opened(fp8), transformers.AutoModel.from_pretrained(fp8)
+    assert isinstance(base.get_submodule(EXPERTS.removeprefix("model.")), GatedExperts)
+    expected = whole.model(TOKENS).last_hidden_state
+    assert torch.equal(base(TOKENS).last_hidden_state, expected)
+    base.save_pretrained(tmp_path / "base")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    assert torch.equal(again(TOKENS).last_hidden_state, expected)
+
+
 @pytest.mark.parametrize("quantised", [True, False])
 def test_experts_under_two_names(quantised: bool, epiloq_in_transformers: None, seed: int, tmp_path: Path) -> None:
     """A second matrix of an expert, without the prefix of the base model, is refused by each way in."""

@@ -128,6 +128,18 @@ def test_tensors_that_disagree(
     assert str(tmp_path / tool) in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj", "model.layers.1.mlp.other_proj"])
+def test_layers_that_a_base_model_lacks(whole: Path, tmp_path: Path, name: str) -> None:
+    """A base model does not need the head of the files, but they have the rest of it under a prefix."""
+    shutil.copytree(whole / "gptq", tmp_path / "gptq")
+    file = tmp_path / "gptq" / WEIGHTS
+    tensors = load_file(file)
+    tensors |= {f"{name}.{part}": tensors[f"{UP}.{part}"].clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"expected a linear layer .*{name.removeprefix('model.')} in LlamaModel"):
+        transformers.AutoModel.from_pretrained(tmp_path / "gptq")
+
+
 @pytest.mark.parametrize(
     ("tool", "change", "message"),
     [

@@ -17,7 +17,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.converted import convert_
 from epiloq.formats.io.gpt_oss import split_experts_
 from epiloq.formats.io.limits import Limits
-from epiloq.formats.io.names import Names
+from epiloq.formats.io.names import Names, with_and_without_prefix
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
@@ -186,6 +186,8 @@ def names_in(model: nn.Module, checkpoint: Checkpoint) -> Names:
         return names
     # Of "model.layers.0.mlp.experts.7.up_proj.weight" what is before the number.
     matrices = {names.of(name).rsplit(".", 3)[0] for name in checkpoint.files}
+    # The prefix of the base model is known only for names that the model has.
+    matrices |= {other for name in matrices for other in with_and_without_prefix(model, name)}
     changed = unstack_experts_(model, lambda name: name in matrices)
     changed += unstack_(model, None, lambda name: name in matrices)
     return Names(model) if changed else names

@@ -88,6 +88,16 @@ class Names:
         return found
 
 
+def with_and_without_prefix(model: nn.Module, name: str) -> tuple[str, ...]:
+    """A name with and without the prefix of a transformers model's base model, which only models with a head have in
+    their names; a configuration may have been written for either."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return (name,)
+    bare = name.removeprefix(f"{prefix}.")
+    return f"{prefix}.{bare}", bare
+
+
 def named_in(model: nn.Module, layer: str) -> str:
     """The name of a layer of files in a transformers model, whether or not the model has it."""
     if not hasattr(model, "base_model_prefix"):

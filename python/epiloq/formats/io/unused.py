@@ -94,6 +94,9 @@ def is_of_another_head(model: Any, checkpoint: Checkpoint, name: str) -> bool:
     saved = checkpoint.config.get("architectures")
     if not isinstance(saved, list) or not saved or type(model).__name__ in saved:
         return False
+    prefix = model.base_model_prefix
+    if not has(model, prefix):  # A base model: in files of one with a head its own tensors have the prefix.
+        name = name.removeprefix(f"{prefix}.")
     head = name.partition(".")[0]
     if not has(model, head):
         return True

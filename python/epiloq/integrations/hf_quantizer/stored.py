@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import check_unchanged, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.names import Names
+from epiloq.formats.io.names import Names, with_and_without_prefix
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.io.unused import ignores_layer, is_of_another_head
 from epiloq.formats.layer_reader import BIAS, Reader
@@ -130,10 +130,11 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     """
     names, found = names_in(model, checkpoint), dict[str, Reader]()
 
-    def site(layer: str) -> tuple[tuple[str, str], type[nn.Module]]:
+    def site(layer: str) -> tuple[tuple[str, ...], type[nn.Module]]:
         own = _own_name(names, layer)
         module = _submodule(model, own)
-        return (own, layer), nn.Linear if module is None else type(module)
+        kind = nn.Linear if module is None else type(module)
+        return tuple(dict.fromkeys((own, layer, *with_and_without_prefix(model, own)))), kind
 
     def ignores(layer: str) -> bool:
         return ignores_layer(model, layer) or is_of_another_head(model, checkpoint, layer)
