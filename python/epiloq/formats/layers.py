@@ -13,7 +13,7 @@ from epiloq.formats.configs import fp8
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import ignores_tensor, renamed, skeleton, untie_
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.io.names import named_in, with_and_without_prefix
+from epiloq.formats.io.names import in_whole_model, named_in
 from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_computed, is_expected
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError, Quantization
@@ -62,7 +62,7 @@ class Layers:
         tables = dict(self._embeddings())
         kind = type(self.model.get_submodule(layer)) if layer in self.linears or layer in tables else nn.Linear
         stored = self.checkpoint.stored_layer(layer)
-        return tuple(dict.fromkeys((layer, stored, *with_and_without_prefix(self.model, layer)))), kind
+        return tuple(dict.fromkeys((layer, stored, in_whole_model(self.model, layer)))), kind
 
     def _embeddings(self) -> Iterator[tuple[str, nn.Embedding]]:
         for name, module in self.model.named_modules():

@@ -90,12 +90,18 @@ class Names:
 
 def with_and_without_prefix(model: nn.Module, name: str) -> tuple[str, ...]:
     """A name with and without the prefix of a transformers model's base model, which only models with a head have in
-    their names; a configuration may have been written for either."""
+    their names."""
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return (name,)
     bare = name.removeprefix(f"{prefix}.")
     return f"{prefix}.{bare}", bare
+
+
+def in_whole_model(model: nn.Module, name: str) -> str:
+    """The name of a layer of a transformers model in the model with a head, for which a configuration may have been
+    written: another one if `model` is a base model."""
+    return name if hasattr(model, getattr(model, "base_model_prefix", "")) else with_and_without_prefix(model, name)[0]
 
 
 def named_in(model: nn.Module, layer: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from epiloq.formats.embeddings import TableOutline, checked, restore_
 from epiloq.formats.io.architecture import check_unchanged, names_in
 from epiloq.formats.io.checkpoint import Checkpoint
-from epiloq.formats.io.names import Names, with_and_without_prefix
+from epiloq.formats.io.names import Names, in_whole_model
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.io.unused import ignores_layer, is_of_another_head
 from epiloq.formats.layer_reader import BIAS, Reader
@@ -134,7 +134,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         own = _own_name(names, layer)
         module = _submodule(model, own)
         kind = nn.Linear if module is None else type(module)
-        return tuple(dict.fromkeys((own, layer, *with_and_without_prefix(model, own)))), kind
+        return tuple(dict.fromkeys((own, layer, in_whole_model(model, own)))), kind
 
     def ignores(layer: str) -> bool:
         return ignores_layer(model, layer) or is_of_another_head(model, checkpoint, layer)
