@@ -1,4 +1,5 @@
-"""Writes that torch does not count: layers whose sizes need padded copies see them all the same."""
+"""Writes that torch does not count, or that a graph does not see: layers whose sizes need padded copies see them all
+the same."""
 
 from __future__ import annotations
 
@@ -23,6 +24,18 @@ def _replace(parameter: nn.Parameter, values: torch.Tensor) -> None:
     parameter.data = values.clone()
 
 
+def _write(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter.copy_(values)
+
+
+def _assign(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter[...] = values
+
+
+def _set(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter.set_(values.clone())  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("write", [_copy, _replace])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LAYERS)
@@ -33,6 +46,54 @@ def test_writes_through_data(name: str, size: tuple[int, int], write: Callable[.
     for key, parameter in layer.named_parameters():
         write(parameter, state[key])
     assert torch.equal(run(name, layer, given), run(name, other, given))
+
+
+@pytest.mark.parametrize("write", [_write, _assign, _set, _copy, _replace])
+@pytest.mark.parametrize(
+    "name", ["int8", "int8-azp", "int8-static", "fp8-block", "w4a16", "nvfp4", "conv-int8", "rows-int8"]
+)
+def test_a_compiled_graph_sees_writes(name: str, write: Callable[..., Any], seed: int) -> None:
+    """Before the first call and between calls, without one in eager mode, in two graphs at most."""
+    size, graphs = SIZES[1], 0
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    layer, given = LAYERS[name](*size), arguments(name, size[0])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *inputs: run(name, layer, inputs), backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            other = LAYERS[name](*size)
+            state = other.state_dict()
+            for key, parameter in layer.named_parameters():
+                write(parameter, state[key])
+            torch.testing.assert_close(compiled(*given), run(name, other, given))
+        run(name, layer, given)
+        torch.testing.assert_close(compiled(*given), run(name, other, given))
+    assert graphs <= 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["int8", "int8-azp", "fp8-block", "w4a16", "conv-int8"])
+def test_layers_made_in_inference_mode(name: str, size: tuple[int, int], seed: int) -> None:
+    """They can be written to there, and cast outside."""
+    with torch.inference_mode():
+        layer, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
+        run(name, layer, given)
+        for write in (_write, _copy):
+            changed = LAYERS[name](*size)
+            for parameter, values in zip(layer.parameters(), changed.parameters(), strict=True):
+                write(parameter, values)
+            assert torch.equal(run(name, layer, given), run(name, changed, given))
+        layer = copy.deepcopy(other)
+    expected = LAYERS[name](*size)
+    expected.load_state_dict(other.state_dict())
+    assert torch.equal(run(name, layer.half(), given), run(name, expected.half(), given))
+    layer.load_state_dict(changed.state_dict(), assign=True)
+    assert torch.equal(run(name, layer, given), run(name, changed, given))
 
 
 def test_nothing_is_derived_anew_without_a_write(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

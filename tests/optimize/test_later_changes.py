@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from epiloq.nn import Fp4Linear, WeightOnlyLinear
 from epiloq.optimize import optimize_, siblings
 from epiloq.optimize.siblings import concatenated
 from small_models import logits, quantised, relative, tokens
@@ -190,6 +192,95 @@ def test_compiled_graphs_have_merged_products(seed: int, scheme: str) -> None:
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         assert relative(compiled(x, use_cache=False).logits, logits(plain, x)) <= ROUNDED
     assert found == [8]
+
+
+def _loaded(model: Any, other: Any) -> Any:
+    model.load_state_dict(other.state_dict())
+    return model
+
+
+def _assigned(model: Any, other: Any) -> Any:
+    model.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+    return model
+
+
+@torch.no_grad()
+def _written(model: Any, other: Any) -> Any:
+    for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.copy_(values)
+    return model
+
+
+def _written_through_data(model: Any, other: Any) -> Any:
+    for parameter, values in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(values)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "loaded": _loaded,
+    "assigned": _assigned,
+    "written": _written,
+    "written through data": _written_through_data,
+    "copied": lambda model, other: copy.deepcopy(_loaded(model, other)),
+    "pickled": lambda model, other: pickle.loads(pickle.dumps(_loaded(model, other))),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w4a16-g32"])
+def test_a_compiled_graph_sees_changes(seed: int, scheme: str, change: str, warm: bool) -> None:
+    """Without a call in eager mode, before the first call and after it; what is loaded, in the same graph."""
+    (model, _), other, x, found = pair(scheme=scheme), quantised("llama", scheme), tokens(), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        found.append(products(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        if warm:
+            torch.compile(model, backend=backend)(x, use_cache=False)
+        model = CHANGES[change](model, other)
+        result = torch.compile(model, backend=backend)(x, use_cache=False).logits
+    assert relative(result, logits(other, x)) <= ROUNDED
+    if change in ("loaded", "assigned"):
+        assert found == [8]
+
+
+@pytest.mark.parametrize("name", ["weight_perm", "weight_global_scale"])
+def test_layers_that_no_longer_fit_together(seed: int, name: str) -> None:
+    """Loaded with different values of what one product has once; and merged again when they fit."""
+    model, other, x = quantised("llama", "w4a16-nvfp4"), quantised("llama", "w4a16-nvfp4"), tokens()
+    for which in (model, other):
+        for path, layer in list(which.named_modules()):
+            if isinstance(layer, Fp4Linear) and name == "weight_perm":
+                packed = _in_order_of_activations(layer)
+                which.set_submodule(path, packed)
+            elif isinstance(layer, Fp4Linear):
+                layer.weight_global_scale.data.fill_(0.5)
+    same = copy.deepcopy(other)
+    assert len(optimize_(model).merged) == 4
+    for path, parameter in other.named_parameters():
+        if path.endswith(f"k_proj.{name}"):
+            parameter.data.copy_(torch.randperm(parameter.numel()) if name == "weight_perm" else parameter * 1.5)
+    for state in (other, same, other):
+        model.load_state_dict(state.state_dict())
+        assert relative(logits(model, x), logits(state, x)) <= 1e-5
+        apart = [
+            module.q_proj.forward.args[0].merged() is None for module in model.modules() if hasattr(module, "q_proj")
+        ]
+        assert apart == [state is other] * 2
+
+
+def _in_order_of_activations(layer: nn.Linear) -> WeightOnlyLinear:
+    made = WeightOnlyLinear(
+        layer.in_features, layer.out_features, layer.bias is not None, group_size=32, act_order=True
+    )
+    fitting = WeightOnlyLinear.from_linear(nn.Linear(layer.in_features, layer.out_features, False), group_size=32)
+    made.load_state_dict(fitting.state_dict() | {"weight_perm": torch.arange(layer.in_features)}, strict=False)
+    return made
 
 
 def test_threads_share_an_unmerged_copy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -11,12 +13,30 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+_OPERATORS = frozenset(
+    f"{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "div",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+)
 
 
 class Deriving(Protocol):
     """Something that keeps tensors derived from parameters."""
 
-    def _mark_stale(self) -> None: ...
+    def _mark_stale(self, replaced: bool = False) -> None: ...
 
 
 class FrozenParameter(nn.Parameter):
@@ -25,8 +45,8 @@ class FrozenParameter(nn.Parameter):
     Fine-tuning can so call it on a whole model, although torch has no gradients of integers. Only setting
     ``requires_grad`` gives one to a bias; copies keep it.
 
-    Writes through ``data`` do not change a tensor's version. Layers that keep tensors derived from it, such as padded
-    copies, are therefore told when ``data`` is read or set (`report_to`).
+    Layers that keep tensors derived from it, such as padded copies, are told of writes (`report_to`): by methods that
+    write in place, whose change of the version compiled graphs do not see, and through ``data``, which changes none.
     """
 
     _derived_by: WeakSet[Deriving] | None = None
@@ -37,7 +57,8 @@ class FrozenParameter(nn.Parameter):
         return super().__new__(cls, values, requires_grad)
 
     def report_to(self, owner: Deriving) -> None:
-        """Call ``owner._mark_stale()`` from now on when ``data`` is read or set."""
+        """Call ``owner._mark_stale()`` from now on when a method has written to it and when ``data`` is read, and
+        ``owner._mark_stale(replaced=True)`` when ``data`` is set."""
         if self._derived_by is None:
             self._derived_by = WeakSet()
         self._derived_by.add(owner)
@@ -56,12 +77,12 @@ class FrozenParameter(nn.Parameter):
                 f"FrozenParameter.data: expected {self.dtype}, as the layer stores it, got {values.dtype} (as from "
                 "torch.nn.utils.vector_to_parameters: pass only parameters that are trained)"
             )
-        self._report()
+        self._report(replaced=True)
         _DATA.__set__(self, values)
 
-    def _report(self) -> None:
+    def _report(self, replaced: bool = False) -> None:
         for owner in self._derived_by or ():
-            owner._mark_stale()
+            owner._mark_stale(replaced)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
         """Return the parameter unchanged: it never has a gradient."""
@@ -69,6 +90,28 @@ class FrozenParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return FrozenParameter, (self.detach(), self.requires_grad)
+
+
+def _report_writes() -> None:
+    """Make the methods of `FrozenParameter` that write in place report it."""
+    no_writes = {"requires_grad_", "retain_grad_", "share_memory_", "rename_", "detach_", "data_ptr_"}
+    assignments = {name for name in dir(Tensor) if name.startswith("__i") and name.removeprefix("__i") in _OPERATORS}
+    in_place = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")}
+
+    def reporting(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+        replaces = name in ("set_", "resize_", "resize_as_")
+
+        @wraps(method)
+        def write(self: FrozenParameter, *args: Any, **kwargs: Any) -> Any:
+            result = method(self, *args, **kwargs)
+            self._report(replaces)
+            return result
+
+        return write
+
+    for name in {"__setitem__", *assignments, *in_place} - no_writes:
+        setattr(FrozenParameter, name, reporting(name))
 
 
 def _accept_in_fake_mode() -> None:
@@ -88,6 +131,7 @@ def _accept_in_make_fx() -> None:
         proxy_tensor.HANDLED_TYPES = (*handled, FrozenParameter)
 
 
+_report_writes()
 _accept_in_fake_mode()
 _accept_in_make_fx()
 # ``torch.load(weights_only=True)`` of ``state_dict(keep_vars=True)``.

@@ -80,8 +80,13 @@ def reason_against(layers: Sequence[Any]) -> str | None:
     uneven = [layer.out_features for layer in layers[:-1] if layer.out_features % rows]
     if uneven:
         return f"{uneven[0]} output features, not a multiple of {rows}"
-    for name in first._parameters:
-        held = [layer._parameters[name] for layer in layers]
+    return _reason_against_tensors(layers)
+
+
+def _reason_against_tensors(layers: Sequence[Any]) -> str | None:
+    """Return why the present tensors of layers, whose kinds and options fit, cannot be merged, or None if they can."""
+    for name in layers[0]._parameters:
+        held = [layer._parameters.get(name) for layer in layers]
         if any((tensor is None) != (held[0] is None) for tensor in held):
             return f"{name} in some layers only"
         tensors = [tensor for tensor in held if tensor is not None]
@@ -113,6 +118,45 @@ def _rows_of(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _whole(layers: Sequence[Any], name: str) -> Tensor | None:
+    """The rows of a stored tensor of all layers, concatenated; None if they have none."""
+    tensors = [_rows_of(layer, name, t) for layer in layers if (t := layer._parameters[name]) is not None]
+    if not tensors:
+        return None
+    whole = torch.cat(
+        [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors], ROW_DIMENSION.get(name, 0)
+    )
+    return whole.view(tensors[0].dtype) if whole.dtype != tensors[0].dtype else whole
+
+
+@torch.no_grad()
+def _refresh(merged: Any, layers: Sequence[Any]) -> bool:
+    """Copy the layers' tensors into `merged`, of whose ``weight_q`` theirs are views; False if they no longer are."""
+    rows = merged.weight_q.split([layer.weight_q.shape[0] for layer in layers])
+    if not all(
+        _alike(layer.weight_q, part) and layer.weight_q.data_ptr() == part.data_ptr()
+        for layer, part in zip(layers, rows, strict=True)
+    ):
+        return False
+    wholes = {name: _whole(layers, name) for name in layers[0]._parameters if name not in (*SHARED, "weight_q")}
+    held = merged._parameters
+    if not all(
+        (held[name] is None) == (whole is None) and (whole is None or _alike(held[name], whole))
+        for name, whole in wholes.items()
+    ):
+        return False
+    for name, whole in wholes.items():
+        if whole is not None:
+            held[name].copy_(whole)
+    held.update({name: layers[0]._parameters[name] for name in SHARED if name in held})
+    merged._settle()
+    return True
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+
+
 @torch.no_grad()
 def concatenated(layers: Sequence[Any]) -> Any:
     """A layer with the rows of all layers, checked by `reason_against`; their ``weight_q`` become views of it."""
@@ -120,20 +164,17 @@ def concatenated(layers: Sequence[Any]) -> Any:
     kind: Any = type(first)
     merged = kind.__new__(kind)
     vars(merged).update({name: value for name, value in vars(first).items() if name != "forward"})
-    merged._parameters, merged._held = {}, None
+    merged._parameters, merged._held, merged._reader = {}, None, None
     merged.out_features = sum(layer.out_features for layer in layers)
     if isinstance(first, Fp8Linear):
         merged.weight_scales = "channel"
     if isinstance(first, Fp8WeightOnlyLinear) and first.block[0] == -1:
         merged.block = (1, first.block[1])
     for name in first._parameters:
-        tensors = [_rows_of(layer, name, t) for layer in layers if (t := layer._parameters[name]) is not None]
-        if not tensors or name in SHARED:
+        if name in SHARED:
             merged._parameters[name] = first._parameters[name]
-            continue
-        dimension = ROW_DIMENSION.get(name, 0)
-        whole = torch.cat([t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors], dimension)
-        merged._store(name, whole.view(tensors[0].dtype) if whole.dtype != tensors[0].dtype else whole)
+        else:
+            merged._store(name, _whole(layers, name))
     if hasattr(first, "_padded_shapes"):
         merged._stored_shapes = {
             name: shape if (held := merged._parameters[name]) is None else tuple(held.shape)
@@ -188,9 +229,9 @@ class _Sources:
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         return same and [*map(_versions_of, self._written)] == self._versions
 
-
-class _Offloaded(Exception):
-    """Raised if layers have no values now, because hooks of accelerate load one layer at a time."""
+    def have(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether `tensors` are the same ones, which a graph can compare."""
+        return len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
 
 
 class Siblings:
@@ -207,8 +248,10 @@ class Siblings:
         self._merged: Any = None
         self._lock = Lock()
         self.merged()
-        for index, layer in enumerate(layers):
-            layer.forward = partial(member, self, index)
+        each: Any
+        for index, each in enumerate(layers):
+            each.forward = partial(member, self, index)
+            each._reader = self
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self) | {"_handed": None, "_product": None, "_sources": _Sources(), "_merged": None}
@@ -219,28 +262,39 @@ class Siblings:
         vars(self).update(state, _lock=Lock())
 
     def merged(self) -> Any:
-        """The merged layer for the current tensors of the layers. Raises _Offloaded if some have no values."""
+        """The merged layer for the current tensors of the layers. None if those cannot be merged now, because they have
+        no values (hooks of accelerate load one layer at a time) or differ in a tensor that must be equal; and in a
+        graph, if no call in eager mode has merged them since they were copied or written to."""
         if is_compiling():
+            return self._merged if self._sources.have(self._held_in_graph()) else None
+        if self._sources.are(self._held()):
             return self._merged
-        held = self._merged
-        if held is not None and self._sources.are(self._held()):
-            return held
         with self._lock, torch.inference_mode(False):
-            if self._merged is None or not self._sources.are(self._held()):  # another thread may have been here first
-                self._merged = None  # before another copy of the weights is made
-                if any(tensor is not None and tensor.is_meta for tensor in self._held()):
-                    raise _Offloaded
-                made = concatenated(self.layers)
+            if not self._sources.are(self._held()):  # another thread may have been here first
+                before, self._merged = self._merged, None  # before another copy of the weights is made
+                if _reason_against_tensors(self.layers) is None:
+                    if before is None or not _refresh(before, self.layers):
+                        before = None
+                        before = concatenated(self.layers)
+                    self._merged = before
                 self._sources = _Sources(self._held())
                 for tensor in self._held():
                     if isinstance(tensor, FrozenParameter):
                         tensor.report_to(self)
-                self._merged = made
             return self._merged
 
-    def _mark_stale(self) -> None:
+    def renew(self) -> None:
+        """Called by a layer whose tensors were replaced or loaded: merge the layers anew, also for compiled graphs."""
+        if not self._lock.locked():  # by `merged`, which replaces tensors
+            self._mark_stale()
+            self.merged()
+
+    def _mark_stale(self, replaced: bool = False) -> None:
         """Merge the layers anew in the next call."""
         self._sources = _Sources()
+
+    def _held_in_graph(self) -> list[Tensor | None]:
+        return [tensor for layer in self.layers for tensor in layer._parameters.values()]
 
     def _held(self) -> list[Tensor | None]:
         return [*chain.from_iterable(map(_values_of, map(_parameters_of, self.layers)))]
@@ -273,23 +327,23 @@ class Siblings:
         return merged.forward(x)  # type: ignore[no-any-return]
 
     def unchanged_in(self, module: nn.Module) -> bool:
-        """Whether the layers are still children of `module`, and nothing but a merged product runs in them."""
+        """Whether the layers are still children of `module`, nothing but a merged product runs in them, and there is
+        one."""
         children = module._modules
         for name, layer in zip(self.names, self.layers, strict=True):
             if children.get(name) is not layer or not untouched(layer, member):
                 return False
-        return True
+        return self.merged() is not None
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The product of one layer; those of the others are kept for calls with the same input."""
         product = self._product
         fresh = product is not None and product.x is x and product.version == _version(x)
         if product is None or not fresh or product.columns[index] is None:
-            try:
-                product = _Product(x, _version(x), list(self.whole(x).split(self.sizes, -1)))
-            except _Offloaded:
+            if self.merged() is None:
                 self._product, layer = None, self.layers[index]
                 return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+            product = _Product(x, _version(x), list(self.whole(x).split(self.sizes, -1)))
         columns, result = product.columns, product.columns[index]
         columns[index] = None
         self._product = product if any(column is not None for column in columns) else None

@@ -203,6 +203,8 @@ class Step:
                 return None
             if state["_modules"] != children:
                 return None
+        if any(half.siblings is not None and half.siblings.merged() is None for half in parts.halves):
+            return None
         return parts
 
     def _found(self) -> _Parts | None:

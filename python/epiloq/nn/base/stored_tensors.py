@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from epiloq.nn.base.averages import leave_out_of_averages
 _Layer = TypeVar("_Layer", bound="StoredTensors")
 
 _STALE = -1  # no tensor's version
+_WRITTEN: Any = ("", _STALE, None)  # a source that no layer has
 
 
 class _Made(NamedTuple):
@@ -26,6 +27,16 @@ class _Made(NamedTuple):
     value: Any
     own: frozenset[int]
     """The ids of tensors in `value` that share no memory with stored ones."""
+    follows: bool
+    """Whether `value` consists of tensors that share memory with stored ones, and so follows writes to them."""
+    fresh: bool = True
+    """Whether graphs may use `value`: not after a write that it does not follow."""
+
+
+class Reader(Protocol):
+    """Something that keeps tensors derived from those of several layers."""
+
+    def renew(self) -> None: ...
 
 
 class StoredTensors(nn.Module):
@@ -41,6 +52,9 @@ class StoredTensors(nn.Module):
 
     FOLLOWS: ClassVar[frozenset[str]] = frozenset({"bias"})
     """Parameters whose dtype is changed by casts and loading."""
+
+    _reader: Reader | None = None
+    """Told after the layer's tensors were loaded, moved or replaced."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -80,9 +94,13 @@ class StoredTensors(nn.Module):
         if is_compiling():
             # A graph uses the derived tensors if they were derived from these sources, and otherwise derives them. It
             # does not compare versions, so copies of a tensor that is trained are made in the graph.
-            usable = held is not None and all(
-                self._stored(name) is tensor and not (held.own and tensor is not None and tensor.requires_grad)
-                for name, tensor, _ in held.sources
+            usable = (
+                held is not None
+                and held.fresh
+                and all(
+                    self._stored(name) is tensor and not (held.own and tensor is not None and tensor.requires_grad)
+                    for name, tensor, _ in held.sources
+                )
             )
             return cast(_Made, held).value if usable else self._make()
         if held is not None and _core.are_unchanged(self._parameters, held.sources):
@@ -110,10 +128,9 @@ class StoredTensors(nn.Module):
             if self._held is not None and own:
                 value = _in_place(self._held, value, own)
                 own = _apart_from(stored, value)
-        # Tensors that share memory with stored ones follow writes, so that versions need not be compared.
         follows = isinstance(value, tuple) and not own and all(part is None or _is_tensor(part) for part in value)
         versions = tuple((name, tensor, self._watch(tensor, follows)) for name, tensor in sources)
-        self._held = _Made(versions, value, own)
+        self._held = _Made(versions, value, own, follows)
         return value
 
     def _watch(self, tensor: Tensor | None, follows: bool) -> int | None:
@@ -125,14 +142,14 @@ class StoredTensors(nn.Module):
             tensor.report_to(self)
         elif tensor.requires_grad and not follows:
             return _STALE
-        return None if follows or tensor.is_inference() else tensor._version
+        return None if follows else _version_of(tensor)
 
-    def _mark_stale(self) -> None:
-        """Derive the kernels' tensors anew in the next call, in the same memory."""
+    def _mark_stale(self, replaced: bool = False) -> None:
+        """Derive the kernels' tensors anew in the next call, in the same memory, unless they follow writes and no
+        stored tensor's memory was `replaced`. Until a call in eager mode has done so, graphs derive them."""
         held = self._held
-        if held is not None:
-            stale = tuple((name, tensor, None if tensor is None else _STALE) for name, tensor, _ in held.sources)
-            self._held = held._replace(sources=stale)
+        if held is not None and held.fresh and (replaced or not held.follows):
+            self._held = held._replace(sources=(_WRITTEN, *held.sources), fresh=False)
 
     def _settle(self) -> str | None:
         """Called after tensors were replaced: keep them as frozen parameters, and update the derived tensors.
@@ -145,15 +162,17 @@ class StoredTensors(nn.Module):
                 self._parameters[name] = FrozenParameter(parameter.data)
         tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
         there = all(type(tensor) in PLAIN and not tensor.is_meta for tensor in tensors)
+        wrong = None
         if not there or len({tensor.device for tensor in tensors}) > 1:
             self._held = None
-            return None
-        try:
-            self._made_anew()
-        except ValueError as error:  # uninitialised memory may contain any value
-            self._held = None
-            return str(error)
-        return None
+        else:
+            try:
+                self._made_anew()
+            except ValueError as error:  # uninitialised memory may contain any value
+                self._held, wrong = None, str(error)
+        if self._reader is not None:
+            self._reader.renew()
+        return wrong
 
     def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
         tensors = {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
@@ -240,6 +259,14 @@ def _aligned(tensor: Tensor) -> Tensor:
     if type(tensor) not in PLAIN or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """A tensor's version; None if it has none, as in inference mode, or after a cast outside it of one made there."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def _is_tensor(part: Any) -> bool:
