@@ -36,7 +36,12 @@ def _set(parameter: nn.Parameter, values: torch.Tensor) -> None:
     parameter.set_(values.clone())  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("write", [_copy, _replace])
+def _write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """As NumPy and the collectives of torch.distributed do, which do not change the version."""
+    parameter.detach().reshape(-1).view(torch.uint8).numpy()[...] = values.reshape(-1).view(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("write", [_copy, _replace, _write_bytes])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_writes_through_data(name: str, size: tuple[int, int], write: Callable[..., None], seed: int) -> None:
@@ -45,6 +50,18 @@ def test_writes_through_data(name: str, size: tuple[int, int], write: Callable[.
     state = other.state_dict()
     for key, parameter in layer.named_parameters():
         write(parameter, state[key])
+    assert torch.equal(run(name, layer, given), run(name, other, given))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_writes_to_the_state_dict(name: str, seed: int) -> None:
+    """As ``torch.distributed.broadcast`` of each of its tensors does."""
+    size = SIZES[1]
+    layer, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
+    run(name, layer, given)
+    ours, theirs = layer.state_dict(), other.state_dict()
+    for key, tensor in ours.items():
+        tensor.reshape(-1).view(torch.uint8).numpy()[...] = theirs[key].reshape(-1).view(torch.uint8).numpy()
     assert torch.equal(run(name, layer, given), run(name, other, given))
 
 
@@ -72,6 +89,7 @@ def test_a_compiled_graph_sees_writes(name: str, write: Callable[..., Any], seed
                 write(parameter, state[key])
             torch.testing.assert_close(compiled(*given), run(name, other, given))
         run(name, layer, given)
+        layer.state_dict(), copy.deepcopy(layer)
         torch.testing.assert_close(compiled(*given), run(name, other, given))
     assert graphs <= 2
 

@@ -38,6 +38,8 @@ class Deriving(Protocol):
 
     def _mark_stale(self, replaced: bool = False) -> None: ...
 
+    def _mark_aliased(self) -> None: ...
+
 
 class FrozenParameter(nn.Parameter):
     """A parameter that no optimiser changes: it has no gradient, and ``requires_grad_(True)`` leaves it without one.
@@ -47,6 +49,8 @@ class FrozenParameter(nn.Parameter):
 
     Layers that keep tensors derived from it, such as padded copies, are told of writes (`report_to`): by methods that
     write in place, whose change of the version compiled graphs do not see, and through ``data``, which changes none.
+    They are told, too, when it is detached (by ``state_dict``, for one): NumPy and torch.distributed's collectives do
+    not change the version of what they write to.
     """
 
     _derived_by: WeakSet[Deriving] | None = None
@@ -57,8 +61,8 @@ class FrozenParameter(nn.Parameter):
         return super().__new__(cls, values, requires_grad)
 
     def report_to(self, owner: Deriving) -> None:
-        """Call ``owner._mark_stale()`` from now on when a method has written to it and when ``data`` is read, and
-        ``owner._mark_stale(replaced=True)`` when ``data`` is set."""
+        """Call ``owner._mark_stale()`` from now on when a method has written to it and when ``data`` is read,
+        ``owner._mark_stale(replaced=True)`` when ``data`` is set, and ``owner._mark_aliased()`` when it is detached."""
         if self._derived_by is None:
             self._derived_by = WeakSet()
         self._derived_by.add(owner)
@@ -84,12 +88,23 @@ class FrozenParameter(nn.Parameter):
         for owner in self._derived_by or ():
             owner._mark_stale(replaced)
 
+    def detach(self) -> Tensor:
+        """The values without autograd, as of any tensor."""
+        for owner in self._derived_by or ():
+            owner._mark_aliased()
+        return super().detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenParameter:
+        copied = FrozenParameter(_DATA.__get__(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
         """Return the parameter unchanged: it never has a gradient."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return FrozenParameter, (self.detach(), self.requires_grad)
+        return FrozenParameter, (super().detach(), self.requires_grad)
 
 
 def _report_writes() -> None:

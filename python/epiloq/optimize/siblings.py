@@ -245,6 +245,7 @@ class Siblings:
         self._handed: tuple[Tensor, Quantized] | None = None
         self._product: _Product | None = None
         self._sources = _Sources()
+        self._is_aliased = False
         self._merged: Any = None
         self._lock = Lock()
         self.merged()
@@ -267,17 +268,17 @@ class Siblings:
         graph, if no call in eager mode has merged them since they were copied or written to."""
         if is_compiling():
             return self._merged if self._sources.have(self._held_in_graph()) else None
-        if self._sources.are(self._held()):
+        if not self._is_aliased and self._sources.are(self._held()):
             return self._merged
         with self._lock, torch.inference_mode(False):
-            if not self._sources.are(self._held()):  # another thread may have been here first
+            if self._is_aliased or not self._sources.are(self._held()):  # another thread may have been here first
                 before, self._merged = self._merged, None  # before another copy of the weights is made
                 if _reason_against_tensors(self.layers) is None:
                     if before is None or not _refresh(before, self.layers):
                         before = None
                         before = concatenated(self.layers)
                     self._merged = before
-                self._sources = _Sources(self._held())
+                self._sources, self._is_aliased = _Sources(self._held()), False
                 for tensor in self._held():
                     if isinstance(tensor, FrozenParameter):
                         tensor.report_to(self)
@@ -292,6 +293,10 @@ class Siblings:
     def _mark_stale(self, replaced: bool = False) -> None:
         """Merge the layers anew in the next call."""
         self._sources = _Sources()
+
+    def _mark_aliased(self) -> None:
+        """Copy the layers' tensors anew in the next call in eager mode."""
+        self._is_aliased = True
 
     def _held_in_graph(self) -> list[Tensor | None]:
         return [tensor for layer in self.layers for tensor in layer._parameters.values()]

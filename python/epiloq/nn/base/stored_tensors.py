@@ -21,14 +21,17 @@ _WRITTEN: Any = ("", _STALE, None)  # a source that no layer has
 
 
 class _Made(NamedTuple):
-    """Tensors derived from the stored ones, with the name, tensor and version of each source."""
+    """Tensors derived from the stored ones."""
 
     sources: tuple[tuple[str, Tensor | None, int | None], ...]
+    """The name, tensor and version of each stored one; another one if it may have been written to since."""
     value: Any
     own: frozenset[int]
     """The ids of tensors in `value` that share no memory with stored ones."""
     follows: bool
     """Whether `value` consists of tensors that share memory with stored ones, and so follows writes to them."""
+    tensors: tuple[tuple[str, Tensor | None], ...]
+    """The name of each stored one, and the tensor."""
     fresh: bool = True
     """Whether graphs may use `value`: not after a write that it does not follow."""
 
@@ -99,7 +102,7 @@ class StoredTensors(nn.Module):
                 and held.fresh
                 and all(
                     self._stored(name) is tensor and not (held.own and tensor is not None and tensor.requires_grad)
-                    for name, tensor, _ in held.sources
+                    for name, tensor in held.tensors
                 )
             )
             return cast(_Made, held).value if usable else self._make()
@@ -130,7 +133,7 @@ class StoredTensors(nn.Module):
                 own = _apart_from(stored, value)
         follows = isinstance(value, tuple) and not own and all(part is None or _is_tensor(part) for part in value)
         versions = tuple((name, tensor, self._watch(tensor, follows)) for name, tensor in sources)
-        self._held = _Made(versions, value, own, follows)
+        self._held = _Made(versions, value, own, follows, tuple(sources))
         return value
 
     def _watch(self, tensor: Tensor | None, follows: bool) -> int | None:
@@ -150,6 +153,12 @@ class StoredTensors(nn.Module):
         held = self._held
         if held is not None and held.fresh and (replaced or not held.follows):
             self._held = held._replace(sources=(_WRITTEN, *held.sources), fresh=False)
+
+    def _mark_aliased(self) -> None:
+        """Derive them anew in the next call in eager mode: others have a tensor's memory, and may write to it."""
+        held = self._held
+        if held is not None and not held.follows and held.sources[0] is not _WRITTEN:
+            self._held = held._replace(sources=(_WRITTEN, *held.sources))
 
     def _settle(self) -> str | None:
         """Called after tensors were replaced: keep them as frozen parameters, and update the derived tensors.
