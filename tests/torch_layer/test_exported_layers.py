@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -124,6 +126,18 @@ def test_exported_experts_one_by_one(name: str, strict: bool, seed: int) -> None
         exported = torch.export.export(module, given(6), dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
         for other in (given(9), (given(4)[0], torch.full((4, 2), 1), torch.rand(4, 2))):
             torch.testing.assert_close(exported(*other), module(*other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_copies_that_were_never_called(name: str, seed: int) -> None:
+    """A graph finds what kernels read from numbers, such as zero points, derived already."""
+    module, given = Called(name, *every_layer.SIZES[1]).eval(), every_layer.arguments(name, every_layer.SIZES[1][0])
+    with torch.no_grad():
+        expected = module(*given)
+        assert torch.equal(torch.export.export(copy.deepcopy(module), given).module()(*given), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(pickle.loads(pickle.dumps(module)), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given), expected)
 
 
 class Several(nn.Module):

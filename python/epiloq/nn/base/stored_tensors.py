@@ -169,19 +169,24 @@ class StoredTensors(nn.Module):
         for name, parameter in self._parameters.items():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
                 self._parameters[name] = FrozenParameter(parameter.data)
-        tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
-        there = all(type(tensor) in PLAIN and not tensor.is_meta for tensor in tensors)
-        wrong = None
-        if not there or len({tensor.device for tensor in tensors}) > 1:
-            self._held = None
-        else:
-            try:
-                self._made_anew()
-            except ValueError as error:  # uninitialised memory may contain any value
-                self._held, wrong = None, str(error)
+        wrong = self._derive()
         if self._reader is not None:
             self._reader.renew()
         return wrong
+
+    def _derive(self) -> str | None:
+        """Derive the kernels' tensors if all stored ones are present. Returns an error text if values are invalid."""
+        tensors = [tensor for tensor in self._parameters.values() if tensor is not None]
+        there = all(type(tensor) in PLAIN and not tensor.is_meta for tensor in tensors)
+        if not there or len({tensor.device for tensor in tensors}) > 1:
+            self._held = None
+            return None
+        try:
+            self._made_anew()
+        except ValueError as error:  # uninitialised memory may contain any value
+            self._held = None
+            return str(error)
+        return None
 
     def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
         tensors = {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
@@ -241,6 +246,10 @@ class StoredTensors(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_held": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._derive()  # so that a graph need not, which could not read numbers
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by ``torch.jit.script`` for every module of a model."""
