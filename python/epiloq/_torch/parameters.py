@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental import proxy_tensor
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -85,13 +86,16 @@ class FrozenParameter(nn.Parameter):
         _DATA.__set__(self, values)
 
     def _report(self, replaced: bool = False) -> None:
+        if is_dynamo_compiling():  # which before torch 2.13 cannot trace what owners do
+            return
         for owner in self._derived_by or ():
             owner._mark_stale(replaced)
 
     def detach(self) -> Tensor:
         """The values without autograd, as of any tensor."""
-        for owner in self._derived_by or ():
-            owner._mark_aliased()
+        if not is_dynamo_compiling():
+            for owner in self._derived_by or ():
+                owner._mark_aliased()
         return super().detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenParameter:
