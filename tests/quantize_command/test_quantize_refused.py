@@ -41,6 +41,7 @@ def broken(teacher: Path, folder: Path, how: str) -> Path:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "outside":
         weight_map = {name: "../model/model.safetensors" for name in load_file(weights)}
+        weights.unlink()  # beside an index it would be refused for itself
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "other config":
         (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
