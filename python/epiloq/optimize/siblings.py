@@ -320,25 +320,31 @@ class Siblings:
         else:
             tokens = self._handed[1] if self._handed is not None and self._handed[0] is x else None
             self._handed = None
-        if tokens is not None:
-            return multiply(self.merged(), tokens)
-        return self.whole_of_values(x)
+        return self.whole_of_values(x) if tokens is None else self.whole_of_tokens(tokens)
+
+    def whole_of_tokens(self, tokens: Quantized, checked: bool = False) -> Tensor:
+        """`whole` of quantised tokens; `checked` as for `multiply`."""
+        merged = self.merged()
+        if merged is None:
+            return torch.cat([multiply(layer, tokens, checked) for layer in self.layers], -1)
+        return multiply(merged, tokens, checked)
 
     def whole_of_values(self, x: Tensor) -> Tensor:
         """`whole` of a tensor that does not represent quantised tokens."""
         merged = self.merged()
+        if merged is None:
+            return torch.cat([type(layer).forward(layer, x) for layer in self.layers], -1)
         if isinstance(merged, W4A8Layer):
             merged.weight_only_below = self.layers[0].weight_only_below  # type: ignore[assignment]
         return merged.forward(x)  # type: ignore[no-any-return]
 
     def unchanged_in(self, module: nn.Module) -> bool:
-        """Whether the layers are still children of `module`, nothing but a merged product runs in them, and there is
-        one."""
+        """Whether the layers are still children of `module`, and nothing but a merged product runs in them."""
         children = module._modules
         for name, layer in zip(self.names, self.layers, strict=True):
             if children.get(name) is not layer or not untouched(layer, member):
                 return False
-        return self.merged() is not None
+        return True
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The product of one layer; those of the others are kept for calls with the same input."""

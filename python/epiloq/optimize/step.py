@@ -203,8 +203,6 @@ class Step:
                 return None
             if state["_modules"] != children:
                 return None
-        if any(half.siblings is not None and half.siblings.merged() is None for half in parts.halves):
-            return None
         return parts
 
     def _found(self) -> _Parts | None:
@@ -276,7 +274,7 @@ def _product(half: _Half, tokens: Tensor | Quantized) -> Tensor:
     """The merged product of the layers of this half."""
     assert half.siblings is not None
     if isinstance(tokens, Quantized):
-        return multiply(half.siblings.merged(), tokens, True)
+        return half.siblings.whole_of_tokens(tokens, True)
     return half.siblings.whole_of_values(tokens)
 
 
