@@ -40,7 +40,8 @@ EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 // Rotary embedding as in Llama (coordinates i and i + D / 2 of a head are rotated together), and a cache's
 // update, in one launch: query = heads[…, :H] rotated; keys, rotated, and values are written to their caches from
 // `position` (0 if not given) on, and T is added to `position`. Each product and each sum is rounded to the type, as
-// torch does. A token past the end of a cache is a CUDA error. On a CUDA device.
+// torch does. With norms, query and key heads are first divided by sqrt(mean square + epsilon) and multiplied by the
+// norm's D factors, in fp32, and rounded. A token past the end of a cache is a CUDA error. On a CUDA device.
 struct RotateAndStore {
   TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
   TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D
@@ -48,7 +49,10 @@ struct RotateAndStore {
   TensorView sin;
   TensorView key_cache;  // [B, H_kv, L, D] of that type, dense along D; written
   TensorView value_cache;
-  std::optional<TensorView> position;  // int64, one element; written
+  std::optional<TensorView> position{};    // int64, one element; written
+  std::optional<TensorView> query_norm{};  // [D] of that type or float32, dense
+  std::optional<TensorView> key_norm{};    // as query_norm, with which it is given
+  float epsilon = 0;
 };
 
 EPILOQ_API void check(RotateAndStore const& call);

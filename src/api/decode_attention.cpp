@@ -138,6 +138,14 @@ RotateProblem checked(RotateAndStore const& call) {
     expect_shape(check, names[i], *views[i], shapes[i]);
     if (i < 3) check.apart(names[i], *views[i], "heads", call.heads);
   }
+  bool const has_norms = call.query_norm.has_value();
+  if (has_norms != call.key_norm.has_value()) check.fail("key_norm", "expected both norms or none, got one");
+  if (has_norms) {
+    check.tensor("query_norm", *call.query_norm, {dtype, DType::kFloat32});
+    check.vector("query_norm", *call.query_norm, width);
+    check.tensor("key_norm", *call.key_norm, {call.query_norm->dtype});
+    check.vector("key_norm", *call.key_norm, width);
+  }
   check.contiguous("query", call.query);
   check.contiguous("cos", call.cos);
   check.contiguous("sin", call.sin);
@@ -160,7 +168,11 @@ RotateProblem checked(RotateAndStore const& call) {
           static_cast<int>(tokens),
           static_cast<int>(heads),
           static_cast<int>(key_heads),
-          static_cast<int>(width)};
+          static_cast<int>(width),
+          has_norms ? call.query_norm->data : nullptr,
+          has_norms ? call.key_norm->data : nullptr,
+          has_norms && call.query_norm->dtype == DType::kFloat32,
+          call.epsilon};
 }
 
 bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {

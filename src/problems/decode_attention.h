@@ -50,7 +50,8 @@ bool has_kernel(int width);
 
 void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream);
 
-// Query, key and value heads side by side; the caches that keys and values go to, from `position` on, which is
+// Query, key and value heads side by side; what normed query and key heads are multiplied by, of the heads' type or
+// float32, or null; the caches that keys and values go to, from `position` on, which is
 // advanced by the tokens, or from the start where it is null. At most 2^31 tokens in a cache.
 struct RotateProblem {
   void const *from, *cos, *sin;
@@ -59,6 +60,9 @@ struct RotateProblem {
   Strides of_from, of_key, of_value;
   std::int64_t angle_batch, length;
   int batches, tokens, heads, key_heads, width;
+  void const *query_norm, *key_norm;
+  bool has_float_norms;
+  float epsilon;
 };
 void launch_rotate(RotateProblem const& problem, DType dtype, int device, Stream stream);
 

@@ -18,8 +18,8 @@ from small_models import tokens as made_tokens
 
 LAYERS = 2
 # Calls in a layer: norms without and with the residual's addition, and gated activations. The last norm of a model is
-# one more. Qwen3 and Gemma 3 norm query and key heads, which in a step of one sequence are dense; otherwise torch norms
-# them. Gemma 3 has two more norms a layer, before a plain addition; in a prefill its own forward adds.
+# one more. Query and key heads of Qwen3 and Gemma 3 are normed where they are rotated. Gemma 3 has two more norms a
+# layer, before a plain addition; in a prefill its own forward adds.
 PREFILL = {
     ("llama", "w4a16-g32"): (1, 1, 1),
     ("llama", "w8a8-int8"): (0, 0, 0),
@@ -31,9 +31,9 @@ STEP = {
     ("llama", "w4a16-g32"): (1, 1, 1),
     ("llama", "w8a8-int8"): (0, 0, 0),
     ("phi3", "w4a16-g32"): (1, 1, 1),
-    ("qwen3", "w4a16-g32"): (1 + 2, 1, 1),
+    ("qwen3", "w4a16-g32"): (1, 1, 1),
     ("gemma", "w8a16"): (1, 1, 0),
-    ("gemma3", "w4a16-g32"): (3 + 2, 1, 0),
+    ("gemma3", "w4a16-g32"): (3, 1, 0),
 }
 
 

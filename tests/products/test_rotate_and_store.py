@@ -1,4 +1,4 @@
-"""rotate_and_store: bit for bit transformers' rotation, and the cache's update."""
+"""rotate_and_store: bit for bit transformers' rotation, the norms before it, and the cache's update."""
 
 from __future__ import annotations
 
@@ -52,6 +52,42 @@ def test_same_bits(
     assert position is None or int(position) == (first or 0) + tokens
 
 
+def turned(heads: Tensor) -> Tensor:
+    first, second = heads.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factors", ["the same", "float32"])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "keys", "width"), [(1, 1, 32, 4, 128), (3, 5, 4, 2, 64), (2, 2, 3, 1, 10)]
+)
+def test_normed_heads(
+    seed: int, batch: int, tokens: int, heads: int, keys: int, width: int, factors: str, dtype: torch.dtype, device: str
+) -> None:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    some, eps = 3 * random(batch, tokens, heads + 2 * keys, width), 1e-3
+    some[0, 0, 0] = 0
+    cos, sin = (random(batch, tokens, width) for _ in range(2))
+    norms = [torch.randn(width, device=device).to(torch.float32 if factors == "float32" else dtype) for _ in range(2)]
+    caches = [torch.full((batch, keys, 12, width), float("nan"), device=device, dtype=dtype) for _ in range(2)]
+    query = rotate_and_store(some, heads, cos, sin, *caches, torch.tensor(7, device=device), *norms, eps)
+    found = torch.cat((query, caches[0][:, :, 7 : 7 + tokens].transpose(1, 2)), 2).double()
+    both = some[:, :, : heads + keys].double()
+    factor = torch.stack([norms[0]] * heads + [norms[1]] * keys).double()
+    both = both / (both.square().mean(-1, keepdim=True) + eps).sqrt() * factor
+    angles = [angle.double().unsqueeze(2) for angle in (cos, sin)]
+    exact = both * angles[0] + turned(both) * angles[1]
+    size = (both * angles[0]).abs() + (turned(both) * angles[1]).abs()
+    # The norm, each product and their sum are rounded.
+    half_unit = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}[dtype]
+    assert ((found - exact).abs() <= (3.1 * half_unit + 2.0**-19) * size + 2.0**-23).all()
+    assert torch.equal(caches[1][:, :, 7 : 7 + tokens].transpose(1, 2), some[:, :, heads + keys :])
+    assert all(cache[:, :, :7].isnan().all() and cache[:, :, 7 + tokens :].isnan().all() for cache in caches)
+
+
 def test_refusals(seed: int) -> None:
     heads, angles = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 8)
     cache, position = torch.zeros(2, 2, 9, 8), torch.tensor(0)
@@ -63,6 +99,9 @@ def test_refusals(seed: int) -> None:
         ({"value_cache": cache}, "key_cache: .*value_cache"),
         ({"position": torch.tensor(0.0)}, "position: expected int64"),
         ({"heads": heads[..., :7], "cos": angles[..., :7]}, "heads: expected an even width"),
+        ({"query_norm": torch.ones(8)}, "key_norm: expected both norms or none, got one"),
+        ({"query_norm": torch.ones(7), "key_norm": torch.ones(8)}, "query_norm: expected"),
+        ({"query_norm": torch.ones(8), "key_norm": torch.ones(8).half()}, "key_norm: expected float32"),
     ]
     for changed, message in cases:
         given = {"heads": heads, "cos": angles, "sin": angles, "key_cache": cache.clone(), "value_cache": cache.clone()}

@@ -95,9 +95,15 @@ def factor_of(forward: partial[Tensor], x: Tensor) -> Tensor | None:
     return None if weight.is_inference() else forward.args[1].of(weight)
 
 
+def factor_of_graph(forward: partial[Tensor], x: Tensor) -> Tensor | None:
+    """`factor_of` in a graph, where Gemma's norms are called."""
+    weight: Tensor = forward.args[0].weight
+    return weight if forward.func is rms_norm and weight.dtype == x.dtype else None
+
+
 def normed_by(forward: partial[Tensor], factor: Tensor, x: Tensor) -> Tensor:
     """The norm of a plain `x`, without a gradient, by the result of `factor_of`."""
-    return _norm(x, factor, _eps_of(forward))
+    return _norm(x, factor, eps_of(forward))
 
 
 def sum_normed_by(
@@ -107,7 +113,7 @@ def sum_normed_by(
     if residual is None:
         return normed_by(forward, factor, x), x
     if in_rows(x, residual, factor) and x.shape == residual.shape and x.dtype == residual.dtype:
-        both: tuple[Tensor, Tensor] = run_rms_norm(x, factor, _eps_of(forward), residual)
+        both: tuple[Tensor, Tensor] = run_rms_norm(x, factor, eps_of(forward), residual)
         return both
     total = residual + x
     return normed_by(forward, factor, total), total
@@ -136,7 +142,8 @@ def _sum_normed_in_graph(norm: Any, forward: Any, x: Tensor, residual: Tensor) -
     return rms_norm_kernel(x.contiguous(), weight, norm.variance_epsilon, residual=residual.contiguous())
 
 
-def _eps_of(forward: partial[Tensor]) -> float:
+def eps_of(forward: partial[Tensor]) -> float:
+    """What a norm with this result of `fused_norm` adds to the mean of squares."""
     norm = forward.args[0]
     return norm.variance_epsilon if forward.func is rms_norm else norm.eps  # type: ignore[no-any-return]
 

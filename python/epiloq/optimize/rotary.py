@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from epiloq._torch.library import direct
 from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa
-from epiloq.optimize.guards import are_plain, wants_gradient
+from epiloq.optimize.guards import are_plain, untouched, wants_gradient
+from epiloq.optimize.norms import NORMS, eps_of, factor_of, factor_of_graph
 from epiloq.optimize.siblings import Siblings
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -41,9 +43,7 @@ def rotary_attention(
         return type(attention).forward(attention, *args, **kwargs)  # type: ignore[no-any-return]
     counts = counts_of(attention, siblings)
     heads = siblings.whole(x).view(*shape, -1, width)
-    if norms_heads:
-        heads = with_normed_heads(attention, heads, counts)
-    query, key, value = rotated_heads(heads, counts, cos, sin, held, attention.layer_idx)
+    query, key, value = rotated_heads(attention, norms_heads, heads, counts, cos, sin, held)
     query = query.transpose(1, 2)
     attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
@@ -64,22 +64,52 @@ def with_normed_heads(attention: Any, heads: Tensor, counts: Sequence[int]) -> T
     return torch.cat((attention.q_norm(query), attention.k_norm(key), value), -2)
 
 
+class _Norms(NamedTuple):
+    """What normed query and key heads are multiplied by, and what is added to the mean of their squares."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def _norms_of(attention: Any, heads: Tensor) -> _Norms | None:
+    """None if the norms must be called."""
+    both = attention.q_norm, attention.k_norm
+    if not all(untouched(norm, *NORMS) for norm in both):
+        return None
+    forwards = [vars(norm).get("forward") for norm in both]
+    if not all(isinstance(forward, partial) for forward in forwards):
+        return None
+    if wants_gradient(*(norm.weight for norm in both)):
+        return None
+    query, key = (factor_of_graph(f, heads) if is_compiling() else factor_of(f, heads) for f in forwards)
+    eps, other = (eps_of(forward) for forward in forwards)
+    width = heads.shape[-1:]
+    fits = query is not None and key is not None and query.shape == key.shape == width and query.dtype == key.dtype
+    return _Norms(query, key, eps) if fits and eps == other else None
+
+
 def rotated_heads(
+    attention: Any,
+    norms_heads: bool,
     heads: Tensor,
     counts: Sequence[int],
     cos: Tensor,
     sin: Tensor,
     cache: Any,
-    index: int,
     checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated query heads ``[B, T, H, D]``, and the keys and values to attend to ``[B, H_kv, L, D]``, including the
-    cached ones. `checked`: heads and angles are plain tensors of one type, in eager mode.
+    """Rotated query heads ``[B, T, H, D]``, with `norms_heads` normed before, and the keys and values to attend to
+    ``[B, H_kv, L, D]``, including the cached ones. `checked`: heads and angles are plain tensors of one type, in eager
+    mode.
 
-    In eager mode, and in the graph of a decode step, one launch rotates and writes to a static cache, as launches limit
-    both. In other graphs inductor fuses the general implementation into two kernels.
+    In eager mode, and in the graph of a decode step, one launch norms, rotates and writes to a static cache, as
+    launches limit both. In other graphs inductor fuses the general implementation into two kernels.
     """
-    query_heads, key_heads, _ = counts
+    (query_heads, key_heads, _), index = counts, attention.layer_idx
+    norms = _norms_of(attention, heads) if norms_heads else None
+    if norms_heads and norms is None:
+        heads, norms_heads = with_normed_heads(attention, heads, counts), False
     alike = checked or cos.dtype == sin.dtype == heads.dtype
     layer = _static_layer(cache, index, heads) if alike else None
     if is_compiling():
@@ -91,11 +121,13 @@ def rotated_heads(
         cos, sin = cos.contiguous(), sin.contiguous()
         if layer is not None:
             place = layer.cumulative_length
-            query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, place)
+            query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, place, *(norms or ()))
             return query, layer.keys, layer.values
         key, value = (heads.new_empty((heads.shape[0], key_heads, *heads.shape[1::2])) for _ in range(2))
-        query = rotate_and_store(heads, query_heads, cos, sin, key, value)
+        query = rotate_and_store(heads, query_heads, cos, sin, key, value, None, *(norms or ()))
     else:
+        if norms_heads:
+            heads = with_normed_heads(attention, heads, counts)
         both, value = heads.split([query_heads + key_heads, counts[2]], -2)
         query, key = rotated(both, cos, sin).split([query_heads, key_heads], -2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)

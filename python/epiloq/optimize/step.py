@@ -21,7 +21,7 @@ from epiloq.optimize import structure
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
-from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads, with_normed_heads
+from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads
 from epiloq.optimize.siblings import Siblings, member
 from epiloq.optimize.tokens import Quantized, activated, gated, measure_of, multiply, normed, quantises
 
@@ -250,12 +250,10 @@ class Step:
         attention, (cos, sin) = parts.attention, angles
         width, batch, counts = attention.head_dim, product.shape[0], parts.counts
         heads = product.view(batch, 1, -1, width)
-        if self._norms_heads:
-            heads = with_normed_heads(attention, heads, counts)
         cache = None
         for name in CACHES:  # one of them
             cache = arguments.get(name, cache)
-        query, key, value = rotated_heads(heads, counts, cos, sin, cache, attention.layer_idx, True)
+        query, key, value = rotated_heads(attention, self._norms_heads, heads, counts, cos, sin, cache, True)
         mask = arguments.get("attention_mask")
         attended = attend_plainly(attention, query, key, value, mask, attention.scaling)
         return parts.output.forward(attended.reshape(batch, 1, -1).contiguous())  # type: ignore[no-any-return]

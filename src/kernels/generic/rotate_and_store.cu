@@ -1,5 +1,6 @@
-// Rotary embedding of query and key heads; keys and values are appended to a cache. A thread has an element of a head's
-// first half, and the one of the second half that it is rotated with. Each product is rounded, as torch rounds it.
+// Rotary embedding of query and key heads, which may be normed before; keys and values are appended to a cache. A warp
+// has a head, a lane elements of its first half and those of the second half that they are rotated with. The norm is
+// rounded once; then each product is rounded, as torch rounds it.
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -9,7 +10,20 @@
 namespace epiloq::ops::decode_attention {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kWarps = 8, kLanes = 32, kThreads = kWarps * kLanes;
+
+// 1 / the root mean square of a head, by a warp.
+template <class T>
+__device__ __forceinline__ float inverse_size(T const* head, int width, float epsilon) {
+  float sum = 0;
+  for (int element = threadIdx.x % kLanes; element < width; element += kLanes) {
+    float const value = static_cast<float>(head[element]);
+    sum = fmaf(value, value, sum);
+  }
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+  return rsqrtf(sum / static_cast<float>(width) + epsilon);
+}
 
 template <class T>
 __device__ __forceinline__ T rotated(T x, T cos, T other, T sin, float sign) {
@@ -35,46 +49,57 @@ __device__ __forceinline__ std::int64_t advance(std::int64_t* position, int toke
   return first;
 }
 
-template <class T>
+template <class T, class Factor>
 __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ RotateProblem const p) {
   pdl_wait();
   pdl_trigger();
   int const half = p.width / 2, token = blockIdx.x % p.tokens, batch = blockIdx.x / p.tokens;
   std::int64_t const position = advance(p.position, p.tokens) + token;
-  int const all = p.heads + 2 * p.key_heads;
-  for (int i = blockIdx.y * kThreads + threadIdx.x; i < all * half; i += gridDim.y * kThreads) {
-    int const head = i / half, element = i % half;
-    T const* const from =
-        static_cast<T const*>(p.from) + batch * p.of_from.batch + token * p.of_from.token + head * p.of_from.head;
-    T first = from[element], second = from[element + half];
-    if (head < p.heads + p.key_heads) {
-      std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
-      T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
-      T const x = first, y = second;
-      first = rotated(x, cos[element], y, sin[element], -1.f);
-      second = rotated(y, cos[element + half], x, sin[element + half], 1.f);
-    }
-    T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
-    if (head >= p.heads) {
-      if (position >= p.length) __trap();  // as torch asserts
-      bool const is_key = head < p.heads + p.key_heads;
-      Strides const& s = is_key ? p.of_key : p.of_value;
-      int const own = head - p.heads - (is_key ? 0 : p.key_heads);
-      to = static_cast<T*>(is_key ? p.key : p.value) + batch * s.batch + own * s.head + position * s.token;
-    }
-    to[element] = first, to[element + half] = second;
+  int const head = blockIdx.y * kWarps + threadIdx.x / kLanes;
+  if (head >= p.heads + 2 * p.key_heads) return;
+  bool const is_query = head < p.heads, is_value = head >= p.heads + p.key_heads;
+  T const* const from =
+      static_cast<T const*>(p.from) + batch * p.of_from.batch + token * p.of_from.token + head * p.of_from.head;
+  auto const* const factor = is_value ? nullptr : static_cast<Factor const*>(is_query ? p.query_norm : p.key_norm);
+  float const inverse = factor != nullptr ? inverse_size(from, p.width, p.epsilon) : 1.f;
+  T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
+  if (!is_query) {
+    if (position >= p.length) __trap();  // as torch asserts
+    Strides const& s = is_value ? p.of_value : p.of_key;
+    int const own = head - p.heads - (is_value ? p.key_heads : 0);
+    to = static_cast<T*>(is_value ? p.value : p.key) + batch * s.batch + own * s.head + position * s.token;
   }
+  std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
+  T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
+  auto const element_at = [&](int i) {
+    if (factor == nullptr) return from[i];
+    return static_cast<T>(static_cast<float>(from[i]) * inverse * static_cast<float>(factor[i]));
+  };
+  for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
+    T first = element_at(i), second = element_at(i + half);
+    if (!is_value) {
+      T const x = first, y = second;
+      first = rotated(x, cos[i], y, sin[i], -1.f);
+      second = rotated(y, cos[i + half], x, sin[i + half], 1.f);
+    }
+    to[i] = first, to[i + half] = second;
+  }
+}
+
+template <class T>
+auto* kernel_of(RotateProblem const& p) {
+  return p.has_float_norms ? &rotate_kernel<T, float> : &rotate_kernel<T, T>;
 }
 
 }  // namespace
 
 void launch_rotate(RotateProblem const& p, DType dtype, int device, Stream stream) {
   DeviceGuard const guard(device);
-  int const work = (p.heads + 2 * p.key_heads) * (p.width / 2);
-  dim3 const grid(static_cast<unsigned>(p.batches * p.tokens), static_cast<unsigned>((work + kThreads - 1) / kThreads));
-  auto* const kernel = dtype == DType::kFloat16    ? &rotate_kernel<__half>
-                       : dtype == DType::kBFloat16 ? &rotate_kernel<__nv_bfloat16>
-                                                   : &rotate_kernel<float>;
+  int const heads = p.heads + 2 * p.key_heads;
+  dim3 const grid(static_cast<unsigned>(p.batches * p.tokens), static_cast<unsigned>((heads + kWarps - 1) / kWarps));
+  auto* const kernel = dtype == DType::kFloat16    ? kernel_of<__half>(p)
+                       : dtype == DType::kBFloat16 ? kernel_of<__nv_bfloat16>(p)
+                                                   : kernel_of<float>(p);
   cuda_check(launch_pdl(kernel, grid, kThreads, 0, stream, p), "launching epiloq.rotate_and_store");
 }
 

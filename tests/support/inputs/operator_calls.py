@@ -134,9 +134,11 @@ def expert_routes(m: int, device: str) -> Calls:
 def rotations(m: int, device: str) -> Calls:
     assert rotate_and_store  # whose import registers the operator
     heads, angles = torch.randn(2, m, 4, 10, device=device), torch.randn(2, 1, m, 10, device=device)
+    norms = torch.rand(2, 10, device=device).unbind()
     for position in (None, torch.tensor(1, device=device)):
         caches = torch.zeros(2, 2, 1, m + 3, 10, device=device)
         yield OPS.rotate_and_store, (heads, 2, *angles, *caches.unbind(), position), {}
+        yield OPS.rotate_and_store, (heads, 2, *angles, *caches.unbind(), position, *norms, 1e-6), {}
 
 
 def blockwise_quantisers(x: Tensor) -> Calls:

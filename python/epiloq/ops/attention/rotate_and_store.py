@@ -7,6 +7,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.library import direct, mark_written, register
+from epiloq.ops.quantizers.rms_norm import rms_norm
 
 _NAME = "rotate_and_store"
 
@@ -19,10 +20,14 @@ def rotate_and_store(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Return rotated query heads, and write rotated keys, and values, to their caches; on CUDA in one launch.
 
-    The result is bit-identical to transformers' for Llama, with each product and sum rounded to the dtype.
+    The result is bit-identical to transformers' for Llama, with each product and sum rounded to the dtype. With norms,
+    query and key heads are normed before they are rotated, as by `rms_norm`, whose bound this step has.
 
     Args:
         heads: ``[B, T, H + 2 H_kv, D]`` float16, bfloat16 or float32, contiguous along D: query, key, value heads.
@@ -31,6 +36,9 @@ def rotate_and_store(
         key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, contiguous along D; written.
         position: int64, one element on the same device: the first token's position, 0 by default; ``position + T`` is
             at most L. T is added to it.
+        query_norm, key_norm: ``[D]`` of that dtype or float32: what a head divided by its root mean square is
+            multiplied by. Both or none.
+        eps: added to the mean square.
 
     Returns:
         ``[B, T, H, D]``.
@@ -40,9 +48,10 @@ def rotate_and_store(
     Raises:
         ValueError: an argument is invalid; the message names it.
     """
-    if direct((heads, cos, sin, key_cache, value_cache), (position,)):
-        return run(heads, query_heads, cos, sin, key_cache, value_cache, position)
-    query: Tensor = torch.ops.epiloq.rotate_and_store(heads, query_heads, cos, sin, key_cache, value_cache, position)
+    arguments = (heads, query_heads, cos, sin, key_cache, value_cache, position, query_norm, key_norm, eps)
+    if direct((heads, cos, sin, key_cache, value_cache), (position, query_norm, key_norm)):
+        return run(*arguments)
+    query: Tensor = torch.ops.epiloq.rotate_and_store(*arguments)
     return query
 
 
@@ -54,16 +63,22 @@ def run(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor | None,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """`rotate_and_store` for plain tensors."""
     query = _like_query(heads, query_heads)
-    arguments = (query, heads, cos, sin, key_cache, value_cache, position)
+    arguments = (query, heads, cos, sin, key_cache, value_cache, position, query_norm, key_norm, eps)
     if heads.is_cuda and heads.numel() > 0:
         _core.rotate_and_store(*arguments)
     else:
         _core.check_rotate_and_store(*arguments)
         keys = key_cache.shape[1]
         both, values = heads.split([query_heads + keys, keys], 2)
+        if query_norm is not None and key_norm is not None:
+            queries, keys_read = both.split([query_heads, keys], 2)
+            both = torch.cat((rms_norm(queries, query_norm, eps), rms_norm(keys_read, key_norm, eps)), 2)
         turned, places = rotated(both, cos, sin), torch.arange(heads.shape[1], device=heads.device)
         places = places if position is None else places + position
         query.copy_(turned[:, :, :query_heads])
@@ -75,14 +90,14 @@ def run(
     return query
 
 
-def _like_query(heads: Tensor, query_heads: int, *_: Tensor | None) -> Tensor:
+def _like_query(heads: Tensor, query_heads: int, *_: Tensor | float | None) -> Tensor:
     return heads.new_empty((*heads.shape[:2], query_heads, heads.shape[-1]))
 
 
 register(
     _NAME,
     f"{_NAME}(Tensor heads, int query_heads, Tensor cos, Tensor sin, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor(c!)? position) -> Tensor",
+    "Tensor(c!)? position, Tensor? query_norm=None, Tensor? key_norm=None, float eps=0.0) -> Tensor",
     run,
     _like_query,
 )
