@@ -16,7 +16,7 @@ using ops::expert_routing::SortProblem;
 
 constexpr std::int64_t kMostRows = std::numeric_limits<int>::max(), kMostColumns = std::int64_t{1} << 22;
 
-// [T, top_k], of which the first argument of an operation has the size.
+// The argument that gives T and top_k: contiguous [T, top_k].
 void expect_pairs(Checker const& check, char const* argument, TensorView const& view) {
   if (view.rank != 2) check.fail(argument, "expected [T, top_k], got ", describe(view));
   check.contiguous(argument, view);

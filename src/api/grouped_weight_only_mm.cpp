@@ -108,7 +108,7 @@ char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call
 
 grouped::Choice choice_of(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
   grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
-  return call.kernel ? grouped::choose(c.problem, format, target, *call.kernel)
+  return call.kernel ? grouped::choose(c.problem, c.x, format, target, *call.kernel)
                      : grouped::choose(c.problem, c.x, format, target);
 }
 

@@ -24,6 +24,7 @@ COUNTS: dict[str, tuple[int, ...]] = {
     "a tile": (16, 8, 0, 17),
     "skewed": (0, 0, 130, 1, 0),
     "wide": (64, 63, 65),
+    "wider than tiles": (300, 0, 129, 257, 1),
     "many": tuple((i * 7) % 5 for i in range(70)),
     "none": (0, 0, 0),
 }
@@ -39,11 +40,14 @@ def of_expert(weight: Weight, expert: int, n: int) -> Weight:
     return Weight(weight.q, weight.scale, None, None, None, part, weight.dense[rows], weight.size[rows])
 
 
-def assert_experts_close(y: Tensor, x: Tensor, weight: Weight, counts: tuple[int, ...], n: int) -> None:
+def assert_experts_close(
+    y: Tensor, x: Tensor, weight: Weight, counts: tuple[int, ...], n: int, *, rounded_weights: bool = False
+) -> None:
     bounds = [0, *ends_of(counts).tolist()]
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if end > begin:
-            assert_close(y[begin:end], x[begin:end], of_expert(weight, expert, n))
+            of = of_expert(weight, expert, n)
+            assert_close(y[begin:end], x[begin:end], of, rounded_weights=rounded_weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -65,17 +69,44 @@ def test_against_float64(
     if not one_kernel:
         if sum(rows) <= 64 * len(rows):
             pytest.skip("few rows: always by one kernel")
-        monkeypatch.setattr(few_rows, "INTEGER_MULTIPLICATIONS", 0)
+        monkeypatch.setattr(few_rows, "multiplications", lambda *_, **__: 0)
     for n, k in ((48, 200), (144, 1032)):
-        weight = make_weight(len(rows) * n, k, bits, group, kind, device="cuda")
+        weight = make_weight(len(rows) * n, k, bits, group, kind, scale_dtype=dtype, device="cuda")
         x = torch.randn(sum(rows) + 3, k, device="cuda").to(dtype)
         out = poisoned((len(x), n), dtype, "cuda")
         before = out.clone()
         assert epiloq.grouped_packed_mm(x, weight.packed, offs=ends_of(rows), out=out) is out
-        assert_experts_close(out, x, weight, rows, n)
-        assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
         message = epiloq.explain("grouped_packed_mm", x, weight.packed, offs=ends_of(rows))
-        assert message.startswith("grouped mma.sync" if one_kernel else "one expert after the other")
+        assert message.startswith("grouped " if one_kernel else "one expert after the other")
+        rounded = "rounded" in message or "dequantise" in message
+        assert_experts_close(out, x, weight, rows, n, rounded_weights=rounded)
+        assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
+
+
+MMA_SYNC_ROWS, WGMMA_ROWS = (0, 1, 2, 3), (4, 5)  # of GroupedWeightOnlyMmKernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 256), (8, -1)])
+@pytest.mark.parametrize("row", MMA_SYNC_ROWS + WGMMA_ROWS)
+def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dtype) -> None:
+    """Whatever dispatch chooses; also of experts whose matrices are apart from tiles, and with a bias."""
+    if row in WGMMA_ROWS and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("WGMMA is SM90's")
+    for name, n, k in (("wide", 48, 136), ("wider than tiles", 144, 1032), ("many", 16, 264), ("none", 16, 64)):
+        counts, same_type = COUNTS[name], row == WGMMA_ROWS[-1] or n == 48
+        scale_dtype = dtype if same_type else torch.float32
+        weight = make_weight(len(counts) * n, k, bits, group, "zero", scale_dtype=scale_dtype, device="cuda")
+        x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((sum(counts) + 3, k), (len(counts), n)))
+        out, w = poisoned((len(x), n), dtype, "cuda"), weight.packed
+        before, ends = out.clone(), ends_of(counts)
+        arguments = (out, x, w.q, w.scale, w.zero, None, bias, None, ends, False, "int", bits, w.n, k, w.group_size)
+        assert _core.grouped_weight_only_mm(*arguments, (row, 1))
+        for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+            if end > begin:
+                of, rounded = of_expert(weight, expert, n), row == WGMMA_ROWS[-1]
+                assert_close(out[begin:end], x[begin:end], of, bias[expert], rounded_weights=rounded)
+        assert torch.equal(out[sum(counts) :].view(torch.int16), before[sum(counts) :].view(torch.int16))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -94,28 +125,36 @@ def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
             assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
 
 
-def test_invalid_expert_ends_do_not_write_elsewhere(seed: int) -> None:
+@pytest.mark.parametrize("row", [0, *WGMMA_ROWS])
+def test_invalid_expert_ends_do_not_write_elsewhere(seed: int, row: int) -> None:
     """Beside the rows of the output; compute-sanitizer sees reads, too."""
+    if row in WGMMA_ROWS and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("WGMMA is SM90's")
     weight = make_weight(4 * 32, 128, device="cuda")
-    x, beside = torch.randn(9, 128, device="cuda").half(), 64
+    x, beside, w = torch.randn(9, 128, device="cuda").half(), 64, weight.packed
+
+    def multiply(x: Tensor, counts: Tensor, out: Tensor) -> None:
+        given = (out, x, w.q, w.scale, w.zero, None, None, None, counts, x.ndim == 3, "int", 4, w.n, w.k, w.group_size)
+        assert _core.grouped_weight_only_mm(*given, (row, 1))
+
     for ends in ([-5, 3, 900, 7], [9, 9, 9, 2**31 - 1], [-1, -1, -1, -1], [4, 2, 9, 9]):
         counts = torch.tensor(ends, dtype=torch.int32, device="cuda")
         for rows in (9, 4 * 9):
             memory = poisoned((rows + 2 * beside, 32), torch.float16, "cuda")
             before, out = memory.clone(), memory[beside : beside + rows]
             if rows == 9:
-                epiloq.grouped_packed_mm(x, weight.packed, offs=counts, out=out)
+                multiply(x, counts, out)
             else:
-                boxes = x.expand(4, 9, 128).contiguous()
-                epiloq.grouped_packed_mm(boxes, weight.packed, masked_m=counts, out=out.view(4, 9, 32))
+                multiply(x.expand(4, 9, 128).contiguous(), counts, out.view(4, 9, 32))
             for untouched in (slice(beside), slice(beside + rows, None)):
                 assert torch.equal(memory[untouched].view(torch.int16), before[untouched].view(torch.int16))
 
 
-def test_in_a_graph(seed: int) -> None:
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+def test_in_a_graph(seed: int, scale_dtype: torch.dtype) -> None:
     """Another number of rows of each expert in every replay, also of more than the host would count."""
     n, k, experts = 64, 256, 6
-    weight = make_weight(experts * n, k, device="cuda")
+    weight = make_weight(experts * n, k, scale_dtype=scale_dtype, device="cuda")
     x, ends = torch.randn(900, k, device="cuda").bfloat16(), ends_of((1,) * experts)
     epiloq.grouped_packed_mm(x[:16], weight.packed, offs=ends)
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +163,7 @@ def test_in_a_graph(seed: int) -> None:
     for rows in ((3, 0, 40, 1, 1, 2), (0, 0, 0, 0, 0, 900), (150,) * experts):
         ends.copy_(ends_of(rows))
         graph.replay()
-        assert_experts_close(y, x, weight, rows, n)
+        assert_experts_close(y, x, weight, rows, n, rounded_weights=scale_dtype == x.dtype)
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -54,9 +54,10 @@ def grouped_packed_mm(
     On CUDA one kernel multiplies all experts, and reads ``offs`` or ``masked_m`` on the device, for 4 bits in
     groups of 32, 64 or 128 times a power of two, for 8 bits in groups of the latter, without real offsets, and for
     FP4. Quantised rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4),
-    and outside a CUDA graph for more than 64 rows R per expert on average if ``R N K`` exceeds 5e9 (FP4: 2.5e10),
-    the experts are multiplied one by one with those operations, and their numbers of rows are read on the host,
-    which synchronises with the GPU. The bounds are those of the operations, see docs/numerics.md.
+    and outside a CUDA graph for more than 64 rows R per expert on average if ``R N K`` exceeds a limit, the experts are
+    multiplied one by one with those operations, and their numbers of rows are read on the host, which synchronises
+    with the GPU. The limit is 5e9 (FP4: 2.5e10). On SM90, where the scales have x's dtype or the weight is FP4, there
+    is none, or with ``scale_a`` 3e10. The bounds are those of the operations, see docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
@@ -154,7 +155,7 @@ def run(
     if format != "int":
         whole = PackedFp4Weight(q, scale, global_scale, format, n, k)
     check_parts(whole, x.device, experts, _NAME)
-    if _has_kernel(x, whole, experts, masked_m is not None) and _by_kernel(result, x, whole, scale_a, counts):
+    if _has_kernel(x, whole, scale_a, experts) and _by_kernel(result, x, whole, scale_a, counts):
         if out is not None:
             mark_written(out)
         return result
@@ -203,7 +204,7 @@ def _kind_of(weight: Weight) -> tuple[str, int]:
     return (weight.format, 4) if isinstance(weight, PackedFp4Weight) else ("int", weight.bits)
 
 
-def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
+def _has_kernel(x: Tensor, weight: Weight, scale_a: Tensor | None, experts: int) -> bool:
     """Whether one kernel multiplies all experts, if it supports their format."""
     if not x.is_cuda:
         return False
@@ -212,9 +213,11 @@ def _has_kernel(x: Tensor, weight: Weight, experts: int, masked: bool) -> bool:
             return True
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
-    rows = x.shape[-2] if masked else x.shape[0] / experts
-    is_fp4 = isinstance(weight, PackedFp4Weight)
-    most = few_rows.FP4_MULTIPLICATIONS if is_fp4 else few_rows.INTEGER_MULTIPLICATIONS
+    rows = x.shape[-2] if x.ndim == 3 else x.shape[0] / experts
+    is_fp4, multiplied = isinstance(weight, PackedFp4Weight), torch.bfloat16 if scale_a is not None else x.dtype
+    most = few_rows.multiplications(
+        x.device, is_fp4, is_fp4 or weight.scale.dtype == multiplied, by_float8=scale_a is not None
+    )
     return few_rows.are_few(rows, weight.n // experts, weight.k, most) or torch.cuda.is_current_stream_capturing()
 
 
@@ -290,7 +293,7 @@ def explain(call: Arguments) -> str:
     expect_tensors(_NAME, {"x": x, "offs or masked_m": counts}, {"scale_a": scale_a, "out": out}, writes=False)
     assert counts is not None
     experts = _checked_experts(counts, weight.n, x, masked_m is not None, weight.k)
-    if _has_kernel(x, weight, experts, masked_m is not None):
+    if _has_kernel(x, weight, scale_a, experts):
         result = _empty(x, weight.n // experts, out_dtype or torch.bfloat16)
         text = str(_by_kernel(result, x, weight, scale_a, counts, explained=True))
         if not text.startswith("no kernel"):

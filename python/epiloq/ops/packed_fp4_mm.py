@@ -116,13 +116,14 @@ def run(
     return result
 
 
-def _takes_kernel(x: Tensor, counts: Tensor | None, n: int) -> bool:
+def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool:
     """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance. `n`: the rows of the
     matrices of all experts."""
     if not x.is_cuda or counts is None or is_batch_invariant():
         return x.is_cuda
     experts = counts.numel()
-    rows, most = prod(x.shape[:-1]) / experts, few_rows.FP4_MULTIPLICATIONS
+    rows, is_exact = prod(x.shape[:-1]) / experts, format == "nvfp4" or x.dtype == torch.bfloat16
+    most = few_rows.multiplications(x.device, True, is_exact, by_float8=False)
     return few_rows.are_few(rows, n // experts, x.shape[-1], most)
 
 
@@ -159,7 +160,7 @@ def _kernel_arguments(
 
 
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
-    if not _takes_kernel(x, counts, weight.n):
+    if not _takes_kernel(x, counts, weight.n, weight.format):
         return False
     return _core.grouped_weight_only_mm(*_kernel_arguments(out, x, weight, bias, counts))
 
@@ -218,7 +219,7 @@ def explain(call: Arguments) -> str:
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
-    if _takes_kernel(x, counts, weight.n):
+    if _takes_kernel(x, counts, weight.n, weight.format):
         explanation = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
         if not explanation.startswith("no "):
             return explanation

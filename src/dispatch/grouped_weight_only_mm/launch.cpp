@@ -48,7 +48,7 @@ constexpr std::array<ByType, sizeof...(kRow)> gemv_table(std::integer_sequence<i
 }
 constexpr auto kGemvTable = gemv_table(std::make_integer_sequence<int, static_cast<int>(kGemvRows.size())>{});
 
-// WGMMA is compiled for FP4 alone; MXFP4 for bfloat16 alone, which has its exponents.
+// WGMMA for one matrix is compiled for FP4 alone, and MXFP4 for bfloat16 alone, which has its exponents.
 #if EPILOQ_HAS_SM90
 template <int kRow>
 constexpr ByType wgmma_by_type() {
@@ -63,8 +63,24 @@ constexpr std::array<ByType, sizeof...(kRow)> wgmma_table(std::integer_sequence<
   return {wgmma_by_type<kRow>()...};
 }
 constexpr auto kWgmmaTable = wgmma_table(std::make_integer_sequence<int, static_cast<int>(kWgmmaRows.size())>{});
+// For experts it is compiled for all formats but MXFP4 in float16.
+template <int kRow, DType kX, int... kFormat>
+constexpr std::array<Launch, kFormats> experts_by_format(std::integer_sequence<int, kFormat...>) {
+  return {[] -> Launch {
+    constexpr Format kOf = static_cast<Format>(kFormat);
+    if constexpr (kOf == Format::kMxfp4 && kX == DType::kFloat16) return nullptr;
+    else return &launch_expert_wgmma<kRow, kX, kOf>;
+  }()...};
+}
+template <int... kRow>
+constexpr std::array<ByType, sizeof...(kRow)> expert_table(std::integer_sequence<int, kRow...>) {
+  constexpr std::make_integer_sequence<int, kFormats> kEach;
+  return {ByType{{experts_by_format<kRow, DType::kFloat16>(kEach), experts_by_format<kRow, DType::kBFloat16>(kEach)}}...};
+}
+constexpr auto kExpertTable = expert_table(std::make_integer_sequence<int, static_cast<int>(kExpertRows.size())>{});
 #else
 constexpr std::array<ByType, kWgmmaRows.size()> kWgmmaTable{};
+constexpr std::array<ByType, kExpertRows.size()> kExpertTable{};
 #endif
 
 ByType const& row_of(Choice const& choice) {
@@ -73,6 +89,8 @@ ByType const& row_of(Choice const& choice) {
       return kGemvTable[choice.row];
     case Family::kWgmma:
       return kWgmmaTable[choice.row];
+    case Family::kExperts:
+      return kExpertTable[choice.row];
     default:
       return kTable[choice.row];
   }

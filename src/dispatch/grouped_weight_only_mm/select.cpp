@@ -19,9 +19,13 @@ using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
 constexpr int kStepsPerCta = 4;         // minimum number of K steps per CTA with split-K
+constexpr int kMostRows = std::numeric_limits<int>::max() / 2;  // that TMA addresses, of all experts
 constexpr int kMemoryBoundTokens = 16;  // tiles of at most as many are limited by memory
 
 bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
+
+// Whether x's type represents each product of a code and its scale.
+bool is_exact(Format format, DType x) { return format == Format::kNvfp4 || x == DType::kBFloat16; }
 
 // Average number of rows of x per expert that has any; with masked_m the capacity per expert.
 int typical_rows(Problem const& p) {
@@ -54,6 +58,10 @@ bool fits(Problem const& p, Format format, Config const& c, Target const& target
   int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
   constexpr int kExpertWork = 256;  // besides the stages, at most
   return kExpertWork + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
+}
+
+Choice experts_of(Problem const& p, Format format, int row) {
+  return {format, row, most_tiles(p, expert_config(row, p.product.weight.bits).tokens), 1, Family::kExperts};
 }
 
 bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
@@ -138,8 +146,16 @@ std::optional<Format> format_of(Weight const& w, WeightFormat format) {
 }
 
 bool has_wgmma(Problem const& p, DType x, Format format, Target const& target) {
-  bool const is_exact = format == Format::kNvfp4 || x == DType::kBFloat16;
-  return is_fp4(format) && is_exact && target.has_wgmma && p.counts == nullptr;
+  return is_fp4(format) && is_exact(format, x) && target.has_wgmma && p.counts == nullptr;
+}
+
+bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target const& target) {
+  Weight const& w = p.product.weight;
+  bool const has_type = is_fp4(format) ? is_exact(format, x) : !kExpertRows[row].rounds || w.scale_dtype == x;
+  bool const has_limits = p.experts <= kMostExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
+                          std::int64_t{p.product.m} * p.experts <= kMostRows;
+  bool const has_one_stride = !p.masked || p.stride_x_expert == p.product.m * p.product.stride_x;
+  return target.has_wgmma && p.counts != nullptr && has_type && has_limits && has_one_stride;
 }
 
 Choice choose(Problem const& p, DType x, Format format, Target const& target) {
@@ -148,15 +164,25 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
+  for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
+    int const from = is_fp4(format) ? kFp4ExpertRowsFrom[row] : kExpertRowsFrom[row];
+    if (typical_rows(p) >= from && has_expert_wgmma(row, p, x, format, target))
+      return experts_of(p, format, row);
+  }
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
   while (row < last && kRows[row].tokens < rows && fits(p, format, kRows[row + 1], target)) ++row;
   return {format, row, most_tiles(p, kRows[row].tokens), split_of(p, kRows[row], target)};
 }
 
-Choice choose(Problem const& p, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel) {
+Choice choose(Problem const& p, DType x, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel) {
   Checker const check("grouped_weight_only_mm", {});
   int const rows = static_cast<int>(kRows.size()), most = has_clusters(target) ? kMaxCluster : 1;
+  int const of_experts = kernel.row - rows;
+  if (of_experts >= 0 && of_experts < static_cast<int>(kExpertRows.size()) && kernel.split == 1 &&
+      has_expert_wgmma(of_experts, p, x, format, target)) {
+    return experts_of(p, format, of_experts);
+  }
   if (kernel.row < 0 || kernel.row >= rows || !fits(p, format, kRows[kernel.row], target)) {
     check.fail("kernel", "expected a row below ", rows, " that fits shared memory, got ", kernel.row);
   }
@@ -173,6 +199,13 @@ std::string describe(Choice const& choice) {
     weight_only_mm::WgmmaConfig const& c = kWgmmaRows[choice.row];
     text << "sm90 wgmma, FP4 converted in registers, " << c.rows() << " weight rows x " << c.tokens
          << " tokens, split-K " << choice.split;
+    return text.str();
+  }
+  if (choice.family == Family::kExperts) {
+    weight_only_mm::WgmmaConfig const c = expert_config(choice.row, choice.format == Format::kInt8Wide ? 8 : 4);
+    text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to " << c.tokens
+         << " tokens, " << choice.tiles << " tiles of tokens at most"
+         << (c.rounds && !is_fp4(choice.format) ? ", weights rounded with their scales" : "");
     return text.str();
   }
   if (choice.family == Family::kGemv) {

@@ -5,15 +5,16 @@
 
 #include "core/target.h"
 #include "epiloq/grouped_weight_only_mm.h"
+#include "kernels/launch/expert_wgmma.h"
 #include "kernels/launch/fp4_wgmma.h"
 
 namespace epiloq::ops::grouped_weight_only_mm {
 
-enum class Family { kTiles, kGemv, kWgmma };
+enum class Family { kTiles, kGemv, kWgmma, kExperts };
 
 struct Choice {
   Format format;
-  int row;    // of the family's table: kRows, kGemvRows or kWgmmaRows
+  int row;    // of the family's table: kRows, kGemvRows, kWgmmaRows or kExpertRows
   int tiles;  // of tokens, at most
   int split;
   Family family = Family::kTiles;
@@ -24,14 +25,22 @@ std::optional<Format> format_of(weight_only_mm::Weight const& weight, WeightForm
 
 // Whether FP4 weights have a WGMMA kernel: one matrix, x of bfloat16 or, for NVFP4, float16; on SM90.
 bool has_wgmma(Problem const& problem, DType x, Format format, Target const& target);
+// Whether experts' weights have a row of kExpertRows: FP4 whose products with scales x's type represents; integers, but
+// with scales of x's type where they are rounded; experts without gaps between their rows of x; on SM90.
+bool has_expert_wgmma(int row, Problem const& problem, DType x, Format format, Target const& target);
+// Rows per expert on average from which the rows of kExpertRows are used, measured on an H200: of integers, of FP4,
+// which the other kernels convert more slowly.
+inline constexpr std::array kExpertRowsFrom{9, 65}, kFp4ExpertRowsFrom{6, 49};
 // M from which one FP4 matrix uses WGMMA; and from which, without WGMMA, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
 // For one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless batch invariance is on.
+// For experts WGMMA at many rows per expert.
 // Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // The given kernel. Throws InvalidArgument if it does not exist or does not fit.
-Choice choose(Problem const& problem, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel);
+Choice choose(Problem const& problem, DType x, Format format, Target const& target,
+              GroupedWeightOnlyMmKernel const& kernel);
 
 std::string describe(Choice const& choice);
 

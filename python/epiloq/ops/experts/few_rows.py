@@ -1,13 +1,34 @@
 """When one kernel multiplies all experts of a mixture."""
 
-_MANY_ROWS = 64
+from math import inf
+
+import torch
+
+from epiloq._torch.archs import runs_kernels_of
+
+MANY_ROWS = 64
 INTEGER_MULTIPLICATIONS, FP4_MULTIPLICATIONS = 5e9, 2.5e10
-"""Of an expert's rows, up to which the kernel of all experts takes less. Measured on an H200: separate products of
-integers are twice as fast, but the host needs 36 us to launch those of an expert. FP4, which is dequantised first,
+"""Of an expert's rows, up to which `mma.sync` tiles for all experts take less. Measured on an H200: separate products
+of integers are twice as fast, but the host needs 36 us to launch those of an expert. FP4, which is dequantised first,
 takes 57 us or more; one kernel is faster for 1.5e10, separate products are for 3e10."""
+FLOAT8_MULTIPLICATIONS = 3e10
+"""The same of WGMMA in bfloat16 and separate products in float8, by count: at 680 and 1,150 TFLOP/s a launch of 36 us is
+worth it from there on."""
 
 
-def are_few(rows: float, n: int, k: int, multiplications: float) -> bool:
-    """Whether for `rows` rows of an expert on average, times a matrix ``[n, k]`` of its own, the kernel that multiplies
-    all experts is faster than products of one expert after the other."""
-    return rows <= _MANY_ROWS or rows * n * k <= multiplications
+def multiplications(device: torch.device, is_fp4: bool, has_type: bool, by_float8: bool) -> float:
+    """Multiplications of an expert's rows up to which the kernel that multiplies all experts is faster than products of
+    one expert after the other.
+
+    `has_type`: scales have the type of the activations, or the weight is FP4, so that WGMMA multiplies them on SM90.
+    `by_float8`: separate products are of 8-bit activations.
+    """
+    if has_type and runs_kernels_of(device, "sm90"):
+        return FLOAT8_MULTIPLICATIONS if by_float8 else inf
+    return FP4_MULTIPLICATIONS if is_fp4 else INTEGER_MULTIPLICATIONS
+
+
+def are_few(rows: float, n: int, k: int, most: float) -> bool:
+    """Whether `rows` rows of an expert on average, times a matrix ``[n, k]`` of its own, take at most so many
+    multiplications, or few rows."""
+    return rows <= MANY_ROWS or rows * n * k <= most

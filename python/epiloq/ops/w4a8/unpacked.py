@@ -9,12 +9,11 @@ hold.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from epiloq import _core
+from epiloq._torch.archs import runs_kernels_of
 from epiloq.ops.checks.w4a8_mm import GROUP
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.scaled_mm import scaled_mm
@@ -36,7 +35,10 @@ def fits(x_q: Tensor, weight: PackedWeight | PackedFp4Weight) -> bool:
     """Whether this path computes the product of ``x_q`` ``[M, K]``."""
     if not x_q.is_cuda:
         return False
-    multiplies_float8 = partial(_multiplies_float8, x_q.device)
+
+    def multiplies_float8(archs: tuple[str, ...]) -> bool:
+        return runs_kernels_of(x_q.device, *archs)
+
     if isinstance(weight, PackedFp4Weight):
         fits_float8 = weight.format == "mxfp4" and x_q.dtype == torch.float8_e4m3fn and weight.k % ALIGNED == 0
         return fits_float8 and len(x_q) >= MANY_FP4_TOKENS and multiplies_float8(_FLOAT8_ARCHS)
@@ -69,14 +71,6 @@ def has_whole_rows(group_size: int, k: int) -> bool:
 def keeps_groups(group_size: int) -> bool:
     """Whether `groupwise_mm` multiplies an unpacked weight in groups of so many columns."""
     return group_size > 0 and group_size % GROUP == 0
-
-
-def _multiplies_float8(device: torch.device, archs: tuple[str, ...]) -> bool:
-    forced = _core.forced_arch()
-    archs = tuple(arch for arch in archs if arch in _core.built_archs() and forced in ("auto", arch))
-    capability = _core.device_properties(device.index or 0)["compute_capability"]
-    # Newer GPUs run older architectures' kernels, but not WGMMA, which only SM90 has.
-    return any(capability == 90 if arch == "sm90" else capability >= int(arch.removeprefix("sm")) for arch in archs)
 
 
 def multiply(

@@ -53,6 +53,7 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
   using typename Base::Fragments;
   using typename Base::Stage;
   using typename Base::Sums;
+  static constexpr float kUnit = F::kUnit;
   static constexpr int kFragments = kPadding / kInstruction;  // of a K step
   static constexpr int kOfGroup = kFragments / kGroups;       // fragments that share scales
   static_assert(Base::kInSubtile % kOfGroup == 0);
@@ -111,7 +112,7 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
   static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
                                                float const* four) {
     float const* const factor = static_cast<FactorParams const&>(params).factor;
-    rows.store(first_token, four, F::kUnit * (factor != nullptr ? __ldg(factor) : 1.f));
+    rows.store(first_token, four, kUnit * (factor != nullptr ? __ldg(factor) : 1.f));
   }
 };
 

@@ -22,6 +22,7 @@ struct WgmmaMainloop {
   using T = typename C::T;
   using X = typename C::X;
   using F = Fragment<X, C::kBits>;
+  static constexpr float kUnit = F::kUnit;  // of the sums
   using Element = std::conditional_t<
       std::is_same_v<X, __half>, cutlass::half_t,
       std::conditional_t<std::is_same_v<X, __nv_bfloat16>, cutlass::bfloat16_t, cutlass::float_e4m3_t>>;
@@ -257,9 +258,9 @@ struct WgmmaMainloop {
     if constexpr (kTokenBytes == 1) {
       float2 const scale = C::Tokens::scale_of(params, first_token + 2 * rows.t);
       float const scaled[] = {four[0] * scale.x, four[1] * scale.y, four[2] * scale.x, four[3] * scale.y};
-      rows.store(first_token, scaled, F::kUnit);
+      rows.store(first_token, scaled, kUnit);
     } else {
-      rows.store(first_token, four, F::kUnit);
+      rows.store(first_token, four, kUnit);
     }
   }
 };

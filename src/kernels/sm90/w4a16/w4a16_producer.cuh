@@ -115,6 +115,20 @@ struct TileCopies {
     }
   };
 
+  // The weights of a K step, from a panel on; `bytes` of the whole stage.
+  static __device__ __forceinline__ void issue_weights_of(TileParams const& params, int first_panel,
+                                                          SharedAddress stage, SharedAddress barrier, int bytes,
+                                                          int step, bool has_zeros) {
+    gemm::mbarrier_expect_tx(barrier, bytes);
+    gemm::tma_load(stage, params.maps.weights, step * kStepWords, first_panel, barrier);
+    int const group = step * kGroups >> params.group_shift;
+    gemm::tma_load(stage + params.stage.scales_at, params.maps.scales, group * kPanelRows * params.scale_bytes,
+                   first_panel, barrier);
+    if (has_zeros) {
+      gemm::tma_load(stage + params.stage.zeros_at, params.maps.zeros, group * kPanelRows, first_panel, barrier);
+    }
+  }
+
   // Executed by one thread; for tiles of few rows a K step leaves it some hundred cycles.
   struct Copies {
     Params const& params;
@@ -137,14 +151,7 @@ struct TileCopies {
 
     __device__ __forceinline__ void issue_weights(SharedAddress stage, SharedAddress barrier, int bytes, int step,
                                                   bool has_zeros) const {
-      gemm::mbarrier_expect_tx(barrier, bytes);
-      gemm::tma_load(stage, params.maps.weights, step * kStepWords, work.first_panel, barrier);
-      int const group = step * kGroups >> params.group_shift;
-      gemm::tma_load(stage + params.stage.scales_at, params.maps.scales, group * kPanelRows * params.scale_bytes,
-                     work.first_panel, barrier);
-      if (has_zeros) {
-        gemm::tma_load(stage + params.stage.zeros_at, params.maps.zeros, group * kPanelRows, work.first_panel, barrier);
-      }
+      issue_weights_of(params, work.first_panel, stage, barrier, bytes, step, has_zeros);
     }
 
     // First K steps: weights before pdl_wait, tokens after. Few steps, as tokens queue behind the weights in TMA.
