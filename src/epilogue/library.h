@@ -26,7 +26,7 @@ struct Operands {
   bool scale_b_is_vector = false;
   bool azp_is_vector = false;
   bool is_bfloat16 = false;  // bias and D, where they are Half
-  // Of a batch: from one product's scales to the next's; and what an int8 output is in units of.
+  // Of a batch, the distance between two products' scales; and the unit of an int8 output.
   std::int64_t scale_a_batch = 0;
   std::int64_t scale_b_batch = 0;
   float const* scale_out = nullptr;
@@ -125,7 +125,7 @@ decltype(auto) with_epilogue(List<First, Rest...>, Operands const& p, F const& f
   return f.template operator()<First>();
 }
 
-// Of products that requantise: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
+// Epilogue of requantising products: min(max(scale acc + bias, lo), hi) in the arithmetic of Real.
 struct Restored {
   template <class Real>
   EPILOQ_HD static auto make(float const* scale, bool scale_is_vector, float const* bias, float lo, float hi) {

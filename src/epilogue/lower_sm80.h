@@ -22,7 +22,7 @@ struct LeafArguments {
   std::int64_t batch_stride = 0;
 };
 
-// What a node without workspace or shared memory has to declare.
+// Declarations of a node without workspace or shared memory.
 template <class Arguments_>
 struct NodeBase {
   using Arguments = Arguments_;
@@ -124,7 +124,7 @@ struct Col : NodeBase<LeafArguments<T>> {
   }
 };
 
-// Of one child, by a functor with arguments: 2.x's own node has none for it, where 3.x's does.
+// A node of one child with a functor that takes arguments, which CUTLASS 3.x's node supports but 2.x's does not.
 template <template <class> class Fn, class In>
 struct ComputeWith : NodeBase<typename Fn<In>::Arguments> {
   using Base = NodeBase<typename Fn<In>::Arguments>;

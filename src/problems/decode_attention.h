@@ -24,7 +24,7 @@ struct Problem {
   float scale;
 };
 
-// What keys and values are.
+// Element type of keys and values.
 enum class Kind { kHalf, kInt8, kFloat8 };
 
 // Query heads per CTA, at most.
@@ -39,7 +39,7 @@ struct Plan {
   bool has_workspace;
 };
 
-// What a plan may use.
+// Resources of the device and the call that a plan may use.
 struct Resources {
   int sm_count;
   bool has_clusters, has_workspace;

@@ -1,4 +1,4 @@
-// As register_layers.cpp, of layers whose weights kernels dequantise.
+// Like register_layers.cpp, for layers whose weights the kernels dequantise.
 
 #include "bindings/layers/packed.h"
 #include "bindings/ops/online_quant_scratch.h"

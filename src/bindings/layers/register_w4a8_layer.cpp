@@ -1,5 +1,5 @@
-// As register_layers.cpp, of layers with 4-bit weights and 8-bit tokens: a quantiser, then `weight_only_mm` of what the
-// tokens became (epiloq.ops.w4a8_mm). Many tokens are products of 8 bits, which Python launches.
+// Like register_layers.cpp, for layers with 4-bit weights and 8-bit activations: a quantiser, then `weight_only_mm` of
+// the converted activations (epiloq.ops.w4a8_mm). At large M Python launches a product of 8-bit operands instead.
 
 #include <bit>
 #include <cmath>

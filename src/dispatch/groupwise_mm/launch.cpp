@@ -102,7 +102,7 @@ void launch(Choice const& choice, gemm::GroupwiseProblem problem, DType element,
       return sm90_launch<Scales::kBlocks>(choice.row, out)(problem, device, stream);
     case Family::kSm90ColumnScales:
       return sm90_launch<Scales::kColumns>(choice.row, out)(problem, device, stream);
-    case Family::kSm90WholeRows:
+    case Family::kSm90Transposed:
       return sm90_launch<Scales::kColumnsOfWholeRows>(choice.row, out)(problem, device, stream);
     case Family::kSm90Int8Rows: {
       constexpr auto kRows = std::make_index_sequence<kInt8RowTiles.size()>{};

@@ -44,7 +44,7 @@ bool has_transposed_kernels(GroupwiseMmProblem const& p) {
 
 // The problem as a family's tiles divide it.
 GroupwiseMmProblem as_tiled(Family family, GroupwiseMmProblem p) {
-  if (family == Family::kSm90WholeRows) std::swap(p.m, p.n);
+  if (family == Family::kSm90Transposed) std::swap(p.m, p.n);
   return p;
 }
 
@@ -97,7 +97,7 @@ Tile const* tile_of(Choice const& choice) {
       return &kTiles[choice.row];
     case Family::kSm90ColumnScales:
       return &kColumnScaleTiles[choice.row];
-    case Family::kSm90WholeRows:
+    case Family::kSm90Transposed:
       return &kTransposedTiles[choice.row];
     case Family::kSm90Int8Rows:
       return &kInt8RowTiles[choice.row];
@@ -144,7 +144,7 @@ Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
   if (p.column_scales) {
     PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
     if (!has_transposed_kernels(p)) return general.choice;
-    constexpr Family kTransposed = Family::kSm90WholeRows;
+    constexpr Family kTransposed = Family::kSm90Transposed;
     PerRowChoice const of_whole_rows = cheapest(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), sm_count);
     return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
   }
@@ -218,10 +218,10 @@ std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target con
     case Family::kSm90:
       return candidates_of(own.family, kTiles, p, t.sm_count);
     case Family::kSm90ColumnScales:
-    case Family::kSm90WholeRows: {
+    case Family::kSm90Transposed: {
       std::vector<Timed> all = candidates_of(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
       if (has_transposed_kernels(p)) {
-        constexpr Family kTransposed = Family::kSm90WholeRows;
+        constexpr Family kTransposed = Family::kSm90Transposed;
         std::ranges::move(candidates_of(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), t.sm_count),
                           std::back_inserter(all));
       }
@@ -263,7 +263,7 @@ std::string describe(Choice const& choice) {
       return describe(kTiles[choice.row].config, "group-wise", choice.split_k);
     case Family::kSm90ColumnScales:
       return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
-    case Family::kSm90WholeRows:
+    case Family::kSm90Transposed:
       return describe(kTransposedTiles[choice.row].config, "transposed, per-column,", choice.split_k, true);
     case Family::kSm90Int8Rows:
       return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);

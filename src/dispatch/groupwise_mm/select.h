@@ -12,7 +12,7 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90WholeRows, kSm90Int8Rows, kSm90Float8Rows, kMma };
+enum class Family { kGeneric, kSm90, kSm90ColumnScales, kSm90Transposed, kSm90Int8Rows, kSm90Float8Rows, kMma };
 
 struct Choice {
   Family family;

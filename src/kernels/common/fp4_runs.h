@@ -76,8 +76,8 @@ EPILOQ_HOST_DEVICE float e8m0_number(int byte) {
   if (byte == kE8m0Nan) return std::numeric_limits<float>::quiet_NaN();
   return std::bit_cast<float>(byte == 0 ? Word{1} << 22 : static_cast<Word>(byte) << 23);
 }
-// Of a stored scale of NVFP4: bits 7 to 14 of 128 times the scale as a half; 2^105 is 2^112, from a half's exponents to
-// a float's, divided by 128.
+// An NVFP4 scale as stored: bits 7 to 14 of 128 times the scale as a half. 2^105 is 2^112, which converts a half's
+// exponent to a float's, divided by 128.
 EPILOQ_HOST_DEVICE float nvfp4_number(int byte) {
   constexpr int kInfiniteHalf = 0x7c00 >> 7;
   if (byte >= kInfiniteHalf) return std::numeric_limits<float>::quiet_NaN();

@@ -18,7 +18,7 @@ struct Subtile {
   }
 };
 
-// As CTA `rank` sees them.
+// Ownership of the subtiles from the point of view of CTA `rank`.
 struct SubtileOwnership {
   int rank, split;
 

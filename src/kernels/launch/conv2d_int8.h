@@ -11,7 +11,7 @@ namespace epiloq::ops::conv2d_int8 {
 // The input's zero point in every byte.
 inline unsigned fill_of(Problem const& p) { return static_cast<std::uint8_t>(p.input_zero) * 0x01010101u; }
 
-// What the CTAs of a launch have in common.
+// Parameters of a launch, equal for all CTAs.
 struct TiledProblem {
   Problem problem;
   int channels, outputs;  // of a group

@@ -1,6 +1,6 @@
 #pragma once
 
-// What kernels that norm a row share: reading it, with a residual added first, and the factor of the norm.
+// Shared by the RMS norm kernels: loads a row, adds the residual and computes the factor of the norm.
 
 #include "kernels/quantize/quantized_rows.cuh"
 #include "problems/quantizers/norm_inputs.h"

@@ -30,7 +30,7 @@ __device__ __forceinline__ void quantize_again(Problem const& p, int row, float 
   quantize_normed<Format, 1>(p, row, static_cast<T const*>(rows) + row * stride, inverse);
 }
 
-// What a row's threads exchange, at one barrier if they are several warps.
+// Partial results of a row's threads, reduced at one barrier if there are several warps.
 struct RowParts {
   float sum_of_squares, amax;
   bool all_hold;

@@ -23,9 +23,9 @@ struct GemvPipeline {
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
 
-// What a warp multiplies: its Sums, the most tokens, the bytes of tokens in a stage and of scratch, how tokens are
-// loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores; for one or two tokens see
-// w4a16_gemv_integer.cuh.
+// Policy of a warp's products: the type of its sums, the largest number of tokens, the bytes of tokens in a stage and
+// of scratch, how tokens are loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores;
+// for one or two tokens see w4a16_gemv_integer.cuh.
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;

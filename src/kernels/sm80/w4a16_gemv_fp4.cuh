@@ -1,6 +1,6 @@
 #pragma once
 
-// What the GEMV kernel multiplies with FP4 weights: up to 16 tokens, of 16 bits. See HalfProducts in w4a16_gemv.cuh.
+// Products policy of the GEMV kernel for FP4 weights: up to 16 tokens of 16 bits. See HalfProducts in w4a16_gemv.cuh.
 
 #include <utility>
 

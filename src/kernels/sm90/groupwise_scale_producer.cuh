@@ -1,6 +1,6 @@
 #pragma once
 
-// Scale producers of the groupwise GEMM, for scales that the token producer does not load.
+// Scale warps, if the token producer does not load the scales: copy_all_scales (TMA, short K steps) or read_scales.
 
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/sm90/groupwise_producer.cuh"

@@ -90,7 +90,7 @@ class GroupwiseStore {
   using Slot = GroupwiseSlot<C>;
   static constexpr int kLastRound = (C::kRounds - 1) * C::kRoundRows;
 
-  // Fills a slot, and stores it at once or leaves it to send_one.
+  // Fills a slot, and stores it at once or leaves it to store_pending.
   template <bool kHasBias>
   __device__ __forceinline__ void store_parts(Sum const (&sums)[C::kRounds][C::kRowSums], GroupwiseTile const& tile,
                                               bool later, Exchange const& exchange) {
@@ -166,7 +166,7 @@ class GroupwiseStore {
     }
   }
 
-  // Leaves the slots to send_one.
+  // Leaves the slots to store_pending.
   __device__ __forceinline__ void defer(GroupwiseTile const& tile) {
     pending_ = C::kParts, pending_row_ = tile.first_row + first_row_, pending_column_ = tile.first_column;
   }

@@ -4,7 +4,7 @@
 
 namespace epiloq {
 
-// What an RMS norm reads, and the sum with the residual, which it writes.
+// Inputs of an RMS norm, and the sum with the residual, which it writes.
 struct NormInputs {
   void const* x;
   void const* weight;

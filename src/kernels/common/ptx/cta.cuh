@@ -1,6 +1,6 @@
 #pragma once
 
-// What the threads of a CTA share.
+// Dynamic shared memory and named barriers of a CTA.
 
 namespace epiloq {
 

@@ -80,7 +80,7 @@ constexpr int received_bytes(Config const& c, bool and_own) {
   return most * kPanelRows * 8 * 4;
 }
 
-// What replaces the stages at the end: a K group's sums, [token][row]; those of all K groups; those of all CTAs.
+// Sums that replace the stages after the main loop: a K group's, [token][row]; those of all K groups; of all CTAs.
 constexpr int sum_stride(DecodeConfig const& c) { return c.rows() + 4; }
 constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * c.tokens * sum_stride(c) * 4; }
 constexpr int sum_bytes(WgmmaConfig const& c) {
@@ -89,7 +89,7 @@ constexpr int sum_bytes(WgmmaConfig const& c) {
                                 : 0;
 }
 
-// What lies behind the stages: sums from other CTAs, or from K groups.
+// Bytes of the exchange buffer behind the stages: sums from other CTAs, or from K groups.
 constexpr int exchange_bytes(WgmmaConfig const& c) {
   return c.k_groups > 1         ? std::max(sum_bytes(c), received_bytes(c, false))
          : reduces_in_stages(c) ? 0
