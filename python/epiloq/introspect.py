@@ -10,7 +10,6 @@ from typing import Any
 from epiloq import _core
 from epiloq.ops.attention.scaled_bmm import explain as explain_scaled_bmm
 from epiloq.ops.checks.problems import explain_problem
-from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
 from epiloq.ops.convolutions.conv2d_int8 import explain as explain_conv2d_int8
 from epiloq.ops.convolutions.conv2d_weight_only import explain as explain_conv2d_weight_only
 from epiloq.ops.fp4_mm import explain as explain_fp4_mm
@@ -29,6 +28,7 @@ from epiloq.ops.quantizers.rms_norm import explain as explain_rms_norm
 from epiloq.ops.quantizers.rms_norm_quant import explain as explain_rms_norm_quant
 from epiloq.ops.quantizers.silu_and_mul import explain as explain_silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import explain as explain_silu_and_mul_quant
+from epiloq.ops.requantized_mm import explain as explain_requantized_mm
 from epiloq.ops.scaled_mm import explain as explain_product
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import explain as explain_table_mm
@@ -36,7 +36,7 @@ from epiloq.ops.w4a8_mm import explain as explain_w4a8_mm
 from epiloq.ops.weight_only_mm import explain as explain_weight_only_mm
 
 _EXPLAIN: dict[str, Callable[..., str]] = {
-    "conv2d_int8": partial(explain_conv2d_int8, conv2d_int8),
+    "conv2d_int8": explain_conv2d_int8,
     "conv2d_weight_only": explain_conv2d_weight_only,
     "fp4_mm": explain_fp4_mm,
     "fp8_weight_mm": explain_fp8_weight_mm,
@@ -49,7 +49,7 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
     "quantize_blockwise_int8": explain_quantize_blockwise_int8,
     "quantize_fp8": explain_quantize_fp8,
     "quantize_int8": explain_quantize_int8,
-    "requantized_mm": partial(explain_conv2d_int8, requantized_mm),
+    "requantized_mm": explain_requantized_mm,
     "rms_norm": explain_rms_norm,
     "rms_norm_quant": explain_rms_norm_quant,
     "scaled_bmm": explain_scaled_bmm,

@@ -2,7 +2,7 @@
 
 from epiloq._torch.threads import share_threads
 from epiloq.ops.attention.scaled_bmm import scaled_bmm
-from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8, requantized_mm
+from epiloq.ops.convolutions.conv2d_int8 import conv2d_int8
 from epiloq.ops.convolutions.conv2d_weight_only import conv2d_weight_only
 from epiloq.ops.fp4_mm import fp4_mm
 from epiloq.ops.fp8_weight_mm import fp8_weight_mm
@@ -20,6 +20,7 @@ from epiloq.ops.quantizers.rms_norm import rms_norm
 from epiloq.ops.quantizers.rms_norm_quant import rms_norm_quant
 from epiloq.ops.quantizers.silu_and_mul import silu_and_mul
 from epiloq.ops.quantizers.silu_and_mul_quant import silu_and_mul_quant
+from epiloq.ops.requantized_mm import requantized_mm
 from epiloq.ops.scaled_mm import scaled_mm, scaled_mm_azp
 from epiloq.ops.table_mm import table_mm
 from epiloq.ops.w4a8_mm import w4a8_mm

@@ -1,9 +1,8 @@
-"""int8 convolutions and products whose output is requantised to int8 or dequantised."""
+"""int8 convolutions whose output is requantised to int8 or dequantised."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weig
 
 _NAME = "conv2d_int8"
 _LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
-_ONE_BY_ONE = (1, 0, 1, 1)  # stride, padding, dilation, groups
 _OUT_DTYPES = (torch.int8, torch.float16, torch.bfloat16, torch.float32)
 # Products of 8-bit integers, one of them less a zero point, whose sums int32 holds (src/api/conv2d_int8.cpp).
 _MOST_TERMS = (2**31 - 1) // (255 * 128)
@@ -96,83 +94,7 @@ def conv2d_int8(
         raise ValueError(f"epiloq.{_NAME}: weight: expected [Co, Kh, Kw, Ci / groups], got {list(weight.shape)}")
     w = prepared(_NAME, weight, bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
     where = geometry(_NAME, w.q.shape[1:3], stride, padding, dilation, groups)
-    return _call(_NAME, x_q, w, clamp, where, out_dtype, out)
-
-
-def requantized_mm(
-    x_q: Tensor,
-    weight: Tensor | PreparedInt8Weight,
-    bias: Tensor | None = None,
-    *,
-    input_scale: float | None = None,
-    input_zero: int | None = None,
-    weight_scale: Tensor | None = None,
-    output_scale: float | None = None,
-    output_zero: int | None = None,
-    clamp: tuple[float, float] | None = None,
-    out_dtype: torch.dtype = torch.int8,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`conv2d_int8` with a 1 x 1 kernel: ``x_q`` int8 ``[…, K]``, ``weight`` int8 ``[N, K]``, result ``[…, N]``.
-
-    Otherwise identical. A `PreparedInt8Weight` has the shape ``[N, K]`` or ``[N, 1, 1, K]``. The rows of ``out`` may be
-    further apart than ``N``.
-    """
-    name = "requantized_mm"
-    expect_tensors(name, {"x_q": x_q}, {"out": out}, writes=out is not None)
-    w = prepared(name, _as_kernel(weight), bias, weight_scale, (input_scale, input_zero), (output_scale, output_zero))
-    n, kh, kw, k = w.q.shape
-    if (kh, kw) != (1, 1):
-        raise ValueError(f"epiloq.{name}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
-    if x_q.ndim < 1 or x_q.shape[-1] != k:
-        raise ValueError(f"epiloq.{name}: x_q: expected […, {k}], got {list(x_q.shape)}")
-    if x_q.dtype != torch.int8:
-        raise ValueError(
-            f"epiloq.{name}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"
-        )
-    tokens = x_q.reshape(1, math.prod(x_q.shape[:-1]), 1, k)
-    written = None if out is None else _pixels_of_rows(name, out, (*x_q.shape[:-1], n))
-    is_empty = tokens.shape[1] == 0  # convolutions do not support it: one token instead, for their checks
-    if is_empty:
-        tokens, written = x_q.new_zeros((1, 1, 1, k)), None
-        out_dtype = out_dtype if out is None else out.dtype
-    where = geometry(name, (1, 1), *_ONE_BY_ONE)
-    try:
-        y = _call(name, tokens.permute(0, 3, 1, 2), w, clamp, where, out_dtype, written)
-    except ValueError as error:  # of an output's memory, by the name of the operation that is called
-        raise ValueError(str(error).replace(f"epiloq.{_NAME}: ", f"epiloq.{name}: ", 1)) from None
-    if out is not None:
-        return out
-    rows = y.permute(0, 2, 3, 1)
-    return (rows[:, :0] if is_empty else rows).view(*x_q.shape[:-1], n)
-
-
-def _pixels_of_rows(operation: str, out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An output ``[…, N]`` as an image of one column, ``[1, N, tokens, 1]``. Raises ValueError for another shape, or
-    for memory that is not rows at one distance."""
-    if out.shape != torch.Size(shape):
-        raise ValueError(f"epiloq.{operation}: out: expected {list(shape)}, got {list(out.shape)}")
-    if shape[-1] > 1 and out.stride(-1) != 1:
-        got = f"{list(shape)} with strides {list(out.stride())}; take .contiguous()"
-        raise ValueError(f"epiloq.{operation}: out: expected rows with stride 1, got {got}")
-    try:
-        rows = out.view(math.prod(shape[:-1]), shape[-1])
-    except RuntimeError:
-        got = f"strides {list(out.stride())}; take .contiguous()"
-        raise ValueError(
-            f"epiloq.{operation}: out: expected leading dimensions that collapse into one, got {got}"
-        ) from None
-    return rows[None, :, None].permute(0, 3, 1, 2)
-
-
-def _as_kernel(weight: Tensor | PreparedInt8Weight) -> Tensor | PreparedInt8Weight:
-    """The weight of `requantized_mm` as a convolution's: a plain one is ``[N, K]``."""
-    if not isinstance(weight, Tensor):
-        return weight
-    expect_tensors("requantized_mm", {"weight": weight}, {}, writes=False)
-    if weight.ndim != 2:
-        raise ValueError(f"epiloq.requantized_mm: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
-    return weight[:, None, None, :]
+    return run_checked(_NAME, x_q, w, clamp, where, out_dtype, out)
 
 
 def prepared(
@@ -204,7 +126,7 @@ def prepared(
     return PreparedInt8Weight.for_call(operation, weight, weight_scale, bias, (into[0], zero), output)
 
 
-def _call(
+def run_checked(
     operation: str,
     x: Tensor,
     w: PreparedInt8Weight,
@@ -213,6 +135,7 @@ def _call(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
+    """The convolution with a prepared weight, after the checks whose messages name `operation`."""
     expect_tensors(operation, {"x_q": x}, {"out": out}, writes=False)
     dtype = out_dtype if out is None else out.dtype
     if dtype not in _OUT_DTYPES:
@@ -338,25 +261,28 @@ def _wrong_channels(x: Tensor, channels: int) -> str:
     )
 
 
-def explain(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> str:
-    """`epiloq.explain` for `conv2d_int8` and `requantized_mm`, given the arguments of a call."""
-    name, call = operation.__name__, Arguments(**bound_arguments(operation, *args, **kwargs))
-    image, weight, out, places = call.x_q, call.weight, call.out, _ONE_BY_ONE
-    if operation is conv2d_int8:
-        places = (call.stride, call.padding, call.dilation, call.groups)
-    expect_tensors(name, {"x_q": image}, {"out": out}, writes=False)
-    rows = image.shape[:-1]
-    if operation is requantized_mm:
-        image, weight = image.reshape(1, -1, 1, image.shape[-1]).permute(0, 3, 1, 2), _as_kernel(weight)
+def explain(*args: Any, **kwargs: Any) -> str:
+    """`epiloq.explain` for `conv2d_int8`, given the arguments of a call."""
+    call = Arguments(**bound_arguments(conv2d_int8, *args, **kwargs))
+    expect_tensors(_NAME, {"x_q": call.x_q}, {"out": call.out}, writes=False)
     scales = (call.input_scale, call.input_zero), (call.output_scale, call.output_zero)
-    w = prepared(name, weight, call.bias, call.weight_scale, *scales)
-    if operation is requantized_mm and out is not None:
-        out = _pixels_of_rows(name, out, (*rows, w.q.shape[0]))
-    where = geometry(name, w.q.shape[1:3], *places)
-    dtype = call.out_dtype if out is None else out.dtype
-    p = w.parameters(name, to_int8=dtype == torch.int8, clamp=call.clamp)
-    if operation is requantized_mm and 0 in rows:
-        return "nothing to launch: the output is empty"
+    w = prepared(_NAME, call.weight, call.bias, call.weight_scale, *scales)
+    where = geometry(_NAME, w.q.shape[1:3], call.stride, call.padding, call.dilation, call.groups)
+    return explain_checked(_NAME, call.x_q, w, call.clamp, where, call.out_dtype, call.out)
+
+
+def explain_checked(
+    operation: str,
+    image: Tensor,
+    w: PreparedInt8Weight,
+    clamp: tuple[float, float] | None,
+    where: Geometry,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> str:
+    """The kernel that `run_checked` would use."""
+    dtype = out_dtype if out is None else out.dtype
+    p = w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp)
     x, pixels = _dense_pixels(image), _pixels(_empty(image, w.q, where, dtype) if out is None else out)
     if x.is_cuda or _core.forced_arch() != "auto":
         return _core.explain_conv2d_int8(pixels, x, w.q, *p, *where)
