@@ -23,7 +23,6 @@ from epiloq.nn.base import frozen
 from every_layer import FROM_LINEAR
 
 Make = Callable[[nn.Linear], nn.Module]
-PERM = 7
 
 LAYERS: dict[str, Make] = FROM_LINEAR | {
     "w4a16-zero": lambda linear: WeightOnlyLinear.from_linear(linear, group_size=32, zeros="zero"),

@@ -122,3 +122,14 @@ def published(model: Any, folder: Path, experts: bool = True) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": message}))
     return folder
+
+
+def opened(folder: Path) -> Any:
+    """A directory opened by transformers: with epiloq's layers where the fixture has registered them."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def dequantised(folder: Path) -> Any:
+    """An FP8 directory as transformers dequantises it."""
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="auto")
