@@ -94,6 +94,16 @@ def test_empty_products_launch_nothing(name: str) -> None:
         epiloq.explain(name, m=0, n=64, k=256, arch=90)
 
 
+@pytest.mark.parametrize("name", _QUESTIONS)
+def test_architectures_without_kernels_are_refused(name: str) -> None:
+    """No operation answers for a card that it has no numbers of, nor with a kernel that such a card would not run."""
+    sizes = {"m": 64, "n": 4096, "k": 7168}
+    with pytest.raises(NotImplementedError, match="sm100 has no kernels of its own"):
+        epiloq.explain(name, **sizes, arch="sm100")
+    with pytest.raises(ValueError, match=r"arch: expected one of .*, got auto"):
+        epiloq.explain(name, **sizes, arch="auto")
+
+
 @pytest.mark.parametrize("name", _EXPLAIN)
 def test_explain_names_the_operation_whose_arguments_are_wrong(name: str) -> None:
     """By the operation's own signature, as the call does: not that of a function which the user has not called."""
