@@ -21,7 +21,7 @@ from epiloq.optimize import optimize_, siblings
 from epiloq.optimize.siblings import concatenated
 from small_models import logits, quantised, relative, tokens
 
-# Modules of a decoder layer that a fused forward passes over, or hands integers to.
+# Modules of a decoder layer that a fused forward passes over, or hands quantised tokens to.
 PARTS = (
     "input_layernorm",
     "post_attention_layernorm",

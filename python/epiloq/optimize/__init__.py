@@ -49,7 +49,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     """Merge and fuse the quantised layers of `model` in place, so that it runs faster; its state dict does not change.
 
     - Query, key and value projections, and gate and up projections, become one product each. The layers keep their
-      names and parameters, whose integers become views of the merged weight.
+      names and parameters; their weights become views of the merged weight.
     - In decoder layers of Llama's form the residual, the norm and the quantiser of the next product run as one kernel.
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
       ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and

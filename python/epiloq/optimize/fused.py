@@ -60,8 +60,8 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
     if not structure.has_form(module, structure.SANDWICH_DECODER):
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        takes_integers = attention[1] is not None, mlp[1] is not None
-        step = PreNormStep(attention, module, around, takes_integers, ours) if has_step else None
+        takes_quantized = attention[1] is not None, mlp[1] is not None
+        step = PreNormStep(attention, module, around, takes_quantized, ours) if has_step else None
         return partial(pre_norm_decoder, module, defaults, attention, mlp, step)
     return partial(sandwich_decoder, module, Step(module, around, (False, False), ours)) if has_step else None
 
@@ -104,15 +104,16 @@ def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor
     return multiply(down, activated(gate_up, down))
 
 
-_Half = tuple[tuple[nn.Module, nn.Module], Siblings | None]
-"""A module of a decoder layer with the norm before it, and the layers that take the norm's integers, or None."""
+_NormReader = tuple[tuple[nn.Module, nn.Module], Siblings | None]
+"""A module of a decoder layer and the norm before it; and the layers in it that take the norm's output quantised, or
+None."""
 
 
 class PreNormStep(Step):
     """The step of a `pre_norm_decoder`. A graph calls the layer's modules instead, but there, too, the layer before
     computes the sum and this layer's first norm of it in one kernel."""
 
-    def __init__(self, first: _Half, *arguments_of_step: Any) -> None:
+    def __init__(self, first: _NormReader, *arguments_of_step: Any) -> None:
         super().__init__(*arguments_of_step)
         self._first = first
         self._in_graph: tuple[Tensor, Tensor] | None = None
@@ -142,8 +143,8 @@ class PreNormStep(Step):
 def pre_norm_decoder(
     block: Any,
     defaults: dict[str, Any],
-    first: _Half,
-    second: _Half,
+    first: _NormReader,
+    second: _NormReader,
     step: PreNormStep | None,
     hidden_states: Tensor,
     *args: Any,
@@ -160,7 +161,7 @@ def pre_norm_decoder(
     attention = block.self_attn
     attended, _ = attention(hidden_states=x, **{**defaults, **kwargs})
     mlp, norm = block.mlp, block.post_attention_layernorm
-    x, residual = _normed(norm, attended, hidden_states, _takes_integers(mlp, norm, second))
+    x, residual = _normed(norm, attended, hidden_states, _quantized_reader(mlp, norm, second))
     projected = mlp(x)
     following = None if step is None else step.following
     if not isinstance(following, PreNormStep) or not following.may_prepare_in_graph(projected):
@@ -168,10 +169,10 @@ def pre_norm_decoder(
     return following.prepared_in_graph(projected, residual)
 
 
-def _first_normed(block: Any, first: _Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _first_normed(block: Any, first: _NormReader, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)`` of a layer's first norm."""
     norm = block.input_layernorm
-    return _normed(norm, x, residual, _takes_integers(block.self_attn, norm, first))
+    return _normed(norm, x, residual, _quantized_reader(block.self_attn, norm, first))
 
 
 def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,9 +190,9 @@ def _is_idle(dropout: nn.Module) -> bool:
     return isinstance(dropout, nn.Dropout) and not dropout.training and untouched(dropout)
 
 
-def _takes_integers(module: nn.Module, norm: nn.Module, half: _Half) -> Siblings | None:
+def _quantized_reader(module: nn.Module, norm: nn.Module, given: _NormReader) -> Siblings | None:
     """The layers that accept a norm's quantised output, if nothing else reads it."""
-    parts, reader = half
+    parts, reader = given
     if reader is None or is_exporting() or parts[0] is not module or parts[1] is not norm:
         return None
     seen = untouched(module, gated_mlp, rotary_attention) and untouched(norm, rms_norm)

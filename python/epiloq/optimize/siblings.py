@@ -1,6 +1,6 @@
 """Layers that read the same input, computed as one product: query, key and value, or gate and up.
 
-The layers keep their names, parameters and state dict. Their integers become views of the rows of one merged layer, so
+The layers keep their names, parameters and state dict. Their weights become views of the rows of one merged layer, so
 that nothing is stored twice. The first layer called with an input computes the product for all of them, and the others
 return their columns of it. A call with a different tensor computes a product of its own, so the result is correct
 whatever the model does, and from any thread.

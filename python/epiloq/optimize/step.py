@@ -65,7 +65,7 @@ class _Half(NamedTuple):
 
     norm: Any
     siblings: Siblings | None
-    takes_integers: bool
+    takes_quantized: bool
     after: Any = None
 
 
@@ -109,10 +109,10 @@ class Step:
         self,
         block: Any,
         around: tuple[tuple[str, ...], tuple[str, ...]],
-        takes_integers: tuple[bool, bool],
+        takes_quantized: tuple[bool, bool],
         ours: tuple[Callable[..., Any], ...],
     ) -> None:
-        self._block, self._around, self._takes_integers, self._ours = block, around, takes_integers, ours
+        self._block, self._around, self._takes_quantized, self._ours = block, around, takes_quantized, ours
         self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
         gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
         self._gated, self._act = gated
@@ -226,8 +226,8 @@ class Step:
         forwards = [vars(norm)["forward"] for norm in norms]
         first, second = forwards[: len(norms) // 2], forwards[len(norms) // 2 :]
         halves = (
-            _Half(first[0], self._heads, self._takes_integers[0], *first[1:]),
-            _Half(second[0], self._gated, self._takes_integers[1], *second[1:]),
+            _Half(first[0], self._heads, self._takes_quantized[0], *first[1:]),
+            _Half(second[0], self._gated, self._takes_quantized[1], *second[1:]),
         )
         held = [(vars(m), vars(m).get("forward"), dict(m._modules)) for m in modules]
         counts = counts_of(attention, self._heads)
@@ -263,7 +263,7 @@ def _normed(half: _Half, factor: Tensor, x: Tensor, residual: Tensor | None) -> 
     """``norm(x + residual)``, quantised if the layers that read it quantise, and the sum."""
     assert half.siblings is not None
     layer = half.siblings.layers[0]
-    if half.takes_integers and quantises(layer, x):
+    if half.takes_quantized and quantises(layer, x):
         return normed(half.norm.args[0], x, residual, layer, True)
     return sum_normed_by(half.norm, factor, x, residual)
 
