@@ -126,14 +126,14 @@ class _Parts:
 
 
 def _rotate(parts: _Parts, generator: torch.Generator) -> None:
-    turn = rotation(parts.embedding.embedding_dim, generator)
+    of_hidden = rotation(parts.embedding.embedding_dim, generator)
     for norm, readers in parts.reads():
         for layer in readers:
-            _set(layer.weight, (layer.weight.double() * norm.weight.double()) @ turn.to(layer.weight.device))
+            _set(layer.weight, (layer.weight.double() * norm.weight.double()) @ of_hidden.to(layer.weight.device))
         norm.weight.fill_(1)
-    _set(parts.embedding.weight, parts.embedding.weight.double() @ turn.to(parts.embedding.weight.device))
+    _set(parts.embedding.weight, parts.embedding.weight.double() @ of_hidden.to(parts.embedding.weight.device))
     for layer in parts.writes():
-        _rotate_outputs(layer, turn, layer.out_features)
+        _rotate_outputs(layer, of_hidden, layer.out_features)
     for block in parts.blocks:
         values, output, size = block.self_attn.v_proj, block.self_attn.o_proj, block.self_attn.head_dim
         of_head = rotation(size, generator)
@@ -142,13 +142,13 @@ def _rotate(parts: _Parts, generator: torch.Generator) -> None:
         _set(output.weight, heads.flatten(1))
 
 
-def _rotate_outputs(layer: nn.Linear, turn: Tensor, size: int) -> None:
+def _rotate_outputs(layer: nn.Linear, matrix: Tensor, size: int) -> None:
     """Multiply each run of `size` outputs by a matrix, ``y Q``."""
-    turn = turn.to(layer.weight.device)
+    matrix = matrix.to(layer.weight.device)
     heads = layer.weight.double().unflatten(0, (-1, size))
-    _set(layer.weight, torch.einsum("hik,ij->hjk", heads, turn).flatten(0, 1))
+    _set(layer.weight, torch.einsum("hik,ij->hjk", heads, matrix).flatten(0, 1))
     if layer.bias is not None:
-        _set(layer.bias, (layer.bias.double().unflatten(0, (-1, size)) @ turn).flatten())
+        _set(layer.bias, (layer.bias.double().unflatten(0, (-1, size)) @ matrix).flatten())
 
 
 def _set(parameter: Tensor, value: Tensor) -> None:
