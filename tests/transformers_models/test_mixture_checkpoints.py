@@ -123,7 +123,7 @@ def fp8_of(block: tuple[int, int]) -> Callable[[Tensor], dict[str, Tensor]]:
         counts = [-(-size // span) for size, span in zip(weight.shape, (rows, columns), strict=True)]
         scale = torch.rand(*counts) / 400 + 1e-3
         wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
-        return {"weight": (weight / wide).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+        return {"weight": (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
     return pack
 
