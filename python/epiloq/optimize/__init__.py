@@ -1,4 +1,4 @@
-"""`optimize_`: merges and fuses layers of a quantised transformers model."""
+"""`optimize_`: merges and fuses layers of a quantised transformers model. docs/source_tour.md follows a decode step."""
 
 from __future__ import annotations
 
