@@ -292,8 +292,9 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch,
     throw InvalidArgument("epiloq.explain: dtype: expected float8_e4m3fn, or int8 with per_row_scales, got " +
                           std::string(name(problem.a)));
   }
-  constexpr int kH100 = 132;
-  Target const target{arch, sm_count > 0 ? sm_count : kH100, 0};
+  // Of every architecture: those without a kernel of the operation run the generic one.
+  Target target = nominal(KernelSet::kInt8Gemm, arch);
+  if (sm_count > 0) target.sm_count = sm_count;
   auto const choice = ops::groupwise_mm::choose(problem, target.arch, target.sm_count);
   if (!terms) return ops::groupwise_mm::describe(choice);
   return tuning::explain_terms<ops::groupwise_mm::Selection>(problem, target, {choice});

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import epiloq
+from epiloq._torch import archs
 from epiloq.ops.w4a8 import unpacked
 from reference import poisoned
 from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
@@ -50,14 +51,14 @@ def test_gpus_whose_kernels_multiply_float8(
     monkeypatch: pytest.MonkeyPatch, capability: int, built: list[str], float8: bool, measured: bool
 ) -> None:
     """Only SM90 runs SM90's kernels. Newer GPUs run SM89's, for which the threshold on M was not measured."""
-    monkeypatch.setattr(unpacked._core, "device_properties", lambda _: {"compute_capability": capability})
-    monkeypatch.setattr(unpacked._core, "built_archs", lambda: built)
+    monkeypatch.setattr(archs._core, "device_properties", lambda _: {"compute_capability": capability})
+    monkeypatch.setattr(archs._core, "built_archs", lambda: built)
     device = torch.device("cuda", 0)
-    assert unpacked._multiplies_float8(device, unpacked._FLOAT8_ARCHS) == float8
-    assert unpacked._multiplies_float8(device, unpacked._MEASURED_ARCHS) == measured
+    assert archs.runs_kernels_of(device, *unpacked._FLOAT8_ARCHS) == float8
+    assert archs.runs_kernels_of(device, *unpacked._MEASURED_ARCHS) == measured
 
-    def on_this_gpu(archs: tuple[str, ...]) -> bool:
-        return unpacked._multiplies_float8(device, archs)
+    def on_this_gpu(of: tuple[str, ...]) -> bool:
+        return archs.runs_kernels_of(device, *of)
 
     for group_size, m, fits in (
         (128, MANY, measured),

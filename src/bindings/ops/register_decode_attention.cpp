@@ -33,8 +33,8 @@ void register_decode_attention(py::module_& module) {
         [action](TensorArg const& query, TensorArg const& heads, TensorArg const& cos, TensorArg const& sin,
                  TensorArg const& key_cache, TensorArg const& value_cache, std::optional<TensorArg> const& position,
                  std::optional<TensorArg> const& query_norm, std::optional<TensorArg> const& key_norm, float epsilon) {
-          RotateAndStore const call{query.view,       heads.view,         cos.view,          sin.view,
-                                    key_cache.view,   value_cache.view,   view_of(position), view_of(query_norm),
+          RotateAndStore const call{query.view,        heads.view,       cos.view,          sin.view,
+                                    key_cache.view,    value_cache.view, view_of(position), view_of(query_norm),
                                     view_of(key_norm), epsilon};
           action(call, heads);
         },

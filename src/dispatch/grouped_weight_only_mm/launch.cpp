@@ -68,14 +68,18 @@ template <int kRow, DType kX, int... kFormat>
 constexpr std::array<Launch, kFormats> experts_by_format(std::integer_sequence<int, kFormat...>) {
   return {[] -> Launch {
     constexpr Format kOf = static_cast<Format>(kFormat);
-    if constexpr (kOf == Format::kMxfp4 && kX == DType::kFloat16) return nullptr;
-    else return &launch_expert_wgmma<kRow, kX, kOf>;
+    if constexpr (kOf == Format::kMxfp4 && kX == DType::kFloat16) {
+      return nullptr;
+    } else {
+      return &launch_expert_wgmma<kRow, kX, kOf>;
+    }
   }()...};
 }
 template <int... kRow>
 constexpr std::array<ByType, sizeof...(kRow)> expert_table(std::integer_sequence<int, kRow...>) {
   constexpr std::make_integer_sequence<int, kFormats> kEach;
-  return {ByType{{experts_by_format<kRow, DType::kFloat16>(kEach), experts_by_format<kRow, DType::kBFloat16>(kEach)}}...};
+  return {
+      ByType{{experts_by_format<kRow, DType::kFloat16>(kEach), experts_by_format<kRow, DType::kBFloat16>(kEach)}}...};
 }
 constexpr auto kExpertTable = expert_table(std::make_integer_sequence<int, static_cast<int>(kExpertRows.size())>{});
 #else

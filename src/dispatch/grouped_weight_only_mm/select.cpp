@@ -18,9 +18,9 @@ namespace {
 using weight_only_mm::kPadding;
 using weight_only_mm::Weight;
 
-constexpr int kStepsPerCta = 4;         // minimum number of K steps per CTA with split-K
+constexpr int kStepsPerCta = 4;                                 // minimum number of K steps per CTA with split-K
 constexpr int kMostRows = std::numeric_limits<int>::max() / 2;  // that TMA addresses, of all experts
-constexpr int kMemoryBoundTokens = 16;  // tiles of at most as many are limited by memory
+constexpr int kMemoryBoundTokens = 16;                          // tiles of at most as many are limited by memory
 
 bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
 
@@ -166,8 +166,7 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
     int const from = is_fp4(format) ? kFp4ExpertRowsFrom[row] : kExpertRowsFrom[row];
-    if (typical_rows(p) >= from && has_expert_wgmma(row, p, x, format, target))
-      return experts_of(p, format, row);
+    if (typical_rows(p) >= from && has_expert_wgmma(row, p, x, format, target)) return experts_of(p, format, row);
   }
   int const rows = typical_rows(p), last = static_cast<int>(kRows.size()) - 1;
   int row = 0;
@@ -203,8 +202,8 @@ std::string describe(Choice const& choice) {
   }
   if (choice.family == Family::kExperts) {
     weight_only_mm::WgmmaConfig const c = expert_config(choice.row, choice.format == Format::kInt8Wide ? 8 : 4);
-    text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to " << c.tokens
-         << " tokens, " << choice.tiles << " tiles of tokens at most"
+    text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to "
+         << c.tokens << " tokens, " << choice.tiles << " tiles of tokens at most"
          << (c.rounds && !is_fp4(choice.format) ? ", weights rounded with their scales" : "");
     return text.str();
   }

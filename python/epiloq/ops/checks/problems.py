@@ -29,13 +29,6 @@ def _explain_w4a8_mm(**call: Any) -> str:
     return kernel
 
 
-def _explain_groupwise_mm(**call: Any) -> str:
-    """The kernel of a product with scales per group. The C++ function takes every architecture without kernels for an
-    old one, so `scaled_mm` of any size refuses those that no card is known for."""
-    _core.explain_scaled_mm_problem(m=1, n=1, k=0, dtype="float8_e4m3fn", arch=call.get("arch", "sm90"))
-    return _core.explain_groupwise_mm_problem(**call)
-
-
 @dataclass(frozen=True)
 class _Question:
     """How to explain an operation by sizes: the C++ function, its options besides ``m, n, k``, fixed arguments, and the
@@ -55,9 +48,9 @@ _QUESTIONS = {
     "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM), most_k=_MOST_K),
     "scaled_mm_azp": _Question(_core.explain_scaled_mm_problem, _MM, most_k=_MOST_K_AZP),
     "scaled_bmm": _Question(_core.explain_scaled_mm_problem, ("batches", "int8_out", *_MM), most_k=_MOST_K),
-    "groupwise_mm": _Question(_explain_groupwise_mm, _GROUPWISE, {"dtype": torch.float8_e4m3fn}),
+    "groupwise_mm": _Question(_core.explain_groupwise_mm_problem, _GROUPWISE, {"dtype": torch.float8_e4m3fn}),
     "grouped_mm": _Question(
-        _explain_groupwise_mm,
+        _core.explain_groupwise_mm_problem,
         ("experts", *_GROUPWISE),
         {"dtype": torch.float8_e4m3fn, "has_experts": True},
         most_k=_MOST_K,

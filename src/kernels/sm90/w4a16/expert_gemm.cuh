@@ -1,8 +1,8 @@
 #pragma once
 
 // SM90: the weight-only WGMMA GEMM for a mixture of experts (grouped_packed_mm, packed_fp4_mm). A CTA tile is 128
-// or 256 weight rows of an expert by one to four chunks of its tokens. Each number of chunks has a main loop of its own,
-// so that a weight is converted once for all tokens of a tile, and few tokens are not multiplied as many.
+// or 256 weight rows of an expert by one to four chunks of its tokens. Each number of chunks has a main loop of its
+// own, so that a weight is converted once for all tokens of a tile, and few tokens are not multiplied as many.
 //
 // Persistent. The producer warp finds the tiles in a table of the experts' numbers of tiles, which it makes in shared
 // memory, and passes each on through the pipeline, beside the tile's first stage.
@@ -51,7 +51,8 @@ struct ExpertFormat {
   static constexpr int kGroups = kFormat == Format::kInt4Of64 ? 2 : kFormat == Format::kInt4Of32 ? 4 : 1;
   static constexpr wo::WgmmaConfig kConfig = expert_config(kRow, kBits);
   template <int kTokens>
-  using Tile = wo::Wgmma<T, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens, kConfig.rounds>;
+  using Tile =
+      wo::Wgmma<T, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens, kConfig.rounds>;
 };
 template <int kRow, class T_, Format kFormat>
   requires(kFormat == Format::kMxfp4 || kFormat == Format::kNvfp4)
@@ -279,8 +280,7 @@ void launch_expert_wgmma(Problem const& p, int tiles, int, int device, Stream st
                       p.masked,
                       p.stride_out_expert,
                       p.factor};
-  int const shared_bytes =
-      device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(ExpertShared));
+  int const shared_bytes = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(ExpertShared));
   params.stages = wo::stage_count(G::kConfig, params.stage, shared_bytes);
   static PerDevice prepared;
   prepared.once(device, [shared_bytes] {
