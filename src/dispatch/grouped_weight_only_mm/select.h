@@ -28,9 +28,8 @@ bool has_wgmma(Problem const& problem, DType x, Format format, Target const& tar
 // Whether experts' weights have a row of kExpertRows: FP4 whose products with scales x's type represents; integers, but
 // with scales of x's type where they are rounded; experts without gaps between their rows of x; on SM90.
 bool has_expert_wgmma(int row, Problem const& problem, DType x, Format format, Target const& target);
-// Rows per expert on average from which the rows of kExpertRows are used, measured on an H200: of integers, of FP4,
-// which the other kernels convert more slowly.
-inline constexpr std::array kExpertRowsFrom{9, 65}, kFp4ExpertRowsFrom{6, 49};
+// Rows per expert on average from which the rows of kExpertRows are used, measured on an H200: of integers; of FP4.
+inline constexpr std::array kExpertRowsFrom{6, 97}, kFp4ExpertRowsFrom{5, 49};
 // M from which one FP4 matrix uses WGMMA; and from which, without WGMMA, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
