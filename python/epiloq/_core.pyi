@@ -88,6 +88,9 @@ def check_rotate_and_store(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor | None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> None: ...
 def check_select_experts(
     weights: Tensor,
@@ -683,6 +686,9 @@ def rotate_and_store(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor | None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> None: ...
 def scaled_bmm(
     out: Tensor,

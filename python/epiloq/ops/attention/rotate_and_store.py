@@ -63,9 +63,9 @@ def run(
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """`rotate_and_store` for plain tensors."""
     query = _like_query(heads, query_heads)
@@ -77,8 +77,8 @@ def run(
         keys = key_cache.shape[1]
         both, values = heads.split([query_heads + keys, keys], 2)
         if query_norm is not None and key_norm is not None:
-            queries, keys_read = both.split([query_heads, keys], 2)
-            both = torch.cat((rms_norm(queries, query_norm, eps), rms_norm(keys_read, key_norm, eps)), 2)
+            parts = zip(both.split([query_heads, keys], 2), (query_norm, key_norm), strict=True)
+            both = torch.cat([rms_norm(part.contiguous(), norm, eps) for part, norm in parts], 2)
         turned, places = rotated(both, cos, sin), torch.arange(heads.shape[1], device=heads.device)
         places = places if position is None else places + position
         query.copy_(turned[:, :, :query_heads])
