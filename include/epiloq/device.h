@@ -32,8 +32,5 @@ EPILOQ_API bool is_built(Arch arch);
 // Calls of this thread use kernels of `arch` (to test older paths on a newer device); kAuto ends it.
 EPILOQ_API void force_arch(Arch arch);
 EPILOQ_API Arch forced_arch();
-// Whether a CUDA device runs this build's kernels of an architecture, those with its own tensor core instructions, too
-// (newer devices lack SM90's), unless another architecture is forced.
-EPILOQ_API bool runs_kernels_of(Arch arch, int device);
 
 }  // namespace epiloq

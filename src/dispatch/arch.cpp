@@ -113,11 +113,6 @@ bool is_built(Arch arch) {
 void force_arch(Arch arch) { t_forced_arch = arch; }
 Arch forced_arch() { return t_forced_arch; }
 
-bool runs_kernels_of(Arch arch, int device) {
-  bool const is_allowed = forced_arch() == Arch::kAuto || forced_arch() == arch;
-  return is_allowed && is_built(arch) && runs(device_properties(device).compute_capability, arch, Sm90Kernels::kWgmma);
-}
-
 std::optional<Target> find_target(KernelSet set, int device) {
   DeviceProperties const& properties = device_properties(device);
   KernelSetRow const& kernels = row_of(set);

@@ -117,7 +117,10 @@ void LayerCall::use(py::object x) {
 
 bool multiplies_float8(Device device) {
   if (device.type != Device::Type::kCuda) return true;
-  return runs_kernels_of(Arch::kSm89, device.index) || runs_kernels_of(Arch::kSm90, device.index);
+  Arch const forced = forced_arch();
+  if (forced != Arch::kAuto && forced != Arch::kSm89 && forced != Arch::kSm90) return false;
+  int const capability = device_properties(device.index).compute_capability;
+  return (is_built(Arch::kSm89) && capability >= 89) || (is_built(Arch::kSm90) && capability == 90);
 }
 
 TensorView rows_of(TensorView const& dense) {
