@@ -79,6 +79,21 @@ def test_layers_by_pattern(seed: int, tmp_path: Path) -> None:
     assert isinstance(model.get_submodule(UP), Fp4Linear) and type(model.get_submodule(DOWN)) is nn.Linear
 
 
+@pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.filterwarnings("ignore:.*activations stay in floating point")
+def test_the_first_rule_counts_also_when_saved(seed: int, tmp_path: Path) -> None:
+    """transformers sorts the entries of config.json."""
+    own = {"layer_quant_config": {"*up_proj": LAYER, "*mlp*": NOTHING}}
+
+    def pack(name: str, linear: nn.Linear) -> foreign.Layer | None:
+        return mxfp4(name, linear) if name.endswith("up_proj") else None
+
+    foreign.write_as(tmp_path / "in", foreign.llama(), pack, CONFIG | own, shards=1)
+    theirs = opened(tmp_path / "in")
+    theirs.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(opened(tmp_path / "saved")), logits(theirs))
+
+
 FP8_KINDS: dict[str, tuple[foreign_variants.Pack, dict[str, Any], type[nn.Module]]] = {
     "static": (
         foreign_variants.fp8("weight_scale", -1, -1, shape=("", ()), inputs=("input_scale", ())),

@@ -307,6 +307,11 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
             }
         },
     ),
+    "gptq dynamic, of which the first rule counts": (
+        by_name(("up_proj", gptq(8, 64)), ("gate_proj", None), ("mlp", gptq(4, 16)), ("", gptq())),
+        _GPTQ
+        | {"dynamic": {".*up_proj$": {"bits": 8, "group_size": 64}, "-:.*gate": {}, "+:.*mlp": {"group_size": 16}}},
+    ),
     "auto-round": (
         by_name(("down_proj", gptq(8, -1 % 2**31, symmetric=True)), ("v_proj", None), ("", gptq(symmetric=True))),
         _ROUND
@@ -315,6 +320,22 @@ VARIANTS: dict[str, tuple[Pack, dict[str, Any]]] = {
                 ".*down_proj": {"bits": 8, "group_size": -1},
                 "model.layers.0.self_attn.v_proj": {"bits": 16},
                 "model.layers.1.self_attn.v_proj": {"bits": 16, "data_type": "fp"},
+            }
+        },
+    ),
+    "auto-round, of which the first rule counts": (
+        by_name(
+            ("up_proj", gptq(8, 64, symmetric=True)),
+            ("gate_proj", None),
+            ("mlp", gptq(4, 16, symmetric=True)),
+            ("", gptq(symmetric=True)),
+        ),
+        _ROUND
+        | {
+            "extra_config": {
+                "up_proj$": {"bits": 8, "group_size": 64},
+                ".*gate_proj": {"bits": 16},
+                ".*mlp.*": {"group_size": 16},
             }
         },
     ),

@@ -36,7 +36,8 @@ _KNOWN = {"quant_method", "packing_format", "extra_config", "layer_config", "to_
 _KNOWN |= {"block_name_to_quantize", "modules_to_not_convert", *_NUMBERS, *_ACTIVATIONS}
 _WHERE = "auto-round"
 _FLOAT_BITS = 16
-_SPECIAL = set("*+?^$()[]{}|\\")
+SPECIAL = frozenset("*+?^$()[]{}|\\")
+"""Characters that make a name in ``extra_config`` a regular expression."""
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
@@ -50,7 +51,7 @@ def parse(found: Mapping[str, Any]) -> Rules:
         raise FormatError(f"{_WHERE}: bits: expected 2 to 8, got {found['bits']!r}")
     extra = {**mapping(found, "layer_config", _WHERE), **mapping(found, "extra_config", _WHERE)}
     exceptions = {name: _changed(base, entry, f"{_WHERE}: extra_config: {name}") for name, entry in extra.items()}
-    expressions = [(pattern(name, f"{_WHERE}: extra_config"), name) for name in exceptions if set(name) & _SPECIAL]
+    expressions = [(pattern(name, f"{_WHERE}: extra_config"), name) for name in exceptions if set(name) & SPECIAL]
     blocks, left = _blocks(found), names(found, "modules_to_not_convert", _WHERE)
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:

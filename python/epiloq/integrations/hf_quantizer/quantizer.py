@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from epiloq.formats import epiloq_modules
+from epiloq.formats.configs.order import in_any_order
+from epiloq.formats.description import Description
 from epiloq.formats.embeddings import without
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
-from epiloq.formats.io.names import Names, saved_by_layer, unstacked_weights, without_stacking
+from epiloq.formats.io.names import Names, in_whole_model, saved_by_layer, unstacked_weights, without_stacking
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
-from epiloq.formats.readers import leaving, shared
+from epiloq.formats.readers import leaving, parse, shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig
 from epiloq.integrations.hf_quantizer.layers import tensors_of
@@ -208,10 +212,17 @@ class EpiloqQuantizer(HfQuantizer):
             except ValueError as error:
                 raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
-        if self.initialised:
-            changed = EpiloqConfig(**leaving(config, self.initialised))
-            model.config.quantization_config = self.quantization_config = changed
+        changed = in_any_order(leaving(config, self.initialised), partial(self._described, model))
+        if changed != config:
+            model.config.quantization_config = self.quantization_config = EpiloqConfig(**changed)
         return state | self.scales
+
+    def _described(self, model: Any, config: Mapping[str, Any]) -> list[Description | None]:
+        """How a configuration describes each linear layer of the model."""
+        rules = parse(config)
+        linear = torch.nn.Linear
+        names = [name for name, module in model.named_modules() if name in self.readers or isinstance(module, linear)]
+        return [rules((name, in_whole_model(model, name)), linear) for name in names]
 
     def is_serializable(self) -> bool:
         return True
