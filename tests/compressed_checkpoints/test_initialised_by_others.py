@@ -94,3 +94,15 @@ def test_only_the_layers_that_are_packed_count(seed: int) -> None:
     assert initialisation_reads(model, ["vision_model.encoder.layers.0.mlp.fc1"])
     assert not initialisation_reads(model, [])
     assert not initialisation_reads(torch.nn.Sequential(torch.nn.Linear(8, 8)), ["0"])
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a16", "fp8-token"])
+def test_the_base_model_of_one_without_its_pooler(seed: int, tmp_path: Path, scheme: str) -> None:
+    """``AutoModel`` has a pooler, which a model for masked tokens has not: transformers initialises it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=99, **sizes)).eval()
+    folder = exported(model, scheme, tmp_path)
+    base, ids = transformers.AutoModel.from_pretrained(folder).eval(), torch.arange(1, 9)[None]
+    found, expected = (each(ids).last_hidden_state.detach() for each in (base, model.bert))
+    assert float((found - expected).norm() / expected.norm()) < (1e-5 if scheme == "w8a16" else 0.02)
+    assert type(base.pooler.dense) is torch.nn.Linear and base(ids).pooler_output.isfinite().all()

@@ -231,6 +231,23 @@ def test_models_without_the_quantised_head_of_the_files(seed: int, tmp_path: Pat
     assert torch.equal(again(ids)[0], found(ids)[0])
 
 
+@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForSequenceClassification"])
+@torch.no_grad()
+def test_a_pooler_that_the_saved_class_has_not(seed: int, tmp_path: Path, kind: str) -> None:
+    """A model for masked tokens has none. It is initialised and saved again, in floating point."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    exact = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=99, **sizes)).eval()
+    foreign.write(tmp_path / "in", exact, "pack-quantized")
+    ids = torch.arange(1, 9)[None]
+    found = getattr(transformers, kind).from_pretrained(tmp_path / "in").eval()
+    states = [each(ids, output_hidden_states=True).hidden_states[-1] for each in (found, exact)]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    assert type(found.get_submodule("pooler" if kind == "AutoModel" else "bert.pooler").dense) is torch.nn.Linear
+    found.save_pretrained(tmp_path / "again")
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "again").eval()
+    torch.testing.assert_close(again(ids)[-1], found(ids)[-1], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "tensor", "message"),
     [

@@ -15,6 +15,7 @@ from epiloq.formats.embeddings import TableOutline, as_table, untied
 from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.io.described import KEY
+from epiloq.formats.io.other_classes import layers_of_base_model
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
@@ -191,7 +192,7 @@ class Target:
     def close(self, linears: Collection[str], model: nn.Module) -> None:
         """Finish writing, given the names of all linear layers and of other modules that stay in floating point, and
         the model."""
-        left = set(linears) - self.quantised.keys() - self.shared.keys()
+        left = (set(linears) | layers_of_base_model(model)) - self.quantised.keys() - self.shared.keys()
         ignored = sorted(left | set(map(self.source.stored_layer, left)))
         written = Written(self.quantised, ignored, self.described, self.blocks, self.tables, self.shared, model)
         config = {**self.source.config, "quantization_config": self.layout.config(written)}

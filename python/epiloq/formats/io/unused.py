@@ -14,6 +14,7 @@ from epiloq.formats.configs.keys import misspelled
 from epiloq.formats.io.architecture import has, ignores_tensor
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.described import KEY
+from epiloq.formats.io.other_classes import is_missing_in_saved
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 
@@ -88,8 +89,9 @@ def is_of_another_head(model: Any, checkpoint: Checkpoint, name: str) -> bool:
     the saved one has, because they are of different classes: a classifier opened from a language model's files, whose
     output head it does not need and whose own head transformers initialises.
 
-    A head is what is outside the base model, and entirely in the model or entirely in the files. Language models never
-    lack theirs: a random one predicts random tokens.
+    A head is what is outside the base model, and entirely in the model or entirely in the files; or a part of the base
+    model that the saved class has not, such as a pooler. Language models never lack theirs: a random one predicts random
+    tokens.
     """
     saved = checkpoint.config.get("architectures")
     if not isinstance(saved, list) or not saved or type(model).__name__ in saved:
@@ -101,7 +103,10 @@ def is_of_another_head(model: Any, checkpoint: Checkpoint, name: str) -> bool:
     if not has(model, head):
         return True
     base, output = model.base_model_prefix, model.get_output_embeddings()
-    inside = not has(model, base) or head == base or any(file.partition(".")[0] == head for file in checkpoint.files)
+    if not has(model, base) or head == base:
+        part = name.removeprefix(f"{base}.").partition(".")[0]
+        return is_missing_in_saved(model, checkpoint, part)
+    inside = any(file.partition(".")[0] == head for file in checkpoint.files)
     return not inside and (output is None or getattr(model, head) is not output)
 
 
