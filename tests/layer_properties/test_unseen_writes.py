@@ -94,6 +94,39 @@ def test_a_compiled_graph_sees_writes(name: str, write: Callable[..., Any], seed
     assert graphs <= 2
 
 
+def _write_list(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    torch._foreach_copy_([parameter], [values])
+
+
+def _write_view(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    parameter.view(-1).copy_(values.reshape(-1))
+
+
+def _write_out(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    write: Callable[..., Any] = torch.mul if values.is_floating_point() else torch.bitwise_or
+    write(values, torch.tensor(1 if values.is_floating_point() else 0, dtype=values.dtype), out=parameter)
+
+
+@pytest.mark.parametrize("write", [_write_list, _write_view, _write_out])
+@pytest.mark.parametrize("name", ["int8", "int8-azp", "fp8-block", "w4a16", "conv-int8", "rows-int8"])
+def test_a_compiled_graph_sees_any_write_after_a_call_in_eager_mode(
+    name: str, write: Callable[..., Any], seed: int
+) -> None:
+    """These ways report nothing: eager mode compares versions, which a graph does not."""
+    size = SIZES[1]
+    layer, other, given = LAYERS[name](*size), LAYERS[name](*size), arguments(name, size[0])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *inputs: run(name, layer, inputs), backend="aot_eager")
+    with torch.no_grad():
+        run(name, layer, given), compiled(*given)
+        state = other.state_dict()
+        for key, parameter in layer.named_parameters():
+            write(parameter, state[key])
+        expected = run(name, other, given)
+        assert torch.equal(run(name, layer, given), expected)
+        torch.testing.assert_close(compiled(*given), expected)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["int8", "int8-azp", "fp8-block", "w4a16", "conv-int8"])
 def test_layers_made_in_inference_mode(name: str, size: tuple[int, int], seed: int) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from decode_steps import Doubled, decoded
 from epiloq.optimize import optimize_
+from epiloq.optimize.norms import Offset
 from small_models import quantised, relative, tokens
 
 
@@ -194,3 +195,16 @@ def test_copies_have_their_own(seed: int, steps: list[bool]) -> None:
     steps.clear()
     assert torch.equal(decoded(copied, x), expected)
     assert steps[2:] == [True] * 6
+
+
+@torch.no_grad()
+def test_the_factor_of_an_offset_norm_keeps_its_memory(seed: int) -> None:
+    """A captured CUDA graph has its address, and would read freed memory after a write and a call in eager mode."""
+    weight, offset = nn.Parameter(torch.randn(128, dtype=torch.bfloat16)), Offset()
+    before = offset.of(weight)
+    for change in (lambda: weight.mul_(2), lambda: setattr(weight, "data", torch.randn(128))):
+        change()
+        factor = offset.of(weight)
+        assert factor.data_ptr() == before.data_ptr() and torch.equal(factor, 1 + weight.float())
+    weight.data = torch.randn(64)
+    assert torch.equal(offset.of(weight), 1 + weight)

@@ -43,7 +43,8 @@ class _Held(NamedTuple):
 
 
 class Offset:
-    """What a norm in Gemma's form multiplies by: ``1 + weight`` in float32, computed when the weight has changed."""
+    """What a norm in Gemma's form multiplies by: ``1 + weight`` in float32, computed when the weight has changed, in
+    the same memory if it fits, because captured CUDA graphs keep its address."""
 
     def __init__(self) -> None:
         self._held: _Held | None = None
@@ -58,8 +59,10 @@ class Offset:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return 1 + weight.float()  # in the graph's memory
         with torch.inference_mode(False), torch.no_grad():
-            self._held = held = _Held(1 + weight.float(), weight.detach(), weight._version)
-        return held.factor
+            kept = held is not None and (held.factor.shape, held.factor.device) == (weight.shape, weight.device)
+            factor = held.factor.copy_(weight).add_(1) if held is not None and kept else 1 + weight.float()
+            self._held = _Held(factor, weight.detach(), weight._version)
+        return factor
 
 
 def offset_rms_norm(norm: Any, offset: Offset, x: Tensor) -> Tensor:

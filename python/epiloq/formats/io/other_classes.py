@@ -1,5 +1,5 @@
-"""Parts that only some of transformers' classes for one configuration have, such as the pooler of encoders: a base model
-has it, and the same model with a head for masked tokens has not."""
+"""Parts that only some of transformers' classes for one configuration have, such as the pooler of encoders: a base
+model has it, and the same model with a head for masked tokens has not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def layers_of_base_model(model: nn.Module) -> set[str]:
 
     kind = MODEL_MAPPING.get(type(config), None)
     base = _outline(kind, config) if isinstance(kind, type) and type(model) is not kind else None
-    layers = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)] if base else []
+    if base is None:
+        return set()
+    layers = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)]
     both = [with_and_without_prefix(model, name) for name in layers]
     return {name for names in both if not any(has(model, name) for name in names) for name in names}
 

@@ -90,8 +90,8 @@ def is_of_another_head(model: Any, checkpoint: Checkpoint, name: str) -> bool:
     output head it does not need and whose own head transformers initialises.
 
     A head is what is outside the base model, and entirely in the model or entirely in the files; or a part of the base
-    model that the saved class has not, such as a pooler. Language models never lack theirs: a random one predicts random
-    tokens.
+    model that the saved class has not, such as a pooler. Language models never lack theirs: a random one predicts
+    random tokens.
     """
     saved = checkpoint.config.get("architectures")
     if not isinstance(saved, list) or not saved or type(model).__name__ in saved:
