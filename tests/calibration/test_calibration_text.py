@@ -70,6 +70,10 @@ def test_errors(tmp_path: Path, tokenizer: Any) -> None:
         read_texts(tmp_path)
     with pytest.raises(ValueError, match="found none"):
         read_texts([""])
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"texts\.jsonl: expected plain text, got JSON lines"):
+        read_texts(tmp_path / "texts.jsonl")
+    (tmp_path / "texts.jsonl").unlink()
     (tmp_path / "model.bin").write_bytes(b"\x00\xff\xfe")
     with pytest.raises(ValueError, match=r"model\.bin.*UTF-8"):
         read_texts(tmp_path)

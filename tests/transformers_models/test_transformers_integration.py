@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import epiloq
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+import tiny_mixtures
 from epiloq.formats import deepseek_fp8, epiloq_modules
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -229,6 +230,29 @@ def test_models_without_the_quantised_head_of_the_files(seed: int, tmp_path: Pat
     found.save_pretrained(tmp_path / "again")
     again = getattr(transformers, kind).from_pretrained(tmp_path / "again").eval()
     assert torch.equal(again(ids)[0], found(ids)[0])
+
+
+@pytest.mark.parametrize(("tool", "model"), [("gptq", "llama"), ("pack-quantized", "gpt_neox"), ("fp8", "qwen2")])
+@torch.no_grad()
+def test_dequantised_models(seed: int, tmp_path: Path, tool: str, model: str) -> None:
+    """``dequantize()`` leaves a plain model, which computes with the values of the files and can be saved and cast."""
+    exact = foreign.write(tmp_path / "in", foreign.MODELS[model](), tool)
+    found = opened(tmp_path / "in").dequantize()
+    assert not any(type(module).__module__.startswith("epiloq") for module in found.modules())
+    torch.testing.assert_close(logits(found), logits(exact), rtol=1e-4, atol=1e-5)
+    found.save_pretrained(tmp_path / "float")
+    assert "quantization_config" not in json.loads((tmp_path / "float" / "config.json").read_text())
+    torch.testing.assert_close(logits(opened(tmp_path / "float").half().float()), logits(exact), rtol=1e-2, atol=1e-2)
+
+
+def test_experts_are_not_dequantised(seed: int, tmp_path: Path) -> None:
+    model = tiny_mixtures.qwen3()
+    epiloq.quantize_(model, "w8a16")
+    epiloq_modules.save(model, tmp_path / "in")
+    found = opened(tmp_path / "in")
+    with pytest.raises(NotImplementedError, match=r"dequantize: model\.layers\.\d\.mlp\.experts: expected whole"):
+        found.dequantize()
+    assert type(found.model.layers[0].self_attn.q_proj) is WeightOnlyLinear
 
 
 @pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForSequenceClassification"])

@@ -15,6 +15,7 @@ from epiloq.formats.io.safe_files import check_folder, reason
 SEED = 0
 # Numbers of tokens from which a repetition is not considered a coincidence.
 RUN, SHORTEST_RUN = 64, 16
+_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Document:
 def read_documents(source: str | Path | Sequence[str]) -> list[Document]:
     """Read documents from a UTF-8 file, from every file under a folder except hidden ones, or from a list.
 
-    Raises ValueError if nothing is there, a file is not UTF-8, or there is no text.
+    Raises ValueError if nothing is there, a file is not UTF-8 or of JSON lines, or there is no text.
     """
     if not isinstance(source, (str, Path)):
         found = [Document(f"text {number}", text) for number, text in enumerate(source, 1)]
@@ -169,6 +170,11 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def _read(file: Path) -> str:
+    if file.suffix.lower() in _LINES:
+        raise ValueError(
+            f"text: {file}: expected plain text, got JSON lines, whose syntax would be read as text: write the texts "
+            f"to a file, for example by jq -r .text {file.name}"
+        )
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -25,6 +25,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import leaving, parse, shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig
+from epiloq.integrations.hf_quantizer.dequantize import dequantize_
 from epiloq.integrations.hf_quantizer.layers import tensors_of
 from epiloq.integrations.hf_quantizer.names import layers_without_tensors
 from epiloq.integrations.hf_quantizer.parallel import Split, is_parallel
@@ -223,6 +224,10 @@ class EpiloqQuantizer(HfQuantizer):
         linear = torch.nn.Linear
         names = [name for name, module in model.named_modules() if name in self.readers or isinstance(module, linear)]
         return [rules((name, in_whole_model(model, name)), linear) for name in names]
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        dequantize_(model, dtype or model.dtype, _NAME)
+        return model
 
     def is_serializable(self) -> bool:
         return True
