@@ -77,7 +77,10 @@ def test_integers(seed: int, tmp_path: Path, name: str) -> None:
         assert float(layer.input_scale) == pytest.approx(0.05) and int(layer.input_zero_point) == 0
     else:
         assert distance(found, logits(exact)) < (1e-5 if inputs is None else 0.15)
-    assert torch.equal(logits(opened(tmp_path / "in")), found)
+    theirs = opened(tmp_path / "in")
+    assert torch.equal(logits(theirs), found)
+    with pytest.raises(FormatError, match=r"_proj: quark u?int\d.*: can only be read; epiloq convert writes"):
+        theirs.save_pretrained(tmp_path / "saved")
     result = run("convert", tmp_path / "in", tmp_path / "epiloq", "--format", "epiloq")
     assert result.exit_code == 0, result.output
     assert same(weights(tmp_path / "epiloq"), weights(tmp_path / "in"))
