@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pydoc_data.topics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import epiloq
 import epiloq.integrations.peft as integration
 import epiloq.integrations.transformers
 import tiny_teacher
+from epiloq.formats import epiloq_modules
 
 SCHEMES = ["w4a16-g32", "w8a8-int8", "fp8-block", "w4a8-block-g32"]
 
@@ -226,3 +229,18 @@ def test_a_trained_model_in_4_bits(tmp_path: Path) -> None:
     print(exact, found)
     falls = [sum(losses[:4]) - sum(losses[-4:]) for losses in (exact, found)]
     assert falls[0] > 0.5 and abs(falls[1] - falls[0]) < 0.25 * falls[0]
+
+
+def test_a_script_that_imports_peft_first_needs_no_further_import(tmp_path: Path, seed: int) -> None:
+    """PEFT's own error would not say which import is missing."""
+    epiloq_modules.save(epiloq.quantize_(tiny(), "w4a16-g32"), tmp_path / "in")
+    code = (
+        "import peft, sys, epiloq.integrations.transformers; from transformers import AutoModelForCausalLM;"
+        "assert 'epiloq.integrations.peft' not in sys.modules;"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]);"
+        "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj']));"
+        "print(type(model.base_model.model.model.layers[0].self_attn.q_proj).__name__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "in")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert found.stdout.split() == ["LoraLinear"], found.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,7 @@ class EpiloqQuantizer(HfQuantizer):
         self.renamings = None
         if self.split is not None:
             self.split.open_(model)
+        _support_adapters()
         if self._is_mxfp4:
             mxfp4.open_experts_(model)
             return model
@@ -239,6 +242,16 @@ class EpiloqQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _support_adapters() -> None:
+    """Make PEFT support the layers if it has been imported: its error for others does not mention epiloq."""
+    if "peft" not in sys.modules:
+        return
+    try:
+        import_module("epiloq.integrations.peft")
+    except (ImportError, AttributeError):  # a version of PEFT that epiloq does not know
+        return
 
 
 def _patterns(renaming: Any) -> tuple[Any, ...]:
