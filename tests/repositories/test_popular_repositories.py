@@ -216,3 +216,23 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FormatError, match=r"config\.json: missing: adapter_config\.json is PEFT's"):
         from_directory(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_not_dropped(tmp_path: Path) -> None:
+    """transformers applies it; a result without it would be another model."""
+    model = teacher_and_text(tmp_path, {})
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"adapter_config\.json: describes an adapter, .*: merge it"):
+        from_directory(model)
+    found = run("quantize", model, "--scheme", "w8a16", "--algorithm", "rtn", "--output", tmp_path / "out")
+    assert found.exit_code == 2 and "merge it" in found.output.replace("\n", " ") and not (tmp_path / "out").exists()
+
+
+def test_an_index_that_a_smaller_save_left(tmp_path: Path) -> None:
+    """transformers removes the shards, and leaves their index beside the one file that it writes."""
+    model = from_directory(teacher_and_text(tmp_path, {}))
+    model.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    again = from_directory(tmp_path / "saved")
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())

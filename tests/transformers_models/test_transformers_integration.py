@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,22 @@ def test_dequantised_models(seed: int, tmp_path: Path, tool: str, model: str) ->
     found.save_pretrained(tmp_path / "float")
     assert "quantization_config" not in json.loads((tmp_path / "float" / "config.json").read_text())
     torch.testing.assert_close(logits(opened(tmp_path / "float").half().float()), logits(exact), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tool", ["gptq", "fp8", "epiloq"])
+@torch.no_grad()
+def test_opened_models_are_pickled(seed: int, tmp_path: Path, tool: str) -> None:
+    """As for another process, and by ``torch.save``; the copy is saved in the same format."""
+    exact = foreign.qwen2()
+    if tool == "epiloq":
+        epiloq_modules.save(epiloq.quantize_(exact, "w4a16-g32"), tmp_path / "in")
+    else:
+        foreign.write(tmp_path / "in", exact, tool)
+    found = opened(tmp_path / "in")
+    for copied in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert torch.equal(logits(copied), logits(found))
+        copied.save_pretrained(tmp_path / "again")
+        assert torch.equal(logits(opened(tmp_path / "again")), logits(found))
 
 
 def test_experts_are_not_dequantised(seed: int, tmp_path: Path) -> None:

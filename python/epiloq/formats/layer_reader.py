@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -45,6 +45,8 @@ class Reader:
         Class and options of the module that runs a layer without `quantization`, as in epiloq's own format.
     unused
         Further tensors that a layer may have and that nothing uses, by the last part of their names.
+    made_by
+        The function that makes it, and its argument, by which it is pickled (in a model's quantizer).
     """
 
     described: Description | None
@@ -55,6 +57,12 @@ class Reader:
     build: Callable[[nn.Linear, Tensors], nn.Module] | None = None
     module: tuple[str, Mapping[str, Any]] = ("", {})
     unused: frozenset[str] = frozenset()
+    made_by: tuple[Callable[[Any], Reader], Any] | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.made_by is not None
+        make, of = self.made_by
+        return make, (of,)
 
     def weight(self, tensors: Tensors, shape: Shape) -> Weight:
         """The same as `from_tensors`. Raises FormatError also for what `check_numbers` refuses."""
@@ -103,6 +111,7 @@ def reader(described: Description) -> Reader:
         lambda tensors, shape: layout.check(tensors, described, shape),
         module=module,
         unused=layout.unused(described),
+        made_by=(reader, described),
     )
 
 
@@ -128,6 +137,7 @@ def _scaled(described: Description) -> Reader:
         lambda tensors, shape: inner.check(scaled.without_scale(tensors, shape)[0], shape),
         module=(module[0], {**module[1], scaled.OPTION: True}),
         unused=inner.unused,
+        made_by=(reader, described),
     )
 
 
@@ -141,6 +151,7 @@ def block_reader(kind: str) -> Reader:
         lambda tensors, shape: gguf.to_weight(tensors["weight"], kind=kind, shape=shape),
         frozenset({"weight"}),
         module=("WeightOnlyLinear", {**options, "zeros": "offset" if KINDS[kind].offset else "none"}),
+        made_by=(block_reader, kind),
     )
 
 
@@ -160,4 +171,5 @@ def module_reader(group: epiloq_modules.Group) -> Reader:
         None,
         build=lambda linear, tensors: kind.build(linear, options, tensors, linear.weight.device),
         module=(group.module, options),
+        made_by=(module_reader, group),
     )

@@ -18,7 +18,7 @@ from epiloq.formats.io.converted import convert_
 from epiloq.formats.io.gpt_oss import split_experts_
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.names import Names, with_and_without_prefix
-from epiloq.formats.io.safe_files import reason
+from epiloq.formats.io.safe_files import ADAPTER, reason, status
 from epiloq.formats.layouts.base import FormatError
 from epiloq.layer_filter import kept_in_float32
 from epiloq.models.mixtures import file_state, stacked, unstack_experts_
@@ -95,6 +95,11 @@ def skeleton(checkpoint: Checkpoint, device: str = "cpu") -> nn.Module:
     checkpoint's tensors have the model's names. Raises FormatError for a model that transformers cannot build, or that
     is far larger than the files.
     """
+    if status(checkpoint.folder / ADAPTER) is not None:
+        raise FormatError(
+            f"{checkpoint.folder / ADAPTER}: describes an adapter, which transformers applies to the model: merge it "
+            "(merge_and_unload) and save the result in another folder, or move the adapter's files away"
+        )
     config = transformers_config(checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

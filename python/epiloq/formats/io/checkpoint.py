@@ -169,6 +169,10 @@ class Checkpoint:
         file = self.files.get(name) or next((f for n, f in self.files.items() if n.startswith(f"{name}.")), "")
         return f"{self.folder / file}: {self.stored_name(name)}"
 
+    def _of_one_file(self, file: str) -> dict[str, str]:
+        self.entries = read_header(self.folder / file)
+        return dict.fromkeys(self.entries, file)
+
     def _weight_map(self) -> dict[str, str]:
         if status(self.folder / INDEX) is not None:
             weight_map = read_json(self.folder / INDEX).get("weight_map")
@@ -176,16 +180,17 @@ class Checkpoint:
                 raise FormatError(f"{self.folder / INDEX}: weight_map: expected names of files by names of tensors")
             files: dict[str, str] = weight_map
             if status(self.folder / SINGLE) is not None and set(files.values()) != {SINGLE}:
+                # transformers leaves an index, without its files, where it saves a smaller model.
+                if not any(status(self.folder / PurePosixPath(file).name) for file in set(files.values())):
+                    return self._of_one_file(SINGLE)
                 raise FormatError(
                     f"{self.folder}: expected {SINGLE} or {INDEX} with the files that it names, found both: "
                     "transformers reads the first and other tools the second; remove one of them"
                 )
         elif status(self.folder / SINGLE) is not None:
-            self.entries = read_header(self.folder / SINGLE)
-            return dict.fromkeys(self.entries, SINGLE)
+            return self._of_one_file(SINGLE)
         elif (named := self._named_by_auto_gptq()) is not None:
-            self.entries = read_header(self.folder / named)
-            return dict.fromkeys(self.entries, named)
+            return self._of_one_file(named)
         else:
             raise FormatError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither{self._other_weights()}")
         for file in sorted(set(files.values())):
