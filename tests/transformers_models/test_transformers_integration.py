@@ -239,7 +239,9 @@ def test_models_without_the_quantised_head_of_the_files(seed: int, tmp_path: Pat
 def test_dequantised_models(seed: int, tmp_path: Path, tool: str, model: str) -> None:
     """``dequantize()`` leaves a plain model, which computes with the values of the files and can be saved and cast."""
     exact = foreign.write(tmp_path / "in", foreign.MODELS[model](), tool)
-    found = opened(tmp_path / "in").dequantize()
+    found = opened(tmp_path / "in")
+    found.save_pretrained(tmp_path / "again")  # which makes a text of the configuration's dtype
+    found = found.dequantize()
     assert not any(type(module).__module__.startswith("epiloq") for module in found.modules())
     torch.testing.assert_close(logits(found), logits(exact), rtol=1e-4, atol=1e-5)
     found.save_pretrained(tmp_path / "float")

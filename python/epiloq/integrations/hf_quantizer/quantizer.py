@@ -229,7 +229,8 @@ class EpiloqQuantizer(HfQuantizer):
         return [rules((name, in_whole_model(model, name)), linear) for name in names]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        dequantize_(model, dtype or model.dtype, _NAME)
+        # config.json's is a text after some ways of saving
+        dequantize_(model, dtype if isinstance(dtype, torch.dtype) else model.dtype, _NAME)
         return model
 
     def is_serializable(self) -> bool:
