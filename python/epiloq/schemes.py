@@ -182,6 +182,7 @@ _TABLE = (
     _weight_only("w4a16-g128", 4, 128),
     _weight_only("w4a16-g64", 4, 64),
     _weight_only("w4a16-g32", 4, 32),
+    _weight_only("w4a16", 4, -1),
     _fp4("w4a16-mxfp4", "mxfp4", None),
     _fp4("w4a16-nvfp4", "nvfp4", None),
     Scheme(

@@ -23,6 +23,7 @@ from tiny_teacher import save, tiny_model
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name in ALGORITHMS if "smoothquant" not in name},
     **{name: {"algorithm": name, "scheme": "w8a8-int8-static"} for name in ALGORITHMS if "smoothquant" in name},
+    "per channel": {"algorithm": "gptq", "scheme": "w4a16"},
     "rotated": {"algorithm": "gptq", "rotate": True},
     "budget": {"algorithm": "gptq", "scheme": "w8a16", "budget": Budget(bits=5.5, candidates=("w4a16-g32", "w8a16"))},
 }

@@ -106,7 +106,7 @@ def test_help_lists_what_may_be_chosen() -> None:
     [
         (("quantise",), "did you mean quantize?"),
         (("quantize", "absent", "--scheme", "w4a16-g46", "--output", "out"), "did you mean w4a16-g64?"),
-        (("quantize", "absent", "--scheme", "w4a16", "--output", "out"), "did you mean w4a16-g128?"),
+        (("quantize", "absent", "--scheme", "w4a16-g", "--output", "out"), "did you mean w4a16-g128?"),
         (("bench", "--suite", "lama3-8b"), "epiloq bench: --suite: expected one of"),
         (("bench", "--suite", "lama3-8b"), "got 'lama3-8b' (did you mean llama3-8b?)"),
         (("convert", "absent", "out", "--format", "gguf"), "there are deepseek-fp8, compressed-tensors, gptq"),

@@ -54,6 +54,7 @@ FORMATS_OF = {
     "w4a16-g128": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g64": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-g32": ["compressed-tensors", "gptq", "awq", "epiloq"],
+    "w4a16": ["compressed-tensors", "gptq", "awq", "epiloq"],
     "w4a16-mxfp4": ["compressed-tensors", "epiloq"],
     "w4a16-nvfp4": ["compressed-tensors", "modelopt", "epiloq"],
 }

@@ -20,7 +20,8 @@ import epiloq.integrations.transformers as integration
 import foreign_checkpoints
 from epiloq.formats.io.model import from_directory
 
-SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a16-g32", "w4a8-fp8", "w4a8-mxfp4-fp8", "w4a8-block", "w8a16"]
+WEIGHT_ONLY = ["w8a16", "w4a16", "w4a16-g32"]
+SCHEMES = ["w8a8-int8", "fp8-token", "fp8-block", "w4a8-fp8", "w4a8-mxfp4-fp8", "w4a8-block", *WEIGHT_ONLY]
 
 
 def model_of(tied: bool = False) -> torch.nn.Module:

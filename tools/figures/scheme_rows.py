@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 FLOAT = "floating point"
 # SmolLM2's 576 channels are not a multiple of 128, which only this format can represent.
 SHORT_GROUPS = ("--format", "gptq")
-TUNED, SHORTLY_TUNED = ("--tune", "64"), ("--tune", "40")
+TUNED, SHORTLY_TUNED, ROTATED = ("--tune", "64"), ("--tune", "40"), ("--rotate",)
 ALGORITHMS, BUDGET = "algorithms", "budget"
 NO_ROWS = ("speed", "about", ALGORITHMS, BUDGET)
 """Keys of the results file that are not rows."""
@@ -30,6 +30,7 @@ ROWS = (
     *(Row(scheme, "rtn") for scheme in ("w8a16", "w8a8-int8", "w8a8-int8-azp")),
     *(Row(scheme, "rtn") for scheme in ("w4a16-g64", "w4a16-g32")),
     Row("w4a16-g128", "rtn", SHORT_GROUPS),
+    *(Row("w4a16", algorithm, options) for algorithm in ("rtn", "gptq") for options in ((), ROTATED)),
     Row("w8a8-int8", "smoothquant"),
     Row("w8a8-int8-static", "smoothquant", ("--keep-dynamic", "auto")),
     Row("w4a16-g64", "gptq"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scheme_rows import BUDGET, FLOAT, SHORT_GROUPS, SHORTLY_TUNED, TUNED, Row
+from scheme_rows import BUDGET, FLOAT, ROTATED, SHORT_GROUPS, SHORTLY_TUNED, TUNED, Row
 
 Results = dict[str, Any]
 
@@ -73,7 +73,7 @@ TARGETS = (
     Target(
         "`w4a16` per channel, KL as a multiple of that of `w4a16-g128` by GPTQ",
         "1.6",
-        ("w4a16 per channel gptq", "w4a16 per channel gptq --rotate"),
+        tuple(Row("w4a16", "gptq", options).name for options in ((), ROTATED)),
         _to_groups,
         lambda value: value <= 1.6,
         "{:.2f}",

@@ -125,6 +125,7 @@ _TABLE = (
     Target("w4a16-g128", Grid(4, 128)),
     Target("w4a16-g64", Grid(4, 64)),
     Target("w4a16-g32", Grid(4, 32)),
+    Target("w4a16", Grid(4)),
     Target("w4a16-mxfp4", Fp4Grid("mxfp4")),
     Target("w4a16-nvfp4", Fp4Grid("nvfp4")),
     Target("w8a16", _CHANNELS),

@@ -69,6 +69,7 @@ INT4 = Quantization(Grid(4, 32, symmetric=False))
 SAYABLE = {
     "int4 asymmetric": (INT4, ("compressed-tensors", "gptq", "awq", "epiloq")),
     "int4 symmetric": (Quantization(Grid(4, 32, symmetric=True)), ("compressed-tensors", "gptq", "epiloq")),
+    "int4 channel": (Quantization(Grid(4)), ("compressed-tensors", "gptq", "awq", "epiloq")),
     "int8 channel": (Quantization(Grid(8, -1, symmetric=True)), ("compressed-tensors", "gptq", "epiloq")),
     "int8 asymmetric": (Quantization(Grid(8, 32, symmetric=False)), ("compressed-tensors", "gptq", "epiloq")),
     "w4a8 fp8": (Quantization(Grid(4, 32, symmetric=True), "fp8"), ("compressed-tensors", "epiloq")),
