@@ -50,7 +50,10 @@ def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
     ("options", "message"),
     [
         (("--bytes", "1kB"), r"need --bytes 0\.\d+MB, 0\.\d MB of them for what stays"),
-        (("--bits", 4.01), r"need --bits \d\.\d+; or add smaller --candidates"),
+        (("--bits", 4.01), r"need --bits \d\.\d+; or add smaller --candidates, such as w3a16-g32\n"),
+        (("--bits", 3.01, "--candidates", "w3a16-g32"), r"or add smaller --candidates, such as w3a16\n"),
+        (("--bits", 2.01, "--candidates", "w2a16-g32"), r"or add smaller --candidates, such as w2a16\n"),
+        (("--bits", 2.01, "--candidates", "w2a16"), r"the smallest of w2a16 need --bits \d\.\d+\n"),
         (("--bits", 3), r"--bits: expected at least 4, the fewest of w4a16"),
         (("--bits", "nan"), "--bits: expected at least 4"),
         (("--bits", -1), "--bits: expected at least 4"),

@@ -16,6 +16,8 @@ from epiloq.weights.packed_weight import BITS
 
 DEFAULT = ("w4a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w8a16")
 """Supported by GPU kernels and the other engines; w3a16-* and w2a16-* allow smaller files."""
+SMALL = tuple(f"w{bits}a16{groups}" for bits in (3, 2) for groups in ("-g64", "-g32", ""))
+"""Suggestions for a budget below the smallest candidates, in order of preference."""
 LAYOUTS = ("compressed-tensors", "epiloq")
 """Formats that support layers of several schemes."""
 BASE = "w8a16"
@@ -78,6 +80,12 @@ class Sizes:
             if None not in each:
                 found[name] = sum(size for size in each if size is not None) + names
         return found
+
+    def smaller(self, layers: Mapping[str, nn.Linear], symmetric: bool) -> str | None:
+        """The first of `SMALL` that takes fewer bytes than the smallest candidates; None if none does."""
+        least = sum(min(self.options({name: layer}).values()) for name, layer in layers.items())
+        others = Sizes(grids(SMALL, symmetric), self.layout.name, self.dtype, self.header).options(layers)
+        return next((name for name, size in others.items() if size < least), None)
 
     def _header(self, part: str) -> int:
         return self.header + len(part) if self.header else 0

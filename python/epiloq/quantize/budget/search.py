@@ -126,10 +126,9 @@ def budget_sizes(settings: Settings, model: nn.Module, plan: Plan) -> BudgetSize
     if most < least:
         possible = _as_option(budget, least, fixed_bytes, weights)
         kept = f", {fixed_bytes / 1e6:.1f} MB of them for what stays in floating point" if in_bytes else ""
-        raise ValueError(
-            f"{budget.text}: the smallest of {', '.join(budget.candidates)} need {possible}{kept}; or add smaller "
-            "--candidates, such as w3a16-g64"
-        )
+        smaller = sizes.smaller(layers, symmetric)
+        other = f"; or add smaller --candidates, such as {smaller}" if smaller else ""
+        raise ValueError(f"{budget.text}: the smallest of {', '.join(budget.candidates)} need {possible}{kept}{other}")
     return BudgetSizes(fixed_bytes, sizes, most, free, left)
 
 
