@@ -54,7 +54,10 @@ def layers_of(folder: Path) -> dict[str, WeightOnlyLinear]:
         (("--bits", 3.01, "--candidates", "w3a16-g32"), r"or add smaller --candidates, such as w3a16\n"),
         (("--bits", 2.01, "--candidates", "w2a16-g32"), r"or add smaller --candidates, such as w2a16\n"),
         (("--bits", 2.01, "--candidates", "w2a16"), r"the smallest of w2a16 need --bits \d\.\d+\n"),
-        (("--bits", 3), r"--bits: expected at least 4, the fewest of w4a16"),
+        (
+            ("--bits", 3),
+            r"--bits: expected at least 4, the fewest of w4a16, .*w8a16, and the bits of its scales, got 3\n",
+        ),
         (("--bits", "nan"), "--bits: expected at least 4"),
         (("--bits", -1), "--bits: expected at least 4"),
         (("--bytes", "many"), "--bytes: expected a number and a unit"),

@@ -97,11 +97,11 @@ def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:
     found = grids(budget.candidates, symmetric)
     if budget.bits is None:
         return
-    least, most = min(grid.bits for grid in found.values()), max(grid.bits for grid in found.values())
+    least = min(grid.bits for grid in found.values())
     if not least <= budget.bits < math.inf:
         raise ValueError(
-            f"--bits: expected at least {least}, the fewest of {', '.join(found)} (scales come on top, and {most} is "
-            f"the most), got {budget.bits:g}"
+            f"--bits: expected at least {least}, the fewest of {', '.join(found)}, and the bits of its scales, got "
+            f"{budget.bits:g}"
         )
 
 
