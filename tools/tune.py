@@ -39,7 +39,7 @@ HELD = """7168x5120 5120x25600 51200x5120 10240x5120 3584x18944 37888x3584 4608x
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024, 2048, 4096)
 EVERY = 3  # each layer is timed with every third of TOKENS, starting at a different one for the next layer
 OPTIONS: Mapping[str, Sequence[Options]] = {
-    "weight_only_mm": ((("bits", 4),), (("bits", 8),)),
+    "weight_only_mm": tuple((("bits", bits), ("group_size", 128), ("dtype", "bfloat16")) for bits in (4, 8)),
     "scaled_mm": ((("dtype", "int8"),), (("dtype", "float8_e4m3fn"),)),
     "groupwise_mm": ((("column_scales", False),),),
     "w4a8_mm": ((("group_size", 128),),),

@@ -1,4 +1,4 @@
-"""Which tile multiplies experts of packed weights, and in how many slices of K, without a GPU."""
+"""Which kernel multiplies experts of packed weights, by which tile, and in how many slices of K, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import epiloq
 from epiloq import _core
 
 
-def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple[int, int]:
-    """Tokens of a tile, and slices of K."""
-    q = torch.empty(experts * n // 16, -(-k // 128) * 2, 32, 16, dtype=torch.uint8)
-    scale = torch.empty(experts * n // 16, -(-k // 128), 16, dtype=torch.float16)
+def explained(
+    experts: int, n: int, k: int, rows: int, arch: str = "sm90", bits: int = 4, scale: torch.dtype = torch.float16
+) -> str:
+    q = torch.empty(experts * n // 16, -(-k // 128) * bits // 2, 32, 16, dtype=torch.uint8)
+    scales = torch.empty(experts * n // 16, -(-k // 128), 16, dtype=scale)
     x, out = torch.empty(rows, k, dtype=torch.float16), torch.empty(rows, n, dtype=torch.float16)
     counts = torch.zeros(experts, dtype=torch.int32)
-    tensors = (out, x, q, scale, None, None, None, None, counts, False)
+    tensors = (out, x, q, scales, None, None, None, None, counts, False)
     with epiloq.config(arch=arch):
-        text = _core.explain_grouped_weight_only_mm(*tensors, "int", 4, experts * n, k, 128)
+        return _core.explain_grouped_weight_only_mm(*tensors, "int", bits, experts * n, k, 128)
+
+
+def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple[int, int]:
+    """Tokens of a tile, and slices of K."""
+    text = explained(experts, n, k, rows, arch)
     found = re.search(r"x (\d+) tokens, .*split-K (\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
@@ -37,7 +43,6 @@ def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple
         (8, 25344, 4096, 2, (8, 1)),  # 396: three on each
         (8, 28672, 4096, 16, (8, 1)),  # 1792: CTAs follow each other
         (8, 28672, 896, 2, (8, 1)),  # seven K steps are too few for two slices
-        (2, 17408, 4096, 64, (32, 1)),  # limited by arithmetic
     ],
 )
 def test_slices_of_k(experts: int, n: int, k: int, rows: int, expected: tuple[int, int]) -> None:
@@ -47,3 +52,26 @@ def test_slices_of_k(experts: int, n: int, k: int, rows: int, expected: tuple[in
 def test_older_architectures_do_not_split() -> None:
     for sizes in ((128, 1536, 2048, 8), (8, 28672, 4096, 2)):
         assert choice(*sizes, arch="sm80") == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bits", "scale", "arch", "expected"),
+    [
+        (5, 4, torch.float16, "sm90", "grouped mma.sync"),
+        (6, 4, torch.float16, "sm90", "x 16 to 64 tokens"),
+        (96, 8, torch.float16, "sm90", "x 16 to 64 tokens"),
+        (97, 4, torch.float16, "sm90", "x 64 to 256 tokens.*rounded"),
+        (97, 8, torch.float16, "sm90", "x 64 to 192 tokens.*rounded"),
+        (97, 4, torch.bfloat16, "sm90", "x 16 to 64 tokens"),  # scales of another type are not rounded
+        (97, 4, torch.float16, "sm80", "grouped mma.sync, .*x 64 tokens"),
+    ],
+)
+def test_many_rows(rows: int, bits: int, scale: torch.dtype, arch: str, expected: str) -> None:
+    text = explained(8, 4096, 7168, 8 * rows, arch, bits, scale)
+    assert re.search(expected, text), text
+    assert ("rounded" in text) == ("rounded" in expected)
+
+
+def test_batch_invariance_takes_one_tile() -> None:
+    with epiloq.config(batch_invariant=True):
+        assert "grouped mma.sync, 128 weight rows x 16 tokens" in explained(8, 4096, 7168, 8 * 97)

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import epiloq
+import tune
 from epiloq import _core
 from epiloq.tuning import store
+from epiloq.tuning.calls import calls_of
 from epiloq.tuning.problems import Problem, problems_of
 from epiloq.tuning.store import Card, Entry, cache_path
 from epiloq.tuning.tuner import MIN_GAIN, Tuned, tune_problems, worth_timing
@@ -294,6 +296,14 @@ def test_tunable_problems() -> None:
             problems_of(**wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="what: expected a model, quantised layers or shapes"):
         problems_of(3, (1,))  # type: ignore[arg-type]
+
+
+def test_the_sweep_times_complete_problems() -> None:
+    """tools/tune.py's options suffice to make the operands of each operation."""
+    for operation, variants in tune.OPTIONS.items():
+        for options in variants:
+            problem = Problem(operation, 3, 256, 384, options)
+            assert len(calls_of(problem, torch.device("cpu"), 2)) == 2
 
 
 def test_query_without_a_device_reads_no_file() -> None:
