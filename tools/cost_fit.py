@@ -238,6 +238,9 @@ def missed(all_problems: Sequence[Timed], costs: Sequence[float]) -> list[str]:
             rows.setdefault(key, "")
             continue
         family, row, split = p.expected(costs)[int(np.nanargmin(p.us))][0]
+        if family not in FAMILIES:  # the dense product, which the table cannot choose
+            rows[key] = ""
+            continue
         rows[key] = f"    {{{', '.join(map(str, key))}, {{Family::{FAMILIES[family]}, {row}, {split}}}}},\n"
     return [row for _, row in sorted(rows.items()) if row]
 
@@ -266,13 +269,33 @@ def costs_block(costs: Mapping[str, float]) -> str:
     return "".join([*lines, "    },\n", "};\n"])
 
 
+def write_measured(path: Path, rows: Sequence[str]) -> None:
+    """Write the table of measured layers."""
+    block = f"inline constexpr Measured kMeasured[]{{\n{''.join(rows)}}};\n"
+    path.write_text(replaced(path.read_text(), block))
+    print(f"wrote {path}: {len(rows)} measured layers")
+
+
 def write(all_problems: Sequence[Timed], costs: Mapping[str, float]) -> None:
     """Write the parameters and the table of measured layers to the sources."""
     written = {name: float(f"{value:.3g}") for name, value in costs.items()}
     path = COST / "costs.h"
     path.write_text(replaced(path.read_text(), costs_block(written)))
-    rows = missed(all_problems, list(written.values()))
-    path = COST / "measured.h"
-    block = f"inline constexpr Measured kMeasured[]{{\n{''.join(rows)}}};\n"
-    path.write_text(replaced(path.read_text(), block))
-    print(f"wrote {COST}: {len(rows)} measured layers")
+    write_measured(COST / "measured.h", missed(all_problems, list(written.values())))
+
+
+def same_card(memory_gb_s: int, other: int) -> bool:
+    """Whether cards of two memory rates are of one model, as dispatch decides it: they differ by a few percent."""
+    return abs(memory_gb_s - other) * 20 <= other
+
+
+def add(all_problems: Sequence[Timed], path: Path = COST / "measured.h") -> None:
+    """Write the rows of these problems to the table of measured layers; parameters and other problems' rows stay."""
+    rows = path.read_text().split(BEGIN)[1].split(END)[0].splitlines(keepends=True)[1:-1]
+
+    def is_timed(row: str) -> bool:
+        memory, *problem = (int(number) for number in row.split("{")[1].split(",")[:5])
+        return any(same_card(p.memory_gb_s, memory) and [p.bits, p.m, p.n, p.k] == problem for p in all_problems)
+
+    others = [row for row in rows if not is_timed(row)]
+    write_measured(path, others + missed(all_problems, [value for _, value in _core.weight_only_mm_costs()]))

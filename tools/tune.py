@@ -3,10 +3,12 @@
     python tools/tune.py time times.json [--operations weight_only_mm,scaled_mm] [--seconds 240]
     python tools/tune.py judge times.json ... [--model]
     python tools/tune.py fit times.json ... [--write]
+    python tools/tune.py add times.json ...
 
 `time` needs a GPU. Some of its layers are marked "held" (held out): `fit` ignores them, and `judge` reports how good
 the choices are for them. `fit --write` writes the parameters to src/dispatch/weight_only_mm/cost/costs.h, and to
-measured.h the layers for which the model does not choose the fastest kernel. The sweeps in tests/kernel_choice/measured
+measured.h the layers for which the model does not choose the fastest kernel. `add` writes these layers of further
+cards, by the parameters that there are. The sweeps in tests/kernel_choice/measured
 can be given, too; they contain only kernels within 15 % of the fastest.
 """
 
@@ -22,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cost_fit import Timed, fit, load, loss, write
+from cost_fit import Timed, add, fit, load, loss, write
 from epiloq import _core
 from epiloq.tuning.problems import Options, Problem
 from epiloq.tuning.tuner import worth_timing
@@ -106,12 +108,12 @@ def main() -> None:
     timing.add_argument("path", type=Path)
     timing.add_argument("--operations", default="weight_only_mm")
     timing.add_argument("--seconds", type=float, default=240)
-    for name in ("judge", "fit"):
+    for name in ("judge", "fit", "add"):
         command = commands.add_parser(name)
         command.add_argument("paths", type=Path, nargs="+")
         if name == "judge":
             command.add_argument("--model", action="store_true", help="without the measured layers of measured.h")
-        else:
+        elif name == "fit":
             command.add_argument("--write", action="store_true")
             command.add_argument("--iterations", type=int, default=100)
     arguments = parser.parse_args()
@@ -121,6 +123,8 @@ def main() -> None:
     if arguments.command == "judge":
         model = [value for _, value in _core.weight_only_mm_costs()]
         return judge(everything, model if arguments.model else None)
+    if arguments.command == "add":
+        return add(everything)
     held = {problem.layer for problem in everything if problem.part == "held"}
     costs = fit([problem for problem in everything if problem.layer not in held], arguments.iterations)
     print("\n".join(f"{name:24} {value:.3g}" for name, value in costs.items()))
