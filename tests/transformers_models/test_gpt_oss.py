@@ -20,7 +20,7 @@ import epiloq
 import epiloq.integrations.transformers as integration
 import fp4_reference
 from epiloq.formats.io import model as models
-from epiloq.nn import Fp4Experts
+from epiloq.nn import Fp4Experts, GatedExperts
 from gloo_ranks import Ranks
 
 # Other tests want transformers as it is.
@@ -296,15 +296,22 @@ def test_opened_without_from_pretrained_and_converted(folder: Path, tmp_path: Pa
         for position, name in enumerate(("gate_proj", "up_proj")):
             found = layers.dequantize(f"{LAYER}.{expert}.{name}")
             assert found is not None and torch.equal(found, exact[expert, :, position])
-    wanted, model = logits(opened(folder)), from_directory(folder)
-    assert relative(logits(model), wanted) < 0.02
+    expected, model = logits(opened(folder)), from_directory(folder)
+    assert relative(logits(model), expected) < 0.02
     result = run("inspect", folder, "--check")
     assert result.exit_code == 0, result.output
     for layout in ("epiloq", "compressed-tensors"):
         result = run("convert", folder, tmp_path / layout, "--format", layout)
         assert result.exit_code == 0, result.output
         for again in (from_directory(tmp_path / layout), opened(tmp_path / layout, torch.bfloat16)):
+            assert isinstance(again.get_submodule(LAYER), GatedExperts)
             assert torch.equal(logits(again), logits(model))
+    result = run("convert", folder, tmp_path / "deepseek-fp8", "--format", "deepseek-fp8")
+    assert result.exit_code == 0, result.output
+    blocks_of_fp8 = Layers(Checkpoint(tmp_path / "deepseek-fp8"))
+    for name in (f"{LAYER}.{expert}.{part}_proj" for expert in range(EXPERTS) for part in ("gate", "up", "down")):
+        found, wanted = blocks_of_fp8.dequantize(name), layers.dequantize(name)
+        assert found is not None and wanted is not None and torch.equal(found, wanted)
     result = run("convert", folder, tmp_path / "awq", "--format", "awq")
     assert result.exit_code == 2 and "cannot represent" in result.output and not (tmp_path / "awq").exists()
 
