@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import epiloq
 import layout_definitions as definitions
 from epiloq.bench.cases import SUITES, Case
 from epiloq.bench.contract import Inputs, Unavailable
 from epiloq.bench.floor import Ceiling, ReadFloor, ReadSample
-from epiloq.bench.operations import OPERATIONS, weight_only_mm
+from epiloq.bench.operations import OPERATIONS
+from epiloq.bench.operations.packed import weight_only_mm
+from epiloq.bench.peers import w4a8 as w4a8_peers
 from epiloq.bench.peers import weight_only as weight_only_peers
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import CpuTimer
@@ -22,6 +25,7 @@ from epiloq.bench.timing import CpuTimer
 CPU = torch.device("cpu")
 OPERATION = OPERATIONS["weight_only_mm"]
 VARIANTS = list(OPERATION.variants)
+OF_4_BITS = ("w4a8_mm", "packed_fp4_mm")
 
 
 def drawn(variant: str, m: int = 3, n: int = 64, k: int = 256) -> tuple[Inputs, Any, Tensor]:
@@ -44,9 +48,9 @@ def test_the_suite_runs_on_a_cpu(seed: int, variant: str) -> None:
     case = Case("weight_only_mm", variant, "odd", 5, 100, 576)
     (row,) = bench.run(case)
     assert row.status == "ok" and row.time_us and row.error is not None
-    assert set(row.peers) == {"dense", "_weight_int4pack_mm", "gemlite", "humming", "marlin", "torchao"}
+    assert set(row.peers) == {"dense", "_weight_int4pack_mm", "gemlite", "humming", "machete", "marlin", "torchao"}
     assert row.peers["dense"].time_us
-    assert all(row.peers[name].note == "CUDA only" for name in ("gemlite", "humming", "marlin", "torchao"))
+    assert all(row.peers[name].note == "CUDA only" for name in ("gemlite", "humming", "machete", "marlin", "torchao"))
 
 
 @pytest.mark.parametrize("variant", ["w4_g128", "w4_g128_fp16", "w4_g32_zero"])
@@ -66,7 +70,7 @@ def test_torch_has_no_eight_bits(seed: int) -> None:
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(weight_only_peers, "_on_cuda", lambda x: None)
+    monkeypatch.setattr(weight_only_peers, "on_cuda", lambda x: None)
     return monkeypatch
 
 
@@ -126,6 +130,121 @@ def test_marlin_is_given_its_own_words(seed: int, variant: str, anywhere: pytest
     assert_near(weight_only_peers.marlin(inputs, weight)(), exact)  # type: ignore[arg-type]
 
 
+def integers_of(words: Tensor) -> Tensor:
+    """int32 ``[K / 8, N]``, column-major, to 0 to 15 ``[N, K]``."""
+    assert words.dtype == torch.int32 and words.t().is_contiguous()
+    return torch.stack([words.t() >> 4 * i & 15 for i in range(8)], -1).flatten(1)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [128, -1])
+def test_machete_is_given_its_own_words(seed: int, group: int, zeros: bool, anywhere: pytest.MonkeyPatch) -> None:
+    # vLLM's signatures.
+    def machete_prepack_B(b_q_weight: Tensor, a_type: Any, b_type: Any, group_scales_type: Any) -> Tensor:
+        assert a_type == group_scales_type == torch.bfloat16 and b_type == ("uint4" if zeros else "uint4b8")
+        return integers_of(b_q_weight)
+
+    def machete_mm(
+        a: Tensor,
+        b_q: Tensor,
+        b_type: Any,
+        out_type: Any = None,
+        b_group_scales: Tensor | None = None,
+        b_group_zeros: Tensor | None = None,
+        b_group_size: int | None = None,
+        b_channel_scales: Tensor | None = None,
+        a_token_scales: Tensor | None = None,
+        schedule: str | None = None,
+    ) -> Tensor:
+        assert b_group_size == group and b_group_scales is not None and b_group_scales.is_contiguous()
+        assert (b_group_zeros is not None) == zeros and b_type == ("uint4" if zeros else "uint4b8")
+        size = b_q.shape[1] if group == -1 else group
+        scale = b_group_scales.double().repeat_interleave(size, 0).t()
+        offset = -8 * scale if b_group_zeros is None else b_group_zeros.double().repeat_interleave(size, 0).t()
+        return a.double() @ (b_q.double() * scale + offset).t()
+
+    kinds = types.SimpleNamespace(uint4b8="uint4b8", uint4="uint4")
+    module(anywhere, "vllm._custom_ops", machete_mm=machete_mm, machete_prepack_B=machete_prepack_B)
+    module(anywhere, "vllm.scalar_type", scalar_types=kinds)
+    n, k = 128, 256
+    q = torch.randint(0, 16, (n, k), dtype=torch.uint8) if zeros else torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    groups = 1 if group == -1 else k // group
+    scale, zero = torch.rand(n, groups).bfloat16(), torch.randint(0, 16, (n, groups), dtype=torch.uint8)
+    weight = epiloq.pack_weight(q, scale, zero if zeros else None, bits=4, group_size=group)
+    x = torch.randn(3, k).bfloat16()
+    exact = x.double() @ weight.dequantize().double().t()
+    assert_near(weight_only_peers.machete({"x": x}, weight)(), exact)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("variant", "n", "k"), [("w8", 128, 256), ("w4_g32_zero", 128, 256), ("w4_g128", 64, 256)])
+def test_what_machete_lacks(seed: int, variant: str, n: int, k: int, anywhere: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="groups of 128"):
+        weight_only_peers.machete(*drawn(variant, n=n, k=k)[:2])
+
+
+def test_vllm_w4a8_is_given_the_same_weight(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM's signature.
+    def cutlass_w4a8_mm(
+        a: Tensor,
+        b_q: Tensor,
+        b_group_scales: Tensor,
+        b_group_size: int,
+        b_channel_scales: Tensor,
+        a_token_scales: Tensor,
+        out_type: Any = None,
+        maybe_schedule: str | None = None,
+    ) -> Tensor:
+        assert a.dtype == torch.float8_e4m3fn and b_group_size == 128 and out_type is None
+        assert b_group_scales.dtype == torch.float8_e4m3fn and b_group_scales.is_contiguous()
+        assert b_channel_scales.dtype == torch.float32 and b_channel_scales.shape == (64,)
+        signed = (b_q + 8) % 16 - 8
+        scale = b_group_scales.double().repeat_interleave(128, 0).t() * b_channel_scales.double()[:, None]
+        return ((a.double() * a_token_scales.double()) @ (signed.double() * scale).t()).bfloat16()
+
+    module(
+        monkeypatch,
+        "vllm._custom_ops",
+        cutlass_w4a8_mm=cutlass_w4a8_mm,
+        cutlass_encode_and_reorder_int4b=integers_of,
+        cutlass_pack_scale_fp8=lambda scales: scales,
+    )
+    monkeypatch.setattr(w4a8_peers, "on_cuda", lambda x: None)
+    row, case = OPERATIONS["w4a8_mm"], Case("w4a8_mm", "g128", "", 3, 64, 256)
+    inputs = row.inputs(case, torch.Generator(CPU))
+    bound = row.peers["vllm"](case, [inputs])
+    assert bound.note == ""  # the same numbers
+    wrong = {**inputs, "scale": inputs["scale"].flip(0)}
+    result = row.peers["vllm"](case, [wrong]).calls[0]()
+    assert row.error(case, inputs, result, torch.Generator(CPU)) > 1
+    for variant in set(row.variants) - {"g128"}:
+        other = Case("w4a8_mm", variant, "", 3, 64, 256)
+        with pytest.raises(Unavailable, match="groups of 128"):
+            row.peers["vllm"](other, [row.inputs(other, torch.Generator(CPU))])
+
+
+@pytest.mark.parametrize(("operation", "variant"), [(o, v) for o in OF_4_BITS for v in OPERATIONS[o].variants])
+def test_what_4_bit_products_are_compared_with_is_the_same_product(seed: int, operation: str, variant: str) -> None:
+    """FP8 weights but for their rounding, of 2^-4 of a number."""
+    row, case = OPERATIONS[operation], Case(operation, variant, "", 5, 64, 256)
+    inputs = row.inputs(case, torch.Generator(CPU))
+    expected = row.bind(case, [inputs]).calls[0]()
+    assert isinstance(expected, Tensor)
+    for name in row.peers.keys() - {"vllm"}:
+        found = row.peers[name](case, [inputs]).calls[0]()
+        assert isinstance(found, Tensor) and found.dtype == expected.dtype
+        limit = 0.05 if name == "fp8 weights" else 0.01
+        assert (found - expected).norm() < limit * expected.norm(), name
+
+
+def test_the_suite_of_4_bits_has_the_peers_of_its_products() -> None:
+    suite = SUITES["four-bits"]
+    assert suite.variants.keys() == {"weight_only_mm", *OF_4_BITS}
+    for peer in suite.peers:
+        assert any(peer in OPERATIONS[name].peers for name in suite.variants), peer
+    tuned = {(shape.n, shape.k) for shape in SUITES["h200"].shapes}
+    assert not tuned & {(shape.n, shape.k) for shape in suite.shapes}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gemlite_is_given_the_same_weight(seed: int, variant: str, anywhere: pytest.MonkeyPatch) -> None:
     class GemLiteLinearTriton:
@@ -165,9 +284,9 @@ def test_torchao_quantises_the_same_weight(seed: int, anywhere: pytest.MonkeyPat
 
 
 def test_absent_packages_are_named(seed: int, anywhere: pytest.MonkeyPatch) -> None:
-    inputs, weight, _ = drawn("w4_g128")
+    inputs, weight, _ = drawn("w4_g128", n=128)
     for name in ("vllm", "gemlite", "torchao"):
         anywhere.setitem(sys.modules, name, None)  # Makes its import fail.
-    for bind, name in (("marlin", "vllm"), ("gemlite", "gemlite"), ("torchao", "torchao")):
+    for bind, name in (("marlin", "vllm"), ("machete", "vllm"), ("gemlite", "gemlite"), ("torchao", "torchao")):
         with pytest.raises(Unavailable, match=f"import {name}"):
             getattr(weight_only_peers, bind)(inputs, weight)

@@ -101,6 +101,19 @@ H200 = (
     Shape("deepseek-v3 o", 7168, 16384),
     Shape("llama3-70b o", 8192, 8192),
 )
+# No kernel and no table was tuned on these.
+UNTUNED = tuple(
+    Shape(f"{n} x {k}", n, k)
+    for n, k in (
+        (10240, 5120),
+        (5120, 25600),
+        (3584, 18944),
+        (4608, 3584),
+        (1280, 8192),
+        (8192, 3584),
+        (5120, 2880),
+    )
+)
 # First multiples of 8 and 16 that no tile size divides, then sizes that need the ragged path.
 ODD = (
     Shape("smollm2 q_o", 576, 576),
@@ -144,6 +157,13 @@ SUITES: dict[str, Suite] = {
     "quantisers": Suite((LLAMA3_70B[1],), (1, 64, 4096, 8192), QUANTISERS, ("copy", "unfused")),
     "smollm2": Suite(SMOLLM2, (1, 16, 64, 256, 1024), SCALED_AND_TOKEN),
     "weight-only": Suite(H200, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024), WEIGHT_ONLY),
+    # 4-bit weights with 16-bit and with FP8 activations.
+    "four-bits": Suite(
+        UNTUNED,
+        (1, 16, 64, 128, 256, 512, 1024, 4096),
+        {"weight_only_mm": ("w4_g128",), "w4a8_mm": ("g128", "mxfp4"), "packed_fp4_mm": ("mxfp4", "nvfp4")},
+        ("dense", "fp8 weights", "machete", "marlin", "vllm"),
+    ),
     # DeepSeek-V3's routed experts; M counts the rows of an expert.
     "moe": Suite(
         (Shape("expert gate_up", 4096, 7168), Shape("expert down", 7168, 2048)),

@@ -11,7 +11,6 @@ from epiloq.bench.operations import (
     float8_mm,
     fused_quantisers,
     grouped_mm,
-    grouped_packed_mm,
     layer,
     online_quant_mm,
     quantize_blockwise_int8,
@@ -19,8 +18,8 @@ from epiloq.bench.operations import (
     quantize_int8,
     scaled_bmm,
     scaled_mm,
-    weight_only_mm,
 )
+from epiloq.bench.operations.packed import grouped_packed_mm, packed_fp4_mm, w4a8_mm, weight_only_mm
 
 _ROWS = (
     scaled_mm.OPERATION,
@@ -32,6 +31,8 @@ _ROWS = (
     online_quant_mm.OPERATION,
     layer.OPERATION,
     weight_only_mm.OPERATION,
+    w4a8_mm.OPERATION,
+    packed_fp4_mm.OPERATION,
     convolution.INT8,
     convolution.WEIGHT_ONLY,
     quantize_int8.OPERATION,

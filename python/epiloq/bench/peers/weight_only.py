@@ -22,9 +22,17 @@ def _codes(weight: epiloq.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return q, scale, zero.to(scale.dtype)
 
 
-def _on_cuda(x: Tensor) -> None:
+def on_cuda(x: Tensor) -> None:
     if not x.is_cuda:
         raise Unavailable("CUDA only")
+
+
+def int4_words(q: Tensor) -> Tensor:
+    """Integers ``[N, K]``, of which 4 bits count, as vLLM's CUTLASS kernels take them: int32 ``[K / 8, N]``,
+    column-major, the first of eight in the lowest bits."""
+    nibbles = q.to(torch.int32).view(q.shape[0], -1, 8) & 15
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=q.device)
+    return (nibbles << shifts).sum(-1, dtype=torch.int32).t()
 
 
 def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
@@ -44,7 +52,7 @@ def int4pack(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 def marlin(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     """vLLM's Marlin kernel, called as by ``apply_gptq_marlin_linear``."""
     x = inputs["x"]
-    _on_cuda(x)
+    on_cuda(x)
     ops, types = require("vllm._custom_ops"), require("vllm.scalar_type").scalar_types
     utils = require("vllm.model_executor.layers.quantization.utils.marlin_utils")
     tensors = layout.from_packed(weight)
@@ -70,10 +78,31 @@ def marlin(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     )
 
 
+def machete(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
+    """vLLM's Machete, called as by its ``MacheteLinearKernel``."""
+    x, group = inputs["x"], weight.group_size
+    on_cuda(x)
+    if weight.bits != 4 or group not in (-1, 128) or weight.n % 128 or weight.k % 64:
+        raise Unavailable("Machete supports 4 bits in groups of 128 or whole rows, N in 128s and K in 64s")
+    ops, types = require("vllm._custom_ops"), require("vllm.scalar_type").scalar_types
+    q, scale, zero = _codes(weight)
+    kind = types.uint4b8 if weight.symmetric else types.uint4
+    words = ops.machete_prepack_B(int4_words(q), a_type=x.dtype, b_type=kind, group_scales_type=x.dtype)
+    return partial(
+        ops.machete_mm,
+        a=x,
+        b_q=words,
+        b_type=kind,
+        b_group_scales=scale.t().contiguous(),
+        b_group_zeros=None if weight.symmetric else (-scale * zero).t().contiguous(),
+        b_group_size=group,
+    )
+
+
 def gemlite(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     """GemLite's Triton kernels."""
     x = inputs["x"]
-    _on_cuda(x)
+    on_cuda(x)
     core = require("gemlite.core")
     kind = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[x.dtype]
     layer = core.GemLiteLinearTriton(
@@ -92,7 +121,7 @@ def gemlite(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     """humming's kernel that its tables choose for this M, compiled here."""
     x = inputs["x"]
-    _on_cuda(x)
+    on_cuda(x)
     layers, ops, tune = (require(f"humming.{name}") for name in ("layer", "ops", "tune"))
     group = max(weight.group_size, 0)  # humming's 0 means one group per row
     if group and weight.k % group:
@@ -114,7 +143,7 @@ def humming(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
     """torchao's "plain" int4 layout, whose kernels are for Hopper; it requantises the weight to its own grid."""
     x = inputs["x"]
-    _on_cuda(x)
+    on_cuda(x)
     if weight.bits != 4 or x.dtype != torch.bfloat16 or weight.group_size == -1:
         raise Unavailable("torchao's int4 layout supports groups of 4 bits and bfloat16")
     quantization = require("torchao.quantization")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, product_work, sample, worst
-from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, marlin, torchao
+from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, machete, marlin, torchao
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ OPERATION = Operation(
         "_weight_int4pack_mm": _peer(int4pack),
         "gemlite": _peer(gemlite),
         "humming": _peer(humming),
+        "machete": _peer(machete),
         "marlin": _peer(marlin),
         "torchao": _peer(torchao),
     },

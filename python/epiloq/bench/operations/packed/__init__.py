@@ -1,0 +1,1 @@
+"""Products with packed weights of 4 and 8 bits."""

@@ -1,0 +1,87 @@
+"""FP8 activations per token x 4-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import epiloq
+from epiloq.bench.cases import Case
+from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, note_of, product_work
+from epiloq.bench.operations.float8_mm import tried
+from epiloq.bench.operations.packed import weights
+from epiloq.bench.operations.packed.weights import FP4, INTEGERS, OUT_DTYPE, weight_of
+from epiloq.bench.peers.w4a8 import cutlass_w4a8
+
+
+def _inputs(case: Case, generator: torch.Generator) -> Inputs:
+    x = torch.randn((case.m, case.k), generator=generator, device=generator.device)
+    x_q, scale_a = epiloq.quantize_fp8(x, granularity="token")
+    return {"x_q": x_q, "scale_a": scale_a, **weights.draw_weight(case.variant, case.n, case.k, generator)}
+
+
+def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
+    multiply = partial(epiloq.w4a8_mm, out_dtype=OUT_DTYPE)
+    return Bound([partial(multiply, s["x_q"], weight_of(case, s), s["scale_a"]) for s in sets])
+
+
+def _tokens(inputs: Inputs) -> Tensor:
+    return inputs["x_q"].float() * inputs["scale_a"]
+
+
+def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    return weights.error(case, weight_of(case, inputs), _tokens(inputs), result, generator)
+
+
+def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
+    return Bound([partial(F.linear, _tokens(s).to(OUT_DTYPE), weight_of(case, s).dequantize(OUT_DTYPE)) for s in sets])
+
+
+def _float8(case: Case, sets: Sequence[Inputs]) -> Bound:
+    """The same activations times an FP8 weight with a scale per channel, twice the bytes."""
+
+    def bind(s: Inputs) -> partial[Tensor]:
+        b, scale_b = epiloq.quantize_fp8(weight_of(case, s).dequantize(), granularity="token")
+        multiply = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, constant_b=True)
+        return partial(multiply, s["x_q"], b.t(), s["scale_a"], scale_b)
+
+    return Bound([bind(s) for s in sets])
+
+
+def _weight_only(case: Case, sets: Sequence[Inputs]) -> Bound:
+    """The same weight times the activations in 16 bits."""
+
+    def bind(s: Inputs) -> partial[Tensor]:
+        x, weight = _tokens(s).to(OUT_DTYPE), weight_of(case, s)
+        if isinstance(weight, epiloq.PackedFp4Weight):
+            return partial(epiloq.packed_fp4_mm, x, weight)
+        return partial(epiloq.weight_only_mm, x, weight)
+
+    return Bound([bind(s) for s in sets])
+
+
+def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
+    if case.variant != "g128":
+        raise Unavailable("vLLM's W4A8 supports integers in groups of 128")
+    bound = tried([cutlass_w4a8(s, weight_of(case, s)) for s in sets])  # type: ignore[arg-type]
+    result = bound.calls[0]()
+    generator = torch.Generator(sets[0]["x_q"].device).manual_seed(0)
+    return Bound(bound.calls, note_of(_error(case, sets[0], result, generator)))
+
+
+OPERATION = Operation(
+    name="w4a8_mm",
+    variants=(*INTEGERS, *FP4),
+    has_weight=True,
+    inputs=_inputs,
+    bind=_ours,
+    error=_error,
+    work=product_work,
+    ceiling="int8",
+    peers={"dense": _dense, "fp8 weights": _float8, "16-bit tokens": _weight_only, "vllm": _vllm},
+)
