@@ -242,7 +242,7 @@ def test_scales_of_zero_and_below(seed: int, device: str) -> None:
     x = torch.randn(3, 70, device=device).bfloat16()
     assert_rounded_product(epiloq.packed_fp4_mm(x, weight), x, expected.double(), None)
     assert (epiloq.weights.fp4.code_values(weight.unpack()[0], 70)[3, 16:32] == 0).all()
-    scale.view(torch.uint8)[0, 0] = 0xB8
+    scale.view(torch.uint8)[0, 0], scale.view(torch.uint8)[0, 1] = 0xB8, 0x7F  # -1 beside NaN, which is allowed
     with pytest.raises(ValueError, match=r"epiloq\.pack_fp4_weight: scale: expected no negative numbers, got -1"):
         epiloq.pack_fp4_weight(codes, scale, in_features=70)
 

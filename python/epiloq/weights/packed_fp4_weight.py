@@ -180,7 +180,7 @@ def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
     else:
         values = scale.float()
         if not values.is_meta and bool((values < 0).any()):
-            _refuse("scale", "no negative numbers", f"{values.min().item():g}")
+            _refuse("scale", "no negative numbers", f"{values.nan_to_num(nan=0).min().item():g}")
         # NaN of either sign becomes the positive one.
         half = torch.where(values.isnan(), torch.nan, values.abs() * _STEP).to(torch.float16)
         bytes_of = (half.view(torch.int16) >> _SHIFT).to(torch.uint8)
