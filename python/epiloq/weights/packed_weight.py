@@ -249,8 +249,8 @@ def pack_weight(
     Args:
         q: any integer dtype ``[N, K]``: from -2^(bits-1) to 2^(bits-1) - 1 with neither ``zero`` nor ``offset``, from 0
             to 2^bits - 1 with either.
-        scale: ``[N, groups]`` float16, bfloat16 or float32, ``groups = ceil(K / group_size)``. For float8 scales per group
-            and a scale per channel give their product in float32, or float8 scales alone in bfloat16; both are exact.
+        scale: ``[N, groups]`` float16, bfloat16 or float32, ``groups = ceil(K / group_size)``. float8 scales are
+            converted to bfloat16 (exactly) or, if there is a scale per channel too, their product to float32.
         zero: integers ``[N, groups]`` from 0 to 2^bits, or to 255 for 8 bits. (Old GPTQ files store ``zero - 1``, so
             that the largest value means 2^bits.)
         offset: ``[N, groups]`` of the scale's dtype.
