@@ -176,7 +176,9 @@ SUITES: dict[str, Suite] = {
         (1, 4, 16),
         {"grouped_packed_mm": ("e128", "e128_ragged")},
     ),
-    "moe-4bit-large": Suite((Shape("expert gate_up", 4096, 7168),), (1, 16, 64), {"grouped_packed_mm": ("e8",)}),
+    "moe-4bit-large": Suite(
+        (Shape("expert gate_up", 4096, 7168),), (1, 16, 64), {"grouped_packed_mm": ("e8", "e8_fp8")}
+    ),
     "attention": Suite(ATTENTION, (512, 4096), {"scaled_bmm": ("int8_b32", "fp8_b32")}),
     # M counts images.
     "resnet50": Suite(_convolutions(RESNET50), (32,), {"conv2d_int8": ("relu",)}),

@@ -1,4 +1,4 @@
-"""16-bit activations x 4-bit weights of a mixture of experts in one call, M rows per expert on average."""
+"""16-bit or FP8 activations x 4-bit weights of a mixture of experts in one call, M rows per expert on average."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Variant:
-    """``ragged``: experts have between one row and about three times the average."""
+    """``ragged``: experts have between one row and about three times the average; ``float8``: FP8 rows with a scale
+    each."""
 
     experts: int
     group_size: int = 128
     ragged: bool = False
+    float8: bool = False
 
 
 VARIANTS = {
     "e8": Variant(8),
+    "e8_fp8": Variant(8, float8=True),
     "e32_g32": Variant(32, 32),
     "e128": Variant(128),
     "e128_ragged": Variant(128, ragged=True),
@@ -44,8 +47,16 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     groups = -(-case.k // v.group_size)
     scale = 0.002 + 0.02 * torch.rand((v.experts * case.n, groups), generator=generator, device=device)
     packed = epiloq.pack_weight(q, scale.to(DTYPE), bits=4, group_size=v.group_size)
-    x = torch.randn((v.experts * case.m, case.k), generator=generator, device=device).to(DTYPE)
-    return {"x": x, "offs": ends_of(v.experts, case.m, v.ragged, generator), "q": packed.q, "scale": packed.scale}
+    x = torch.randn((v.experts * case.m, case.k), generator=generator, device=device)
+    rows = {"x": x.to(DTYPE)}
+    if v.float8:
+        rows["x"], rows["scale_a"] = epiloq.quantize_fp8(x, granularity="token")
+    return rows | {"offs": ends_of(v.experts, case.m, v.ragged, generator), "q": packed.q, "scale": packed.scale}
+
+
+def _tokens(inputs: Inputs) -> Tensor:
+    """The rows that are multiplied."""
+    return inputs["x"].float() * inputs["scale_a"] if "scale_a" in inputs else inputs["x"]
 
 
 def _packed(case: Case, inputs: Inputs) -> epiloq.PackedWeight:
@@ -55,7 +66,8 @@ def _packed(case: Case, inputs: Inputs) -> epiloq.PackedWeight:
 
 
 def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.grouped_packed_mm, s["x"], _packed(case, s), offs=s["offs"]) for s in sets])
+    multiply = epiloq.grouped_packed_mm
+    return Bound([partial(multiply, s["x"], _packed(case, s), s.get("scale_a"), offs=s["offs"]) for s in sets])
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
@@ -67,14 +79,14 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     expert = torch.searchsorted(inputs["offs"], rows, right=True)
     dense = _packed(case, inputs).dequantize().view(-1, case.n, case.k)
     # [rows, columns, K]: each row with the weight of its expert.
-    products = inputs["x"][rows].double()[:, None] * dense[expert[:, None], columns].double()
+    products = _tokens(inputs)[rows].double()[:, None] * dense[expert[:, None], columns].double()
     reference, size = products.sum(-1), products.square().sum(-1).sqrt()
     tolerance = torch.finfo(DTYPE).eps * (reference.abs() + 2 * size) + 1e-30
     return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 
 
 def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
-    """A call of `weight_only_mm` per expert, with row counts known on the host."""
+    """A call of `weight_only_mm` or `w4a8_mm` per expert, with row counts known on the host."""
 
     def call(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
         for part in parts:
@@ -82,11 +94,14 @@ def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
         return out
 
     def bind(s: Inputs) -> partial[Tensor]:
-        out, packed = s["x"].new_empty((s["x"].shape[0], case.n)), _packed(case, s)
-        parts = []
+        out, packed = s["x"].new_empty((s["x"].shape[0], case.n), dtype=DTYPE), _packed(case, s)
+        parts: list[partial[Tensor]] = []
         for e, (i, j) in enumerate(pairwise((0, *s["offs"].tolist()))):
             weight = packed.row_slice(e * case.n, (e + 1) * case.n)
-            parts.append(partial(epiloq.weight_only_mm, s["x"][i:j], weight, out=out[i:j]))
+            if "scale_a" in s:
+                parts.append(partial(epiloq.w4a8_mm, s["x"][i:j], weight, s["scale_a"][i:j], out=out[i:j]))
+            else:
+                parts.append(partial(epiloq.weight_only_mm, s["x"][i:j], weight, out=out[i:j]))
         return partial(call, parts, out)
 
     return Bound([bind(s) for s in sets])
@@ -97,7 +112,7 @@ def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
 
     def bind(s: Inputs) -> partial[Tensor]:
         dense = _packed(case, s).dequantize(DTYPE).view(-1, case.n, case.k)
-        return partial(grouped, s["x"], dense.transpose(1, 2), offs=s["offs"])
+        return partial(grouped, _tokens(s).to(DTYPE), dense.transpose(1, 2), offs=s["offs"])
 
     return tried([bind(s) for s in sets])
 
