@@ -77,16 +77,16 @@ def _norms_of(attention: Any, heads: Tensor) -> _Norms | None:
     both = attention.q_norm, attention.k_norm
     if not all(untouched(norm, *NORMS) for norm in both):
         return None
-    forwards = [vars(norm).get("forward") for norm in both]
+    forwards: list[Any] = [vars(norm).get("forward") for norm in both]
     if not all(isinstance(forward, partial) for forward in forwards):
         return None
     if wants_gradient(*(norm.weight for norm in both)):
         return None
     query, key = (factor_of_graph(f, heads) if is_compiling() else factor_of(f, heads) for f in forwards)
     eps, other = (eps_of(forward) for forward in forwards)
-    width = heads.shape[-1:]
-    fits = query is not None and key is not None and query.shape == key.shape == width and query.dtype == key.dtype
-    return _Norms(query, key, eps) if fits and eps == other else None
+    if query is None or key is None or query.dtype != key.dtype or eps != other:
+        return None
+    return _Norms(query, key, eps) if query.shape == key.shape == heads.shape[-1:] else None
 
 
 def rotated_heads(

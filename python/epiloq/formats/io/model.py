@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
 from epiloq.formats.embeddings import TableOutline, as_table, untied
-from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, skeleton
+from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, layers_of_base_model, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.io.described import KEY
-from epiloq.formats.io.other_classes import layers_of_base_model
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers

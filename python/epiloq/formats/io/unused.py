@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from epiloq.formats.configs.keys import misspelled
-from epiloq.formats.io.architecture import has, ignores_tensor
+from epiloq.formats.io.architecture import has, ignores_tensor, is_missing_in_saved
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.described import KEY
-from epiloq.formats.io.other_classes import is_missing_in_saved
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError
 
