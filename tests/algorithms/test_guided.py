@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,21 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file
 
 from epiloq.models.mixtures import unstack_experts_
-from epiloq.quantize import Float8Grid, Grid, InputStatistics
+from epiloq.quantize import Float8Grid, Fp4Grid, Grid, InputStatistics, OffsetGrid
+from epiloq.quantize.algorithms.one_weight import round_weight
 from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
 from epiloq.quantize.calibration.calibrate import calibrate
 from epiloq.quantize.calibration.guide import _loss, token_weights
+from epiloq.quantize.job import perform, prepare
+from epiloq.quantize.settings import Settings
 from model_families import FAMILIES, VOCABULARY, llama
 from tiny_mixtures import qwen3
+from tiny_teacher import save, tiny_model
 
 PLAIN, GUIDED = ALGORITHMS["gptq+refine"], ALGORITHMS["gptq-guided"]
 
@@ -95,8 +104,14 @@ def test_every_family_and_reproducible(seed: int, family: str) -> None:
         assert block.errors == other.errors
 
 
-@pytest.mark.parametrize("grid", [Grid(3, 16), Grid(4, -1, True), Float8Grid(128, 128), Float8Grid(rows=-1)], ids=str)
-@pytest.mark.parametrize("slices", [1, 4])
+SEPARATE = [Grid(3, 16), Grid(4, -1, True), Float8Grid(), Fp4Grid("nvfp4"), OffsetGrid(4, 32)]
+SHARED = [Float8Grid(128, 128), Float8Grid(rows=-1)]
+"""Grids whose rows share scales."""
+
+
+@pytest.mark.parametrize(
+    ("grid", "slices"), [*((grid, n) for grid in SEPARATE for n in (1, 4)), *((grid, 1) for grid in SHARED)], ids=str
+)
 def test_slices_and_grids(seed: int, grid: Any, slices: int) -> None:
     model = llama().eval()
     blocks = list(calibrate(model, texts(1), grid, replace(GUIDED, slices=slices)))
@@ -104,6 +119,50 @@ def test_slices_and_grids(seed: int, grid: Any, slices: int) -> None:
         for name, weight in block.weights.items():
             layer = model.get_submodule(name)
             assert weight.q.shape == layer.weight.shape and torch.equal(weight.dequantize(), layer.weight)
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_each_slice_is_rounded_by_its_own_hessian(seed: int, slices: int) -> None:
+    model, grid, (window,) = llama().eval(), Grid(4, 16), texts(1)
+    name = "model.layers.0.self_attn.q_proj"
+    layer = model.get_submodule(name)
+    statistics = InputStatistics(layer.in_features, weightings=slices)
+    (weights,) = token_weights(model, *parts(model), [window], slices)
+    handle = layer.register_forward_pre_hook(lambda module, args: statistics.add(args[0], weights[name]))
+    with torch.no_grad():
+        model(window)
+    handle.remove()
+    pairs = zip(layer.weight.detach().clone().tensor_split(slices), statistics.weighted, strict=True)
+    expected = [round_weight(rows, grid, GUIDED, hessian).q for rows, hessian in pairs]
+    first, *_ = calibrate(model, [window], grid, replace(GUIDED, slices=slices))
+    assert torch.equal(first.weights[name].q, torch.cat(expected))
+
+
+def test_layers_with_fewer_rows_than_slices(seed: int) -> None:
+    model = tiny_model(num_key_value_heads=1, head_dim=2).eval()
+    first, *_ = calibrate(model, texts(1), Grid(4, 16), replace(GUIDED, slices=4))
+    key = first.weights["model.layers.0.self_attn.k_proj"]
+    assert len(key.q) == 2 and torch.isfinite(key.dequantize()).all()
+
+
+@pytest.mark.parametrize("algorithm", ["gptq-guided", "awq+gptq-guided"])
+def test_slices_of_a_run(seed: int, tmp_path: Path, algorithm: str) -> None:
+    """Each number of slices has other Hessians, and so other weights; by default there is one."""
+    model = tiny_model(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+    source = save(tmp_path / "model", model)
+    (tmp_path / "text").write_text("".join(chr(97 + i * i % 26) for i in range(700)))
+    usual: Any = {"calibration": tmp_path / "text", "count": 4, "length": 32, "force": True}
+
+    def files(name: str, **more: int) -> dict[str, Tensor]:
+        perform(prepare(Settings(source, tmp_path / name, "w4a16-g32", algorithm, **usual, **more)))
+        return load_file(tmp_path / name / "model.safetensors")
+
+    def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+        return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+    default, found = files("default"), [files(f"{n}", slices=n) for n in range(1, 5)]
+    assert equal(found[0], default)
+    assert not any(equal(one, other) for one, other in combinations(found, 2))
 
 
 @pytest.mark.slow
@@ -137,3 +196,7 @@ def test_refused(seed: int) -> None:
         list(calibrate(model.get_submodule("model"), texts(2), Grid(4, 16), GUIDED))
     with pytest.raises(ValueError, match="slices: expected"):
         token_weights(model, *parts(model), texts(1), 0)
+    of_layer: dict[str, Any] = {"model.layers.0.mlp.up_proj": SHARED[0]}
+    for grid, grids in ((SHARED[0], None), (SHARED[1], None), (Grid(4, 16), of_layer)):
+        with pytest.raises(ValueError, match="gptq-guided: slices: expected 1, as rows share scales, got 2"):
+            calibrate(model, texts(1), grid, replace(GUIDED, slices=2), grids=grids)

@@ -60,6 +60,17 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
     "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "--alpha: expected an algorithm with"),
+    "slices without a guided algorithm": (
+        (*W4, "--algorithm", "gptq+refine", "--slices", "2"),
+        "--slices: expected an algorithm with guided Hessians (gptq-guided, awq+gptq-guided), got gptq+refine; leave "
+        "the option out",
+    ),
+    "slices of rows that share scales": (
+        ("--scheme", "fp8-block", "--algorithm", "gptq-guided", "--slices", "2"),
+        "--slices: expected a scheme whose rows have scales of their own, got fp8-block; leave the option out",
+    ),
+    "too many slices": ((*W4, "--algorithm", "gptq-guided", "--slices", "5"), "Invalid value for '--slices'"),
+    "no slices": ((*W4, "--algorithm", "awq+gptq-guided", "--slices", "0"), "Invalid value for '--slices'"),
     "zero points that are not there": (
         ("--scheme", "fp8", "--symmetric"),
         "expected a scheme of integers with zero points",
@@ -137,6 +148,10 @@ def test_models(
     [
         ({"layout": "awq", "scheme": "w8a16"}, "4 bits"),
         ({"alpha": 1.5}, "alpha: expected 0 to 1"),
+        ({"algorithm": "gptq-guided", "slices": 0}, "--slices: expected 1 to 4, got 0"),
+        ({"algorithm": "gptq-guided", "slices": 5}, "--slices: expected 1 to 4, got 5"),
+        ({"algorithm": "gptq-guided", "slices": 1.5}, "--slices: expected 1 to 4, got 1.5"),
+        ({"slices": 2}, "--slices: expected an algorithm with guided Hessians"),
         ({"calibration": None}, "gptq needs calibration text .*FILE.; --algorithm rtn needs none"),
         ({"calibration": None, "algorithm": "rtn", "tune": 4}, "--tune needs calibration text"),
         ({"calibration": None, "algorithm": "rtn", "scheme": "w8a8-int8-static"}, "needs calibration text .*FILE.$"),

@@ -132,6 +132,33 @@ def test_run_resumes_after_any_interruption(
     check_it_goes_on(teacher, tmp_path / "out", whole)
 
 
+def test_slices_are_those_of_the_interrupted_run(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guided = ("--scheme", "w4a16-g32", "--algorithm", "gptq-guided", "--slices")
+
+    def quantised(name: str, slices: int) -> Result:
+        return CliRunner().invoke(app.create_app(), [*arguments(teacher, tmp_path / name), *guided, str(slices)])
+
+    real = jobs.Store.write
+
+    def stop(*arguments: Any) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.Store, "write", stop)
+        assert quantised("out", 2).exit_code == 130
+    for other in (1, 3):
+        refused = quantised("out", other)
+        assert refused.exit_code == 2 and "with other settings (slices)" in " ".join(refused.output.split())
+    resumed, whole = quantised("out", 2), quantised("whole", 2)
+    assert (resumed.exit_code, whole.exit_code) == (0, 0), resumed.output + whole.output
+    assert "1 of them kept" in resumed.output
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 # The command, which stays where it draws the report: its output is written aside, and not yet in place.
 HELD = """
 import runpy, time

@@ -127,7 +127,7 @@ def test_two_and_three_ranks_write_what_one_does(models: Path, whole: Path, tmp_
     "asked",
     [
         ("--bits", "4.6", "--algorithm", "gptq-guided", "--tune", "2"),
-        ("--scheme", "w4a8-nvfp4-fp8", "--algorithm", "awq+gptq-guided", "--head", "w8a16"),
+        ("--scheme", "w4a8-nvfp4-fp8", "--algorithm", "awq+gptq-guided", "--slices", "3", "--head", "w8a16"),
     ],
     ids=["budget", "fp4"],
 )

@@ -155,6 +155,9 @@ def test_settings_without_effect_are_left_out(made: Path) -> None:
     assert report.settings(rounded | {"scheme": "w4a16-g32", "symmetric": True})["symmetric weights"] == "yes"
     static = {"scheme": "w8a8-int8-static", "algorithm": "smoothquant", "calibration_tokens": 512}
     assert {"alpha", "seed", "keep dynamic", "windows at most"} <= report.settings(rounded | static).keys()
+    assert "slices of output rows" not in report.settings(rounded | static)
+    guided = {"scheme": "w4a16-g32", "algorithm": "awq+gptq-guided", "slices": 3}
+    assert report.settings(rounded | guided)["slices of output rows"] == "3"
 
 
 def test_names_cannot_break_the_page(made: Path) -> None:

@@ -28,7 +28,7 @@ from epiloq.cli.progress import progress_stages
 from epiloq.cli.quantize_summary import show
 from epiloq.files import write_text
 from epiloq.formats.table import FORMATS
-from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.algorithms.table import ALGORITHMS, MOST_SLICES
 from epiloq.quantize.budget.amount import Budget, parse_bytes
 from epiloq.quantize.budget.candidates import AUTO, BASE, DEFAULT
 from epiloq.schemes import SCHEMES, available
@@ -214,6 +214,15 @@ def quantize(
             "integer weights.",
         ),
     ] = 0,
+    slices: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_SLICES,
+            help="For *-guided: slices of each layer's output rows with Hessians of their own. Each takes memory for a "
+            "K x K matrix per layer of a block, and time.",
+        ),
+    ] = 1,
     device: Annotated[
         str,
         typer.Option(metavar="D", help="Device on which blocks are quantised: cpu, cuda or auto."),
@@ -303,6 +312,7 @@ def quantize(
             rotate,
             budget,
             tune,
+            slices,
         )
         found = run(settings)
         if found is None:

@@ -20,7 +20,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.models.conv1d import TransposedConv1D, transpose_
 from epiloq.quantize.algorithms.rotate import check_rotatable, untie_head_
 from epiloq.quantize.algorithms.smoothquant import ALPHA
-from epiloq.quantize.algorithms.table import ALGORITHMS
+from epiloq.quantize.algorithms.table import ALGORITHMS, MOST_SLICES
 from epiloq.quantize.budget.amount import Budget
 from epiloq.quantize.budget.candidates import AUTO as CHOSEN
 from epiloq.quantize.budget.candidates import LAYOUTS, grids
@@ -83,11 +83,31 @@ def check_request(settings: Settings, world: int = 1) -> None:
         raise ValueError(
             f"--alpha: expected an algorithm with SmoothQuant, got {settings.algorithm}; leave the option out"
         )
+    check_slices(settings)
     if needs_text(settings) and settings.calibration is None:
         reader = "--tune" if settings.tune else f"{settings.scheme} by {settings.algorithm}"
         without = replace(settings, algorithm="rtn")
         other = "" if needs_text(without) else "; --algorithm rtn needs none"
         raise ValueError(f"{reader} needs calibration text (--calibration FILE){other}")
+
+
+def check_slices(settings: Settings) -> None:
+    """Raise ValueError for a number of slices of output rows that the algorithm or the scheme does not support."""
+    if settings.slices not in range(1, MOST_SLICES + 1):
+        raise ValueError(f"--slices: expected 1 to {MOST_SLICES}, got {settings.slices}")
+    if settings.slices == 1:
+        return
+    if not ALGORITHMS[settings.algorithm].guided:
+        guided = ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.guided)
+        raise ValueError(
+            f"--slices: expected an algorithm with guided Hessians ({guided}), got {settings.algorithm}; leave the "
+            "option out"
+        )
+    if TARGETS[settings.scheme].base.rows != 1:
+        raise ValueError(
+            f"--slices: expected a scheme whose rows have scales of their own, got {settings.scheme}; leave the option "
+            "out"
+        )
 
 
 def check_budget(budget: Budget, layout: str | None, symmetric: bool) -> None:

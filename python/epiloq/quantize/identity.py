@@ -31,6 +31,7 @@ def identity_of(settings: Settings, source: Checkpoint, plan: Plan, texts: Seque
         "scheme": settings.scheme,
         "algorithm": settings.algorithm,
         "alpha": settings.alpha,
+        "slices": settings.slices,
         "keep_dynamic": settings.keep_dynamic,
         "budget": None if settings.budget is None else asdict(settings.budget),
         "blocks": list(plan.lists),

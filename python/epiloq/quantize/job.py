@@ -298,7 +298,7 @@ def _walk(job: Job, store: Store | None) -> Iterator[Block]:
         job.model,
         job.texts.calibration,
         job.grid,
-        ALGORITHMS[settings.algorithm],
+        settings.rounding,
         inputs=job.target.inputs,
         alpha=settings.alpha,
         static=Static(settings.keep_dynamic) if job.target.static else None,

@@ -48,6 +48,7 @@ SETTINGS = {
     "tokens in a window": "length",
     "seed": "seed",
     "alpha": "alpha",
+    "slices of output rows": "slices",
     "keep dynamic": "keep_dynamic",
     "evaluation text": "evaluation",
     "device": "device",
@@ -91,6 +92,8 @@ def settings(report: Mapping[str, Any]) -> dict[str, str]:
         found = {name: text for name, text in found.items() if name not in CALIBRATION_ONLY}
     if ALGORITHMS[report["algorithm"]].fold != "smoothquant":
         del found["alpha"]
+    if not ALGORITHMS[report["algorithm"]].guided:
+        del found["slices of output rows"]
     if report["scheme"] in TARGETS:
         target = TARGETS[report["scheme"]]
         grid = target.grid(report["symmetric"])

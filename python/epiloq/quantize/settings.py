@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epiloq.evaluation.text import SEED
 from epiloq.quantize.algorithms.smoothquant import ALPHA
+from epiloq.quantize.algorithms.table import ALGORITHMS, Algorithm
 from epiloq.quantize.budget.amount import Budget
 
 
@@ -32,6 +33,9 @@ class Settings:
         Number of steps of subsequent end-to-end training of scales and norms; see `algorithms.tune`.
     rotate
         Whether to first fold rotations into the weights; see `algorithms.rotate`.
+    slices
+        For guided algorithms: number of slices of each layer's output rows with Hessians of their own, 1 to
+        `MOST_SLICES`; see `calibration.guide`.
     """
 
     model: Path
@@ -57,6 +61,13 @@ class Settings:
     rotate: bool = False
     budget: Budget | None = None
     tune: int = 0
+    slices: int = 1
+
+    @property
+    def rounding(self) -> Algorithm:
+        """The algorithm, if it is guided with the number of slices of these settings."""
+        found = ALGORITHMS[self.algorithm]
+        return replace(found, slices=self.slices) if found.guided else found
 
     @property
     def whole(self) -> bool:

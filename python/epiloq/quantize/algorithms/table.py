@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MOST_SLICES = 4
+"""Largest `Algorithm.slices` of a run: each takes a Hessian for each layer of a block."""
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -22,8 +25,8 @@ class Algorithm:
     refine
         Then refit scales and zero points, and change codes one by one; see `refine`.
     slices
-        Number of slices of a layer's rows for which tokens are weighted by the gradient of the final loss; see
-        `guide`. 0 disables this.
+        Number of slices of a layer's output rows, each with its own Hessian, in which tokens are weighted by the
+        gradient of the final loss; see `guide`. 0 disables this.
     learn
         Number of steps in which rounding and ranges of a block's layers are then trained together; see `autoround`. 0
         disables this.
@@ -37,6 +40,11 @@ class Algorithm:
     refine: bool = False
     slices: int = 0
     learn: int = 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether its Hessians are weighted by the gradient of the final loss."""
+        return self.slices > 0
 
     @property
     def needs_inputs(self) -> bool:

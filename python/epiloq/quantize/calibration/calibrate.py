@@ -55,7 +55,8 @@ def calibrate(
     except for the quantisation of activations; computed weights (`torch.nn.utils.parametrize`, pruning) become
     parameters. The blocks, the layers that share an input and the possible foldings are found by running the model.
     Memory in addition to the model: one block's inputs, ``[n, hidden]`` per window, and for one block two ``[K, K]``
-    matrices per distinct input and a few temporaries of a layer's size.
+    matrices per distinct input (guided algorithms: one more per layer and slice) and a few temporaries of a layer's
+    size.
 
     Several ranks divide the windows and the layers among them. All obtain the same model and yield the same blocks,
     bit-identical to those of a single process (see `ranks.STRANDS`) if all use the same kind of device and number of
@@ -83,7 +84,8 @@ def calibrate(
 
     Raises:
         ValueError: no blocks found, blocks that do not form a chain, no windows, inputs with NaN or infinity, static
-            scales with weights that are not integers with zero points, or a weight computed in an unsupported way.
+            scales with weights that are not integers with zero points, several slices of rows that share scales, or a
+            weight computed in an unsupported way.
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
@@ -98,6 +100,10 @@ def calibrate(
         raise ValueError(f"calibrate: {algorithm.name}: expected integers with zero points to learn, got {grid}")
     if algorithm.learn and ranks is not None and ranks.world > 1:
         raise ValueError(f"calibrate: {algorithm.name}: expected one process, got {ranks.world}")
+    if algorithm.slices > 1 and any(each.rows != 1 for each in (grid, *(grids or {}).values())):
+        raise ValueError(
+            f"calibrate: {algorithm.name}: slices: expected 1, as rows share scales, got {algorithm.slices}"
+        )
     work = Work(grid, inputs, algorithm, alpha, static, ranks or Ranks(), grids or {})
     if work.needs_inputs and not windows:
         purpose = algorithm.name if static is None else "static scales"
@@ -158,11 +164,11 @@ def _guide(
     model: nn.Module, blocks: dict[str, nn.Module], windows: Sequence[Tensor], takes: Filter, work: Work
 ) -> list[TokenWeights] | None:
     """Weights of tokens in this rank's windows, if the algorithm uses any."""
-    if not work.slices:
+    if not work.algorithm.guided:
         return None
     layers = {n: layer for name, block in blocks.items() for n, layer in linears_of(block, name, takes).items()}
     with work.ranks.together():
-        return token_weights(model, list(blocks.values()), layers, windows, work.slices)
+        return token_weights(model, list(blocks.values()), layers, windows, work.algorithm.slices)
 
 
 @torch.no_grad()

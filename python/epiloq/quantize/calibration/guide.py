@@ -41,7 +41,8 @@ def token_weights(
 
     Args:
         windows: int64 tokens ``[1, n]`` each; ``model(tokens).logits`` is ``[1, n, vocabulary]``.
-        slices: number of slices of consecutive output rows per layer; with 1 all rows share the weights.
+        slices: number of slices of consecutive output rows per layer; with 1 all rows share the weights. An empty
+            slice, of a layer with fewer rows, has weights of 0.
 
     Raises:
         ValueError: a model without logits, or a layer that does not process each token of a window exactly once and in
@@ -68,7 +69,8 @@ def token_weights(
 
 def _note(weights: dict[str, Tensor], slices: int, name: str, gradient: Tensor) -> None:
     squares = gradient.detach().float().square().flatten(0, -2)
-    means = [part.mean(1) for part in squares.tensor_split(slices, 1)]
+    # An empty slice, of a layer with fewer rows than slices, has weight 0.
+    means = [part.mean(1) if part.shape[1] else part.sum(1) for part in squares.tensor_split(slices, 1)]
     found = torch.stack(means, 1).cpu()
     weights[name] = found if name not in weights else torch.cat((weights[name], found))
 

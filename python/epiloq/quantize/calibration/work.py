@@ -92,11 +92,6 @@ class Work:
         return self.grids.get(layer, self.grid)
 
     @property
-    def slices(self) -> int:
-        """Slices of a layer's rows with their own Hessians; rows that share scales are not separated."""
-        return self.algorithm.slices if self.grid.rows == 1 else min(self.algorithm.slices, 1)
-
-    @property
     def needs_inputs(self) -> bool:
         return self.algorithm.needs_inputs or self.static is not None
 
@@ -230,7 +225,7 @@ class Work:
         assert statistics is not None
         try:
             hessian, _ = statistics.shrunk
-            guided = statistics.weighted if self.algorithm.slices else None
+            guided = statistics.weighted if self.algorithm.guided else None
         except ValueError as error:
             raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         if guided is None:
