@@ -119,6 +119,10 @@ ACCESSES = {
         2,
         "`can_store_boxes`: pointer, stride and length of D's rows. From slots of a multiple of 128 bytes.",
     ),
+    "sm90/w4a16/expert_gemm.cuh": (
+        1,
+        TOKENS + " Boxes of w4a16_launch.cuh's maps, in chunks of a multiple of 8 lines of 128 bytes.",
+    ),
     "sm90/w4a16/w4a16_decode_tma.cuh": (2, SHARED),
     "sm90/w4a16/w4a16_launch.cuh": (3, PACKED + " " + TOKENS + " A single row gets a stride that is a multiple of 8."),
     "sm90/w4a16/w4a16_mainloop.cuh": (1, SHARED),
