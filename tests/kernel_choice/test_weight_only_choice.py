@@ -75,3 +75,10 @@ def test_supports_depends_on_the_device() -> None:
             x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
             expected = epiloq.explain("weight_only_mm", m=m, n=n, k=k, group_size=128, **device)
             assert epiloq.explain("weight_only_mm", x, weight) == expected
+
+
+@pytest.mark.parametrize("memory_gb_s", [4700, 4814, H200, H100])
+def test_measured_layers_are_those_of_cards_with_about_that_memory(memory_gb_s: int) -> None:
+    """H200s report rates that differ by a few percent; an H100 has rows of its own."""
+    kernel = epiloq.explain("weight_only_mm", m=24, n=8192, k=8192, arch="sm90", memory_gb_s=memory_gb_s, terms=True)
+    assert ("chosen as measured" in kernel) == (memory_gb_s != H100), kernel
