@@ -12,13 +12,21 @@ from epiloq import _core
 
 
 def explained(
-    experts: int, n: int, k: int, rows: int, arch: str = "sm90", bits: int = 4, scale: torch.dtype = torch.float16
+    experts: int,
+    n: int,
+    k: int,
+    rows: int,
+    arch: str = "sm90",
+    bits: int = 4,
+    scale: torch.dtype = torch.float16,
+    masked: bool = False,
 ) -> str:
     q = torch.empty(experts * n // 16, -(-k // 128) * bits // 2, 32, 16, dtype=torch.uint8)
     scales = torch.empty(experts * n // 16, -(-k // 128), 16, dtype=scale)
-    x, out = torch.empty(rows, k, dtype=torch.float16), torch.empty(rows, n, dtype=torch.float16)
+    shape = (experts, rows // experts) if masked else (rows,)
+    x, out = torch.empty(*shape, k, dtype=torch.float16), torch.empty(*shape, n, dtype=torch.float16)
     counts = torch.zeros(experts, dtype=torch.int32)
-    tensors = (out, x, q, scales, None, None, None, None, counts, False)
+    tensors = (out, x, q, scales, None, None, None, None, counts, masked)
     with epiloq.config(arch=arch):
         return _core.explain_grouped_weight_only_mm(*tensors, "int", bits, experts * n, k, 128)
 
@@ -75,3 +83,7 @@ def test_many_rows(rows: int, bits: int, scale: torch.dtype, arch: str, expected
 def test_batch_invariance_takes_one_tile() -> None:
     with epiloq.config(batch_invariant=True):
         assert "grouped mma.sync, 128 weight rows x 16 tokens" in explained(8, 4096, 7168, 8 * 97)
+
+
+def test_room_for_rows_does_not_make_them_many() -> None:
+    assert "x 16 to 64 tokens" in explained(8, 4096, 7168, 8 * 512, masked=True)

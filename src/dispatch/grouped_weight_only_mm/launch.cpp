@@ -66,7 +66,7 @@ constexpr auto kWgmmaTable = wgmma_table(std::make_integer_sequence<int, static_
 // For experts it is compiled for all formats but MXFP4 in float16.
 template <int kRow, DType kX, int... kFormat>
 constexpr std::array<Launch, kFormats> experts_by_format(std::integer_sequence<int, kFormat...>) {
-  return {[] -> Launch {
+  return {[]() -> Launch {
     constexpr Format kOf = static_cast<Format>(kFormat);
     if constexpr (kOf == Format::kMxfp4 && kX == DType::kFloat16) {
       return nullptr;

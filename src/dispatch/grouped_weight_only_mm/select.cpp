@@ -165,6 +165,8 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
+    // Masked experts have room for many rows, but usually few.
+    if (p.masked && kExpertRows[row].rounds) continue;
     int const from = is_fp4(format) ? kFp4ExpertRowsFrom[row] : kExpertRowsFrom[row];
     if (typical_rows(p) >= from && has_expert_wgmma(row, p, x, format, target)) return experts_of(p, format, row);
   }
