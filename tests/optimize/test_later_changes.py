@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from epiloq.nn import Fp4Linear, WeightOnlyLinear
 from epiloq.optimize import optimize_, siblings
-from epiloq.optimize.siblings import concatenated
+from epiloq.optimize.merged_layers import concatenated
 from small_models import logits, quantised, relative, tokens
 
 # Modules of a decoder layer that a fused forward passes over, or hands quantised tokens to.

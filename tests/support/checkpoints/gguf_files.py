@@ -25,6 +25,18 @@ KINDS: Mapping[str, tuple[int, int, tuple[int, ...]]] = {
     "Q5_K": (176, 256, (0, 2)),
     "Q6_K": (210, 256, (208,)),
 }
+# Kinds by parts of names: one of each, not of K-quants.
+MIXED = {
+    "attn_q": "Q4_0",
+    "attn_k": "Q4_1",
+    "attn_v": "Q8_0",
+    "attn_output": "F16",
+    "ffn_down": "Q5_0",
+    "ffn_gate": "Q5_1",
+    "ffn_up": "BF16",
+    "token_embd": "Q8_0",
+    "output": "Q4_0",
+}
 HIDDEN, FFN, HEADS, KV, LAYERS, VOCABULARY, CONTEXT = 256, 512, 4, 2, 2, 160, 64
 _SIZES = {
     "hidden_size": HIDDEN,

@@ -12,8 +12,8 @@ INTEGER_MULTIPLICATIONS, FP4_MULTIPLICATIONS = 5e9, 2.5e10
 of integers are twice as fast, but the host needs 36 us to launch those of an expert. FP4, which is dequantised first,
 takes 57 us or more; one kernel is faster for 1.5e10, separate products are for 3e10."""
 FLOAT8_MULTIPLICATIONS = 3e10
-"""The same of WGMMA in bfloat16 and separate products in float8, by count: at 680 and 1,150 TFLOP/s these gain a launch
-of 36 us from there on."""
+"""The same of WGMMA in bfloat16 and separate products in float8. Counted, not measured: at 680 TFLOP/s
+(many_experts.json) and some 1,150 (w4a8.json, with unpacking) these gain a launch of 36 us from there on."""
 
 
 def multiplications(device: torch.device, is_fp4: bool, has_type: bool, by_float8: bool) -> float:

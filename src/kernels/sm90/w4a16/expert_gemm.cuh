@@ -131,7 +131,8 @@ class ExpertProducer {
     return all;
   }
 
-  // Tiles of the same weight rows follow one another, and have about as many tokens.
+  // Tiles of the same weight rows follow one another and share the expert's chunks evenly. None is empty (which would
+  // mean the end): there are as few tiles as hold the chunks.
   __device__ __forceinline__ ExpertTile tile_at(int tile) const {
     int low = 0, high = params_.experts - 1;
 #pragma unroll 1
