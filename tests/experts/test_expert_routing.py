@@ -23,12 +23,9 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
     return wide.softmax(-1) if score == "softmax" else wide.sigmoid() if score == "sigmoid" else wide
 
 
-def kept_experts(choice: Tensor, groups: int, top_groups: int, group_scores: int) -> Tensor:
-    """Whether each expert belongs to one of the best groups."""
-    of_groups = choice.unflatten(-1, (groups, -1))
-    best = of_groups.topk(group_scores, -1).values.sum(-1).topk(top_groups, -1).indices
-    kept = torch.zeros(len(choice), groups, dtype=torch.bool, device=choice.device).scatter_(1, best, True)
-    return kept.unsqueeze(-1).expand_as(of_groups).flatten(1)
+def of_groups(values: Tensor, count: int) -> Tensor:
+    """Values ``[T, groups]`` for each of `count` experts."""
+    return values.repeat_interleave(count // values.shape[-1], -1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -52,8 +49,13 @@ def test_choice(sizes: tuple[int, ...], score: str, dtype: torch.dtype, device: 
     assert (chosen.diff(dim=-1) <= rounding).all()  # in descending order
     mask = torch.zeros_like(choice, dtype=torch.bool).scatter_(1, experts, True)
     assert (mask.sum(-1) == top_k).all()
-    kept = kept_experts(choice, groups, top_groups, group_scores)
-    assert (kept | ~mask).all()
+    group_size = count // groups
+    group_choice = choice.unflatten(-1, (groups, group_size)).topk(group_scores, -1).values.sum(-1)
+    last_kept = group_choice.topk(top_groups, -1).values[:, -1:]  # several groups may have this score
+    used = mask.unflatten(-1, (groups, group_size)).any(-1)
+    assert (used.sum(-1) <= top_groups).all()
+    assert (group_choice + 2 * rounding >= last_kept)[used].all()
+    kept = of_groups(used | (group_choice > last_kept + 2 * rounding), count)
     left = choice.masked_fill(mask | ~kept, -torch.inf)
     if tokens:
         assert (left.amax(-1) <= chosen[:, -1] + rounding[:, 0]).all()
@@ -70,6 +72,14 @@ def test_equal_scores_are_taken_in_order(device: str) -> None:
     logits[1, 65] = 1
     _, experts = select_experts(logits, 4)
     assert experts.tolist() == [[0, 1, 2, 3], [65, 0, 1, 2]]
+
+
+def test_equal_groups_are_taken_in_order(device: str) -> None:
+    logits = torch.zeros(2, 64, device=device)
+    logits[1, 50:52] = 1
+    _, experts = select_experts(logits, 20, groups=4, top_groups=2, group_scores=2)
+    assert experts[0].tolist() == list(range(20))
+    assert experts[1].tolist() == [50, 51, *range(16), 48, 49]
 
 
 def test_not_a_number_and_infinities(device: str) -> None:
