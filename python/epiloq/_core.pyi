@@ -281,7 +281,7 @@ def explain_conv2d_weight_only(
 def explain_fp8_weight_mm(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
 ) -> str: ...
-def explain_grouped_weight_only_mm(
+def explain_grouped_packed_mm(
     out: Tensor,
     x: Tensor,
     q: Tensor,
@@ -298,6 +298,19 @@ def explain_grouped_weight_only_mm(
     k: int,
     group_size: int,
     kernel: tuple[int, int] | None = None,
+) -> str: ...
+def explain_grouped_packed_mm_problem(
+    m: int,
+    n: int,
+    k: int,
+    experts: int | None = None,
+    masked: bool = False,
+    format: str = "int",
+    bits: int = 4,
+    group_size: int = 128,
+    dtype: str = "bfloat16",
+    arch: str = "sm90",
+    sm_count: int = 0,
 ) -> str: ...
 def explain_groupwise_mm(
     out: Tensor,
@@ -551,7 +564,7 @@ def fp8_weight_linear(layer: object, x: object) -> Tensor | None: ...
 def fp8_weight_mm(
     out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
 ) -> bool: ...
-def grouped_weight_only_mm(
+def grouped_packed_mm(
     out: Tensor,
     x: Tensor,
     q: Tensor,
@@ -604,7 +617,7 @@ def interface_hash() -> str: ...
 def is_direct(required: tuple[object, ...], optional: tuple[object, ...]) -> bool: ...
 def kernel_hash() -> str: ...
 def lookup_int8(out: Tensor, x: Tensor, table: Tensor) -> None: ...
-def multiplies_float8(device: int) -> bool: ...
+def multiplies_float8(device_index: int) -> bool: ...
 def multiply_int8(out: Tensor, a: Tensor, b: Tensor, threads: int = 1) -> None: ...
 def new_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]: ...
 def new_silu_and_mul(x: Tensor) -> Tensor: ...
@@ -690,6 +703,7 @@ def rotate_and_store(
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> None: ...
+def runs_kernels_of(arch: str, device_index: int) -> bool: ...
 def scaled_bmm(
     out: Tensor,
     a: Tensor,

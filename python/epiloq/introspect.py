@@ -66,16 +66,17 @@ _EXPLAIN: dict[str, Callable[..., str]] = {
 def explain(name: str, *args: Any, **kwargs: Any) -> str:
     """Name of the kernel that ``epiloq.<name>(*args, **kwargs)`` would use here; nothing is computed.
 
-    `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `w4a8_mm`, `online_quant_mm` and
-    `weight_only_mm` also accept sizes without tensors or a GPU:
+    `scaled_mm`, `scaled_mm_azp`, `scaled_bmm`, `groupwise_mm`, `grouped_mm`, `grouped_packed_mm`, `packed_fp4_mm`,
+    `w4a8_mm`, `online_quant_mm` and `weight_only_mm` also accept sizes without tensors or a GPU:
     ``epiloq.explain("scaled_mm", m=16, n=4096, k=4096, arch="sm90")``. The keywords are ``m, n, k`` and options:
     ``arch`` (default "sm90"), ``sm_count`` (default: that of the architecture's first GPU), for `online_quant_mm` and
-    `weight_only_mm` ``memory_gb_s`` (likewise), ``dtype``, ``bits``, ``group_size`` and others; an unknown option
-    raises an error that lists them. Choices of `epiloq.tune` are considered for tensors only: they belong to a GPU.
+    `weight_only_mm` ``memory_gb_s`` (likewise), ``dtype`` (of the activations), ``bits``, ``group_size``, ``experts``
+    (``m`` is then the rows of all, or of each with ``masked=True``) and others; an unknown option raises an error that
+    lists them. Choices of `epiloq.tune` are considered for tensors only: they belong to a GPU.
 
-    For these operations except `scaled_bmm`, ``terms=True`` adds the cost model's estimates for the kernel and the
-    runner-up: waves and microseconds per K step, and for `weight_only_mm` also bytes, and microseconds for memory,
-    arithmetic, loads, reduction and store.
+    For these operations, except `scaled_bmm` and the two of packed weights of experts, ``terms=True`` adds the cost
+    model's estimates for the kernel and the runner-up: waves and microseconds per K step, and for `weight_only_mm` also
+    bytes, and microseconds for memory, arithmetic, loads, reduction and store.
 
     Raises what the call itself would raise.
     """

@@ -186,13 +186,9 @@ constexpr std::int64_t workspace_floats(Problem const& p, int split) {
 
 // The kernel's plan, with a workspace or without; nothing if the device has no kernel.
 std::optional<Plan> plan_on(int device, Problem problem, bool has_workspace) {
-  DeviceProperties const& properties = device_properties(device);
-  auto const runs = [&](Arch arch) {
-    return is_built(arch) && properties.compute_capability >= static_cast<int>(arch);
-  };
-  if (!runs(Arch::kSm80) && !runs(Arch::kSm90)) return std::nullopt;
-  bool const may_cluster = forced_arch() == Arch::kAuto || forced_arch() == Arch::kSm90;
-  Resources const resources{properties.sm_count, may_cluster && runs(Arch::kSm90), has_workspace};
+  std::optional<Target> const target = find_target(KernelSet::kDecodeAttention, device);
+  if (!target) return std::nullopt;
+  Resources const resources{target->sm_count, target->arch == Arch::kSm90, has_workspace};
   if (batch_invariant()) problem.batches = 1;  // the order of sums must not depend on how many there are
   return ops::decode_attention::plan_of(problem, resources);
 }

@@ -6,6 +6,7 @@
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "epiloq/error.h"
+#include "epiloq/kernel_archs.h"
 #include "epiloq/threads.h"
 #include "epiloq/version.h"
 #include "interface_hash.h"
@@ -61,6 +62,13 @@ PYBIND11_MODULE(_core, module) {
   py::register_local_exception_translator(translate);
   module.def("built_archs", &built_arch_names);
   module.def("device_properties", &properties_of, py::arg("device_index"));
+  module.def(
+      "runs_kernels_of",
+      [](std::string const& arch, int device_index) { return runs_kernels_of(parse_arch(arch), device_index); },
+      py::arg("arch"), py::arg("device_index"));
+  module.def(
+      "multiplies_float8", [](int device_index) { return multiplies_float8({Device::Type::kCuda, device_index}); },
+      py::arg("device_index"));
   module.def("force_arch", [](std::string const& arch) { force_arch(parse_arch(arch)); }, py::arg("arch"));
   module.def("forced_arch", [] { return name(forced_arch()); });
   module.def("set_batch_invariant", &set_batch_invariant, py::arg("on"));
@@ -75,7 +83,7 @@ PYBIND11_MODULE(_core, module) {
   register_decode_attention(module);
   register_dequantize_fp4(module);
   register_expert_routing(module);
-  register_grouped_weight_only_mm(module);
+  register_grouped_packed_mm(module);
   register_fp8_weight_mm(module);
   register_groupwise_mm(module);
   register_host_products(module);

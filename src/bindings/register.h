@@ -9,7 +9,7 @@ void register_conv2d_weight_only(py::module_& module);
 void register_decode_attention(py::module_& module);
 void register_dequantize_fp4(py::module_& module);
 void register_expert_routing(py::module_& module);
-void register_grouped_weight_only_mm(py::module_& module);
+void register_grouped_packed_mm(py::module_& module);
 void register_fp8_weight_mm(py::module_& module);
 void register_groupwise_mm(py::module_& module);
 void register_host_products(py::module_& module);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "epiloq/error.h"
+#include "epiloq/kernel_archs.h"
 #include "epiloq/tuning.h"
 
 namespace epiloq {
@@ -38,7 +39,7 @@ enum class Sm90Kernels { kWgmma, kForward };
 constexpr Arch kEvery[] = {Arch::kSm90, Arch::kSm89, Arch::kSm80, Arch::kSm75};
 constexpr Arch kInt8[] = {Arch::kSm90, Arch::kSm80, Arch::kSm75};
 constexpr Arch kFloat8[] = {Arch::kSm90, Arch::kSm89};
-constexpr Arch kInt8Grouped[] = {Arch::kSm90, Arch::kSm80};
+constexpr Arch kFromSm80[] = {Arch::kSm90, Arch::kSm80};
 
 struct KernelSetRow {
   KernelSet set;
@@ -51,11 +52,12 @@ constexpr KernelSetRow kKernelSets[] = {
     {KernelSet::kInt8Gemm, kInt8, kEvery, Sm90Kernels::kWgmma},
     {KernelSet::kFloat8Gemm, kFloat8, kEvery, Sm90Kernels::kWgmma,
      "; float8 needs compute capability 8.9 or newer, int8 (scheme w8a8-int8) runs on 7.5"},
-    {KernelSet::kInt8Groupwise, kInt8Grouped, kInt8Grouped, Sm90Kernels::kWgmma},
+    {KernelSet::kInt8Groupwise, kFromSm80, kFromSm80, Sm90Kernels::kWgmma},
     {KernelSet::kFloat8Groupwise, kFloat8, kFloat8, Sm90Kernels::kWgmma},
     {KernelSet::kWeightOnly, kInt8, kInt8, Sm90Kernels::kForward},
     {KernelSet::kOnlineQuant, kInt8, kInt8, Sm90Kernels::kForward},
     {KernelSet::kConvolution, kInt8, kInt8, Sm90Kernels::kForward},
+    {KernelSet::kDecodeAttention, kFromSm80, kFromSm80, Sm90Kernels::kForward},
 };
 
 KernelSetRow const& row_of(KernelSet set) {
@@ -112,6 +114,16 @@ bool is_built(Arch arch) {
 
 void force_arch(Arch arch) { t_forced_arch = arch; }
 Arch forced_arch() { return t_forced_arch; }
+
+bool runs_kernels_of(Arch arch, int device) {
+  bool const is_allowed = forced_arch() == Arch::kAuto || forced_arch() == arch;
+  int const capability = device_properties(device).compute_capability;
+  return is_allowed && is_built(arch) && runs(capability, arch, Sm90Kernels::kWgmma);
+}
+
+bool multiplies_float8(Device device) {
+  return device.type != Device::Type::kCuda || find_target(KernelSet::kFloat8Gemm, device.index).has_value();
+}
 
 std::optional<Target> find_target(KernelSet set, int device) {
   DeviceProperties const& properties = device_properties(device);

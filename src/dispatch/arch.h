@@ -17,7 +17,8 @@ enum class KernelSet {
   kFloat8Groupwise,
   kWeightOnly,
   kOnlineQuant,
-  kConvolution
+  kConvolution,
+  kDecodeAttention
 };
 
 // The newest architecture of the set that this build contains, the device runs and epiloq.config allows, if any.

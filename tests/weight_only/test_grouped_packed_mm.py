@@ -102,7 +102,7 @@ def test_explain_names_every_pass(
 
     monkeypatch.setattr(operation, "_has_kernel", lambda *_: True)
     monkeypatch.setattr(operation, "widened", None)
-    monkeypatch.setattr(epiloq._core, "explain_grouped_weight_only_mm", explained, raising=False)
+    monkeypatch.setattr(epiloq._core, "explain_grouped_packed_mm", explained, raising=False)
     options = {} if activations == torch.bfloat16 else {"out_dtype": out_dtype}
     text = epiloq.explain("grouped_packed_mm", **given, **options)
     then = ", then rounded to float16" if options.get("out_dtype") else ""

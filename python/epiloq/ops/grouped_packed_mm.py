@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.archs import runs_kernels_of
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
@@ -215,9 +216,8 @@ def _has_kernel(x: Tensor, weight: Weight, scale_a: Tensor | None, experts: int)
         return False
     rows = x.shape[-2] if x.ndim == 3 else x.shape[0] / experts
     is_fp4, multiplied = isinstance(weight, PackedFp4Weight), torch.bfloat16 if scale_a is not None else x.dtype
-    most = few_rows.multiplications(
-        x.device, is_fp4, is_fp4 or weight.scale.dtype == multiplied, by_float8=scale_a is not None
-    )
+    by_wgmma = (is_fp4 or weight.scale.dtype == multiplied) and runs_kernels_of(x.device, "sm90")
+    most = few_rows.multiplications(is_fp4, by_wgmma, by_float8=scale_a is not None)
     return few_rows.are_few(rows, weight.n // experts, weight.k, most) or torch.cuda.is_current_stream_capturing()
 
 
@@ -237,8 +237,8 @@ def _by_kernel(
     tensors = (result, x, weight.q, weight.scale, zero, offset, None, factor, counts, x.ndim == 3)
     numbers = (*_kind_of(weight), weight.n, weight.k, weight.group_size)
     if explained:
-        return _core.explain_grouped_weight_only_mm(*tensors, *numbers)
-    taken = _core.grouped_weight_only_mm(*tensors, *numbers)
+        return _core.explain_grouped_packed_mm(*tensors, *numbers)
+    taken = _core.grouped_packed_mm(*tensors, *numbers)
     if taken and result is not out:
         # Rows without an expert keep their contents.
         places = torch.arange(out.shape[-2], device=out.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.archs import runs_kernels_of
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
@@ -122,9 +123,14 @@ def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool
     if not x.is_cuda or counts is None or is_batch_invariant():
         return x.is_cuda
     experts = counts.numel()
-    rows, is_exact = prod(x.shape[:-1]) / experts, format == "nvfp4" or x.dtype == torch.bfloat16
-    most = few_rows.multiplications(x.device, True, is_exact, by_float8=False)
+    rows, by_wgmma = prod(x.shape[:-1]) / experts, is_exact(format, x.dtype) and runs_kernels_of(x.device, "sm90")
+    most = few_rows.multiplications(True, by_wgmma, by_float8=False)
     return few_rows.are_few(rows, n // experts, x.shape[-1], most)
+
+
+def is_exact(format: str, dtype: torch.dtype) -> bool:
+    """Whether x's type represents each product of a code and its scale, as WGMMA needs."""
+    return format == "nvfp4" or dtype == torch.bfloat16
 
 
 def _refuse_dense(x: Tensor) -> None:
@@ -162,7 +168,7 @@ def _kernel_arguments(
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
     if not _takes_kernel(x, counts, weight.n, weight.format):
         return False
-    return _core.grouped_weight_only_mm(*_kernel_arguments(out, x, weight, bias, counts))
+    return _core.grouped_packed_mm(*_kernel_arguments(out, x, weight, bias, counts))
 
 
 def _dequantised(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> None:
@@ -220,14 +226,18 @@ def explain(call: Arguments) -> str:
     if result.numel() == 0:
         return "nothing to launch: the output is empty"
     if _takes_kernel(x, counts, weight.n, weight.format):
-        explanation = _core.explain_grouped_weight_only_mm(*_kernel_arguments(result, x, weight, bias, counts))
+        explanation = _core.explain_grouped_packed_mm(*_kernel_arguments(result, x, weight, bias, counts))
         if not explanation.startswith("no "):
             return explanation
     _refuse_dense(x)
-    where = "in memory" if x.is_cuda else "some rows at a time"
-    alone = " of each token alone" if is_batch_invariant() else ""
-    dense = f"the weight dequantised to {str(x.dtype).removeprefix('torch.')}, {where}, then torch's product{alone}"
+    dense = dequantised_explanation(x.dtype, "in memory" if x.is_cuda else "some rows at a time")
+    dense += " of each token alone" if is_batch_invariant() else ""
     return dense if counts is None else f"one expert after the other: {dense}"
+
+
+def dequantised_explanation(dtype: torch.dtype, where: str) -> str:
+    """What `explain` says of a weight that no kernel reads."""
+    return f"the weight dequantised to {str(dtype).removeprefix('torch.')}, {where}, then torch's product"
 
 
 def _fake(x: Tensor, *rest: Any) -> Tensor:

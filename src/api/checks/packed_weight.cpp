@@ -57,19 +57,32 @@ void check_format(Checker const& check, int bits, std::int64_t group_size) {
   if (group_size < 1 && group_size != -1) check.fail("group_size", "expected -1 or at least 1, got ", group_size);
 }
 
+Weight weight_of_sizes(Checker const& check, int bits, std::int64_t n, std::int64_t k, std::int64_t group_size,
+                       DType scale_dtype) {
+  check_format(check, bits, group_size);
+  if (n < 0 || n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", n);
+  if (k < 0 || k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", k);
+  std::int64_t const padded_k = ceil_div(k, kPadding) * kPadding;
+  std::int64_t const group = group_size == -1 ? padded_k : std::min(group_size, padded_k);
+  Weight weight{};
+  weight.n = static_cast<int>(n), weight.k = static_cast<int>(k), weight.padded_k = static_cast<int>(padded_k);
+  weight.bits = bits;
+  weight.group = static_cast<int>(std::max<std::int64_t>(group, 1));
+  weight.groups = static_cast<int>(padded_k == 0 ? 0 : ceil_div(padded_k, group));
+  weight.group_shift = group_shift(group, padded_k);
+  weight.scale_dtype = scale_dtype;
+  return weight;
+}
+
 Weight checked_weight(Checker const& check, PackedWeight const& w) {
   if (w.format != WeightFormat::kInteger) check.fail("weight", "expected integers, got FP4");
   return checked_weight_of_any_format(check, w);
 }
 
 Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w) {
-  check_format(check, w.bits, w.group_size);
-  if (w.n < 0 || w.n > kMaxSize) check.fail("n", "expected 0 to ", kMaxSize, ", got ", w.n);
-  if (w.k < 0 || w.k > kMaxSize) check.fail("k", "expected 0 to ", kMaxSize, ", got ", w.k);
+  Weight weight = weight_of_sizes(check, w.bits, w.n, w.k, w.group_size, w.scale.dtype);
   if (w.zero && w.offset) check.fail("offset", "expected none with zero, got ", describe(*w.offset));
-  std::int64_t const panels = ceil_div(w.n, kPanelRows), padded_k = ceil_div(w.k, kPadding) * kPadding;
-  std::int64_t const group = w.group_size == -1 ? padded_k : std::min(w.group_size, padded_k);
-  std::int64_t const groups = padded_k == 0 ? 0 : ceil_div(padded_k, group);
+  std::int64_t const panels = ceil_div(w.n, kPanelRows);
   check.tensor("weight.q", w.q, {DType::kUInt8});
   if (w.format == WeightFormat::kInteger) {
     check.tensor("weight.scale", w.scale, kFloats);
@@ -77,35 +90,28 @@ Weight checked_weight_of_any_format(Checker const& check, PackedWeight const& w)
     check_fp4(check, w);
     check.tensor("weight.scale", w.scale, {DType::kUInt8});
   }
-  check.shape("weight.q", w.q, {panels, padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
-  check.shape("weight.scale", w.scale, {panels, groups, kPanelRows});
+  check.shape("weight.q", w.q, {panels, weight.padded_k / depth(w.bits), kLanes, lane_bytes(w.bits)});
+  check.shape("weight.scale", w.scale, {panels, weight.groups, kPanelRows});
   check.aligned16("weight.q", w.q);
   check.aligned16("weight.scale", w.scale);
   if (w.zero) {
     check.tensor("weight.zero", *w.zero, {DType::kUInt8});
-    check.shape("weight.zero", *w.zero, {panels, groups, kPanelRows});
+    check.shape("weight.zero", *w.zero, {panels, weight.groups, kPanelRows});
     check.aligned16("weight.zero", *w.zero);
     if (w.zero->device.type == Device::Type::kCpu && w.bits < 8 && w.k > 0) {
-      check_zeros(check, w, groups, ceil_div(w.k, std::max<std::int64_t>(group, 1)));
+      check_zeros(check, w, weight.groups, ceil_div(w.k, std::int64_t{weight.group}));
     }
   }
   if (w.offset) {
     check.tensor("weight.offset", *w.offset, {w.scale.dtype});
-    check.shape("weight.offset", *w.offset, {panels, groups, kPanelRows});
+    check.shape("weight.offset", *w.offset, {panels, weight.groups, kPanelRows});
     check.aligned16("weight.offset", *w.offset);
   }
-  return {static_cast<int>(w.n),
-          static_cast<int>(w.k),
-          static_cast<int>(padded_k),
-          w.bits,
-          static_cast<int>(std::max<std::int64_t>(group, 1)),
-          static_cast<int>(groups),
-          group_shift(group, padded_k),
-          w.q.as<std::uint8_t>(),
-          w.scale.data,
-          w.zero ? w.zero->as<std::uint8_t>() : nullptr,
-          w.offset ? w.offset->data : nullptr,
-          w.scale.dtype};
+  weight.q = w.q.as<std::uint8_t>();
+  weight.scale = w.scale.data;
+  weight.zero = w.zero ? w.zero->as<std::uint8_t>() : nullptr;
+  weight.offset = w.offset ? w.offset->data : nullptr;
+  return weight;
 }
 
 void check_apart(Checker const& check, TensorView const& out, PackedWeight const& w) {

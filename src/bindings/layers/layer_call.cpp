@@ -1,7 +1,6 @@
 #include "bindings/layers/layer_call.h"
 
 #include "bindings/register.h"
-#include "epiloq/device.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -115,14 +114,6 @@ void LayerCall::use(py::object x) {
   if (!lend(x_object_, x_)) is_direct_ = false;
 }
 
-bool multiplies_float8(Device device) {
-  if (device.type != Device::Type::kCuda) return true;
-  Arch const forced = forced_arch();
-  if (forced != Arch::kAuto && forced != Arch::kSm89 && forced != Arch::kSm90) return false;
-  int const capability = device_properties(device.index).compute_capability;
-  return (is_built(Arch::kSm89) && capability >= 89) || (is_built(Arch::kSm90) && capability == 90);
-}
-
 TensorView rows_of(TensorView const& dense) {
   std::int64_t const columns = dense.size(-1);
   return {dense.data, dense.dtype, dense.device, {columns > 0 ? dense.numel() / columns : 0, columns}};
@@ -133,9 +124,6 @@ void register_layer_call(py::module_& module) {
       "are_unchanged",
       [](py::dict const& parameters, py::tuple const& sources) { return are_unchanged(parameters, sources); },
       py::arg("parameters"), py::arg("sources"));
-  module.def(
-      "multiplies_float8", [](int device) { return multiplies_float8({Device::Type::kCuda, device}); },
-      py::arg("device"));
 }
 
 }  // namespace epiloq::bindings

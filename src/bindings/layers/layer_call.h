@@ -68,10 +68,6 @@ class LayerCall {
   std::size_t count_ = 0;
 };
 
-// Whether a device multiplies FP8 activations: the CPU, and CUDA from compute capability 8.9 on, unless older kernels
-// are forced.
-bool multiplies_float8(Device device);
-
 // […, C], dense, as [R, C].
 TensorView rows_of(TensorView const& dense);
 

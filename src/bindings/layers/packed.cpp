@@ -54,10 +54,10 @@ bool PackedFp4::suits(LayerCall const& call) const {
 }
 
 bool PackedFp4::multiply(TensorView const& out, TensorView const& tokens, Stream stream) const {
-  GroupedWeightOnlyMm product{out, tokens, weight_};
+  GroupedPackedMm product{out, tokens, weight_};
   if (bias_) product.bias = TensorView(bias_->view.data, bias_->view.dtype, bias_->view.device, {1, n()});
   product.factor = view_of(factor_);
-  return grouped_weight_only_mm(product, stream);
+  return grouped_packed_mm(product, stream);
 }
 
 bool suits_kernels(LayerCall const& call, Optional const& bias) {

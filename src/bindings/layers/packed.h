@@ -1,7 +1,7 @@
 #pragma once
 
 #include "bindings/layers/layer_call.h"
-#include "epiloq/grouped_weight_only_mm.h"
+#include "epiloq/grouped_packed_mm.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq::bindings {

@@ -14,6 +14,7 @@
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "epiloq/groupwise_mm.h"
+#include "epiloq/kernel_archs.h"
 #include "epiloq/quantize_fp8.h"
 #include "epiloq/quantize_int8.h"
 #include "epiloq/scaled_mm.h"

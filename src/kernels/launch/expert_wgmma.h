@@ -1,12 +1,12 @@
 #pragma once
 
-// The launch of grouped_weight_only_mm's WGMMA kernel for experts (SM90): declared for dispatch/grouped_weight_only_mm,
+// The launch of grouped_packed_mm's WGMMA kernel for experts (SM90): declared for dispatch/grouped_packed_mm,
 // defined in sm90/w4a16/expert_gemm.cuh, and instantiated a format at a time in sources that CMake expands from
 // kernels_experts.cu.in.
 
-#include "kernels/launch/grouped_weight_only_mm.h"
+#include "kernels/launch/grouped_packed_mm.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 inline constexpr int kMostExperts = 512;
 
@@ -29,4 +29,4 @@ constexpr weight_only_mm::WgmmaConfig expert_config(int row, int bits) {
 template <int kRow, DType kX, Format kFormat>
 void launch_expert_wgmma(Problem const&, int tiles, int split, int device, Stream);
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -10,8 +10,11 @@ import torch
 
 from epiloq import _core
 from epiloq._torch.library import is_batch_invariant
+from epiloq.ops.experts import few_rows
+from epiloq.ops.packed_fp4_mm import dequantised_explanation, is_exact
 from epiloq.ops.w4a8 import unpacked
 from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
+from epiloq.weights.packed_layout import PANEL_ROWS
 
 _SIZES = ("m", "n", "k")
 
@@ -29,6 +32,58 @@ def _explain_w4a8_mm(**call: Any) -> str:
     return kernel
 
 
+def _explain_packed_fp4_mm(**call: Any) -> str:
+    """The kernel, unless the matrix of one expert after the other is dequantised."""
+    call = {"format": "mxfp4", "dtype": "bfloat16", **call}
+    if call["format"] not in ("mxfp4", "nvfp4"):
+        raise ValueError(f"epiloq.packed_fp4_mm: format: expected mxfp4 or nvfp4, got {call['format']!r}")
+    kernel = _core.explain_grouped_packed_mm_problem(**call)
+    experts, dtype = call.get("experts"), getattr(torch, call["dtype"])
+    takes = experts is None or is_batch_invariant()
+    if not takes:
+        by_wgmma = is_exact(call["format"], dtype) and call.get("arch", "sm90") == "sm90"
+        takes = _are_few(call, few_rows.multiplications(True, by_wgmma, by_float8=False))
+    if takes and not kernel.startswith("no kernel"):
+        return kernel
+    if is_batch_invariant():
+        raise NotImplementedError(f"epiloq.packed_fp4_mm: {kernel}, which batch invariance needs")
+    dense = dequantised_explanation(dtype, "in memory")
+    return dense if experts is None else f"one expert after the other: {dense}"
+
+
+def _explain_grouped_packed_mm(**call: Any) -> str:
+    """The kernel for all experts, or that of one expert that has all rows. `dtype` is that of x, 8 bits with
+    ``scale_a``; scales have the type that is multiplied."""
+    call = {"experts": 1, "format": "int", "dtype": "bfloat16", **call}
+    is_fp4, is_8_bits = call["format"] != "int", call["dtype"] in ("int8", "float8_e4m3fn")
+    if is_fp4 and not is_8_bits:
+        raise ValueError(
+            f"epiloq.grouped_packed_mm: dtype: expected int8 or float8_e4m3fn with FP4 (packed_fp4_mm multiplies "
+            f"floating-point rows), got {call['dtype']}"
+        )
+    multiplied = "bfloat16" if is_8_bits else call["dtype"]
+    kernel = _core.explain_grouped_packed_mm_problem(**{**call, "dtype": multiplied})
+    by_wgmma = call.get("arch", "sm90") == "sm90"
+    most = few_rows.multiplications(is_fp4, by_wgmma, by_float8=is_8_bits)
+    takes = is_fp4 if is_batch_invariant() else _are_few(call, most)
+    if takes and not kernel.startswith("no kernel"):
+        return f"activations as bfloat16: {kernel}" if is_8_bits else kernel
+    rows = call["m"] * (call["experts"] if call.get("masked") else 1)
+    sizes = {"m": rows, "n": call["n"], "k": call["k"]}
+    sizes |= {name: call[name] for name in ("group_size", "arch", "sm_count") if name in call}
+    if is_fp4 or call["dtype"] == "int8":
+        return "one expert after the other, by w4a8_mm"
+    if is_8_bits:
+        return f"one expert after the other: {_explain_w4a8_mm(**sizes)}"
+    bits = {"bits": call["bits"]} if "bits" in call else {}
+    return f"one expert after the other: {_core.explain_weight_only_mm_problem(**sizes, **bits)}"
+
+
+def _are_few(call: Mapping[str, Any], most: float) -> bool:
+    rows = call["m"] if call.get("masked") else call["m"] / call["experts"]
+    return few_rows.are_few(rows, call["n"], call["k"], most)
+
+
 @dataclass(frozen=True)
 class _Question:
     """How to explain an operation by sizes: the C++ function, its options besides ``m, n, k``, fixed arguments, and the
@@ -44,6 +99,7 @@ _MM = ("dtype", "aligned", "arch", "sm_count", "terms")
 # What int32 holds (src/api/scaled_mm.cpp).
 _MOST_K, _MOST_K_AZP = 131071, 65793
 _GROUPWISE = ("column_scales", "whole_row_scales", "per_row_scales", *_MM)
+_EXPERTS = ("dtype", "arch", "sm_count")
 _QUESTIONS = {
     "scaled_mm": _Question(_core.explain_scaled_mm_problem, ("fast_accum", *_MM), most_k=_MOST_K),
     "scaled_mm_azp": _Question(_core.explain_scaled_mm_problem, _MM, most_k=_MOST_K_AZP),
@@ -61,6 +117,10 @@ _QUESTIONS = {
     "weight_only_mm": _Question(
         _core.explain_weight_only_mm_problem, ("bits", "group_size", "arch", "sm_count", "memory_gb_s", "terms")
     ),
+    "grouped_packed_mm": _Question(
+        _explain_grouped_packed_mm, ("experts", "masked", "format", "bits", "group_size", *_EXPERTS)
+    ),
+    "packed_fp4_mm": _Question(_explain_packed_fp4_mm, ("experts", "masked", "format", *_EXPERTS)),
     "w4a8_mm": _Question(_explain_w4a8_mm, ("group_size", "arch", "sm_count", "terms")),
 }
 
@@ -87,7 +147,7 @@ def explain_problem(operation: str, sizes: Mapping[str, Any]) -> str:
         raise ValueError(f"epiloq.{operation}: k: expected at most {question.most_k} of int8, got {sizes['k']}")
     is_empty = 0 in (sizes["m"], sizes["n"])
     if is_empty:  # the options are checked all the same
-        call |= {"m": 1, "n": 1}
+        call |= {"m": 1, "n": PANEL_ROWS}
     try:
         answer = question.ask(**call)
     except TypeError:

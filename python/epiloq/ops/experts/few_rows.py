@@ -2,10 +2,6 @@
 
 from math import inf
 
-import torch
-
-from epiloq._torch.archs import runs_kernels_of
-
 MANY_ROWS = 64
 INTEGER_MULTIPLICATIONS, FP4_MULTIPLICATIONS = 5e9, 2.5e10
 """Of an expert's rows, up to which `mma.sync` tiles for all experts take less. Measured on an H200: separate products
@@ -16,14 +12,14 @@ FLOAT8_MULTIPLICATIONS = 3e10
 (many_experts.json) and some 1,150 (w4a8.json, with unpacking) these gain a launch of 36 us from there on."""
 
 
-def multiplications(device: torch.device, is_fp4: bool, has_type: bool, by_float8: bool) -> float:
+def multiplications(is_fp4: bool, by_wgmma: bool, by_float8: bool) -> float:
     """Multiplications of an expert's rows up to which the kernel that multiplies all experts is faster than products of
     one expert after the other.
 
-    `has_type`: scales have the type of the activations, or the weight is FP4, so that WGMMA multiplies them on SM90.
-    `by_float8`: separate products are of 8-bit activations.
+    `by_wgmma`: that kernel uses WGMMA for many rows, which takes SM90 and a weight whose scales have the type of the
+    activations, or FP4. `by_float8`: separate products are of 8-bit activations.
     """
-    if has_type and runs_kernels_of(device, "sm90"):
+    if by_wgmma:
         return FLOAT8_MULTIPLICATIONS if by_float8 else inf
     return FP4_MULTIPLICATIONS if is_fp4 else INTEGER_MULTIPLICATIONS
 

@@ -13,7 +13,7 @@
 #include "kernels/launch/expert_wgmma.h"
 #include "kernels/sm90/w4a16/fp4_gemm.cuh"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 struct ExpertParams : wo::TileParams {
   int const* counts;
@@ -291,7 +291,7 @@ void launch_expert_wgmma(Problem const& p, int tiles, int, int device, Stream st
   int const blocks = std::min(tiles * params.row_tiles, device_properties(device).sm_count);
   cuda_check(launch_pdl_clusters(&expert_kernel<G>, dim3(blocks), dim3(1), C::kThreads,
                                  wo::kAtom + params.stages * params.stage.bytes, stream, params),
-             "launching epiloq.grouped_weight_only_mm");
+             "launching epiloq.grouped_packed_mm");
 }
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

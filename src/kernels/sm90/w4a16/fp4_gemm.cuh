@@ -118,7 +118,7 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
 
 }  // namespace epiloq::ops::weight_only_mm
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 namespace wo = weight_only_mm;
 
@@ -158,4 +158,4 @@ void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
   wo::launch_tiles<C>(&wo::wgmma_kernel<C>, kConfig, params, split, device, stream, "launching epiloq.packed_fp4_mm");
 }
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -1,4 +1,4 @@
-#include "dispatch/grouped_weight_only_mm/launch.h"
+#include "dispatch/grouped_packed_mm/launch.h"
 
 #include <utility>
 
@@ -9,7 +9,7 @@
 #include "core/cuda_check.h"
 #endif
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 #if EPILOQ_HAS_CUDA
 namespace {
@@ -105,12 +105,11 @@ ByType const& row_of(Choice const& choice) {
 void launch(Choice const& choice, Problem const& problem, DType x, int device, Stream stream) {
   DeviceGuard const guard(device);
   Launch const launch = row_of(choice)[x == DType::kBFloat16][static_cast<int>(choice.format)];
-  if (launch == nullptr)
-    throw Unsupported("epiloq.grouped_weight_only_mm: this build lacks the kernel; see EPILOQ_ARCHS");
+  if (launch == nullptr) throw Unsupported("epiloq.grouped_packed_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   launch(problem, choice.tiles, choice.split, device, stream);
 }
 #else
 void launch(Choice const&, Problem const&, DType, int device, Stream) { device_properties(device); }
 #endif
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -1,4 +1,4 @@
-#include "dispatch/grouped_weight_only_mm/select.h"
+#include "dispatch/grouped_packed_mm/select.h"
 
 #include <algorithm>
 #include <limits>
@@ -12,7 +12,7 @@
 #include "kernels/common/w4a16/split_k.h"
 #include "problems/packed_layout.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 namespace {
 
 using weight_only_mm::kPadding;
@@ -176,8 +176,8 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   return {format, row, most_tiles(p, kRows[row].tokens), split_of(p, kRows[row], target)};
 }
 
-Choice choose(Problem const& p, DType x, Format format, Target const& target, GroupedWeightOnlyMmKernel const& kernel) {
-  Checker const check("grouped_weight_only_mm", {});
+Choice choose(Problem const& p, DType x, Format format, Target const& target, GroupedPackedMmKernel const& kernel) {
+  Checker const check("grouped_packed_mm", {});
   int const rows = static_cast<int>(kRows.size()), most = has_clusters(target) ? kMaxCluster : 1;
   int const of_experts = kernel.row - rows;
   if (of_experts >= 0 && of_experts < static_cast<int>(kExpertRows.size()) && kernel.split == 1 &&
@@ -219,4 +219,4 @@ std::string describe(Choice const& choice) {
   return text.str();
 }
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -4,11 +4,11 @@
 #include <string>
 
 #include "core/target.h"
-#include "epiloq/grouped_weight_only_mm.h"
+#include "epiloq/grouped_packed_mm.h"
 #include "kernels/launch/expert_wgmma.h"
 #include "kernels/launch/fp4_wgmma.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 enum class Family { kTiles, kGemv, kWgmma, kExperts };
 
@@ -39,8 +39,8 @@ inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // The given kernel. Throws InvalidArgument if it does not exist or does not fit.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target,
-              GroupedWeightOnlyMmKernel const& kernel);
+              GroupedPackedMmKernel const& kernel);
 
 std::string describe(Choice const& choice);
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -1,6 +1,6 @@
 #include "bindings/register.h"
 #include "epiloq/error.h"
-#include "epiloq/grouped_weight_only_mm.h"
+#include "epiloq/grouped_packed_mm.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -13,12 +13,12 @@ WeightFormat format_of(std::string const& name) {
   for (auto const& [known, format] : kFormats) {
     if (name == known) return format;
   }
-  throw InvalidArgument("epiloq.grouped_weight_only_mm: format: expected int, mxfp4 or nvfp4, got " + name);
+  throw InvalidArgument("epiloq.grouped_packed_mm: format: expected int, mxfp4 or nvfp4, got " + name);
 }
 
 }  // namespace
 
-void register_grouped_weight_only_mm(py::module_& module) {
+void register_grouped_packed_mm(py::module_& module) {
   auto const define = [&module](char const* name, auto action) {
     module.def(
         name,
@@ -28,7 +28,7 @@ void register_grouped_weight_only_mm(py::module_& module) {
                  std::int64_t k, std::int64_t group_size, std::optional<std::pair<int, int>> const& kernel) {
           PackedWeight weight{q.view, scale.view, view_of(zero), view_of(offset), bits, n, k, group_size};
           weight.format = format_of(format);
-          GroupedWeightOnlyMm call{out.view, x.view, weight, view_of(counts), masked, view_of(bias), view_of(factor)};
+          GroupedPackedMm call{out.view, x.view, weight, view_of(counts), masked, view_of(bias), view_of(factor)};
           if (kernel) call.kernel = {kernel->first, kernel->second};
           return action(call, x);
         },
@@ -36,11 +36,21 @@ void register_grouped_weight_only_mm(py::module_& module) {
         py::arg("bias"), py::arg("factor"), py::arg("counts"), py::arg("masked"), py::arg("format"), py::arg("bits"),
         py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("kernel") = py::none());
   };
-  define("grouped_weight_only_mm", [](GroupedWeightOnlyMm const& call, TensorArg const& x) {
-    return grouped_weight_only_mm(call, current_stream(x));
-  });
-  define("explain_grouped_weight_only_mm",
-         [](GroupedWeightOnlyMm const& call, TensorArg const&) { return explain(call); });
+  define("grouped_packed_mm",
+         [](GroupedPackedMm const& call, TensorArg const& x) { return grouped_packed_mm(call, current_stream(x)); });
+  define("explain_grouped_packed_mm", [](GroupedPackedMm const& call, TensorArg const&) { return explain(call); });
+  module.def(
+      "explain_grouped_packed_mm_problem",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, std::optional<int> experts, bool masked,
+         std::string const& format, int bits, std::int64_t group_size, std::string const& dtype,
+         std::string const& arch, int sm_count) {
+        return explain_grouped_packed_mm(
+            {m, n, k, experts, masked, format_of(format), bits, group_size, parse_dtype(dtype)}, parse_arch(arch),
+            sm_count);
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("experts") = py::none(), py::arg("masked") = false,
+      py::arg("format") = "int", py::arg("bits") = 4, py::arg("group_size") = 128, py::arg("dtype") = "bfloat16",
+      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
 }
 
 }  // namespace epiloq::bindings

@@ -83,7 +83,7 @@ def test_against_float64(
         assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
 
 
-MMA_SYNC_ROWS, WGMMA_ROWS = (0, 1, 2, 3), (4, 5)  # of GroupedWeightOnlyMmKernel
+MMA_SYNC_ROWS, WGMMA_ROWS = (0, 1, 2, 3), (4, 5)  # of GroupedPackedMmKernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -101,7 +101,7 @@ def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dt
         out, w = poisoned((len(x), n), dtype, "cuda"), weight.packed
         before, ends = out.clone(), ends_of(counts)
         arguments = (out, x, w.q, w.scale, w.zero, None, bias, None, ends, False, "int", bits, w.n, k, w.group_size)
-        assert _core.grouped_weight_only_mm(*arguments, (row, 1))
+        assert _core.grouped_packed_mm(*arguments, (row, 1))
         for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
             if end > begin:
                 of, rounded = of_expert(weight, expert, n), row == WGMMA_ROWS[-1]
@@ -135,7 +135,7 @@ def test_invalid_expert_ends_do_not_write_elsewhere(seed: int, row: int) -> None
 
     def multiply(x: Tensor, counts: Tensor, out: Tensor) -> None:
         given = (out, x, w.q, w.scale, w.zero, None, None, None, counts, x.ndim == 3, "int", 4, w.n, w.k, w.group_size)
-        assert _core.grouped_weight_only_mm(*given, (row, 1))
+        assert _core.grouped_packed_mm(*given, (row, 1))
 
     for ends in ([-5, 3, 900, 7], [9, 9, 9, 2**31 - 1], [-1, -1, -1, -1], [4, 2, 9, 9]):
         counts = torch.tensor(ends, dtype=torch.int32, device="cuda")
@@ -211,7 +211,7 @@ def test_fp4(seed: int, m: int, kind: str, dtype: torch.dtype) -> None:
         has_wgmma = torch.cuda.get_device_capability() == (9, 0) and (kind, dtype) != ("mxfp4", torch.float16)
         reads_codes = m <= 64 or experts > 1 or has_wgmma
         before = out.clone()
-        assert _core.grouped_weight_only_mm(*arguments) == reads_codes
+        assert _core.grouped_packed_mm(*arguments) == reads_codes
         if not reads_codes:
             assert torch.equal(out.view(torch.int16), before.view(torch.int16))
             continue

@@ -7,9 +7,9 @@
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
 #include "kernels/sm80/w4a16_gemm.cuh"
-#include "problems/grouped_weight_only.h"
+#include "problems/grouped_packed.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 namespace wo = weight_only_mm;
 
@@ -124,4 +124,4 @@ __global__ __launch_bounds__(S::kThreads,
                           ExpertTile{work.tile, p.factor, row_tiles});
 }
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

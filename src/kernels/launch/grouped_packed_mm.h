@@ -1,15 +1,15 @@
 #pragma once
 
-// The launches of grouped_weight_only_mm: declared for dispatch/grouped_weight_only_mm, defined in its
+// The launches of grouped_packed_mm: declared for dispatch/grouped_packed_mm, defined in its
 // instantiate.cuh, and instantiated a table row and type at a time in sources that CMake expands from kernels.cu.in.
 
 #include <array>
 
 #include "kernels/common/w4a16/config.h"
-#include "problems/grouped_weight_only.h"
+#include "problems/grouped_packed.h"
 #include "problems/packed_layout.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 // What a kernel is compiled for: codes, and scale groups per K step of 128 columns.
 enum class Format { kInt4Wide, kInt4Of64, kInt4Of32, kInt8Wide, kMxfp4, kNvfp4 };
@@ -47,4 +47,4 @@ void launch_grouped(Problem const&, int tiles, int split, int device, Stream);
 template <int kRow, DType kX, Format kFormat>
 void launch_gemv(Problem const&, int tiles, int split, int device, Stream);
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -1,30 +1,33 @@
-#include "epiloq/grouped_weight_only_mm.h"
+#include "epiloq/grouped_packed_mm.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "api/checks/packed_weight.h"
 #include "core/checks.h"
 #include "dispatch/arch.h"
-#include "dispatch/grouped_weight_only_mm/launch.h"
+#include "dispatch/grouped_packed_mm/launch.h"
 #include "epiloq/batch_invariant.h"
 
 namespace epiloq {
 namespace {
 
 namespace wo = ops::weight_only_mm;
-namespace grouped = ops::grouped_weight_only_mm;
+namespace grouped = ops::grouped_packed_mm;
 
 struct Checked {
   grouped::Problem problem;
   DType x;
   bool aligned;
+  WeightFormat format;
+  bool is_kernel_named;
 };
 
 // Elements from one expert to the next, in a tensor with a dimension of experts.
 std::int64_t expert_stride(TensorView const& view) { return view.rank == 3 ? view.strides[0] : 0; }
 
-Checked checked(GroupedWeightOnlyMm const& call) {
-  Checker const check("grouped_weight_only_mm", call.x.device);
+Checked checked(GroupedPackedMm const& call) {
+  Checker const check("grouped_packed_mm", call.x.device);
   check.tensor("x", call.x, kFloats);
   wo::Weight weight = wo::checked_weight_of_any_format(check, call.weight);
   std::int64_t const experts = call.counts ? call.counts->numel() : 1;
@@ -85,11 +88,45 @@ Checked checked(GroupedWeightOnlyMm const& call) {
            call.masked, expert_stride(call.x), expert_stride(call.out),
            call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
           call.x.dtype,
-          aligned};
+          aligned,
+          call.weight.format,
+          call.kernel.has_value()};
+}
+
+// The same of sizes alone: no pointer is read.
+Checked checked(GroupedPackedMmProblem const& p) {
+  bool const is_integer = p.format == WeightFormat::kInteger;
+  Checker const check(is_integer ? "grouped_packed_mm" : "packed_fp4_mm", {});
+  int const experts = p.experts.value_or(1);
+  for (auto const& [name, size] : {std::pair{"m", p.m}, {"n", p.n}, {"k", p.k}}) {
+    if (size < 0 || size > wo::kMaxSize) check.fail(name, "expected 0 to ", wo::kMaxSize, ", got ", size);
+  }
+  if (std::find(kFloats.begin(), kFloats.end(), p.dtype) == kFloats.end()) {
+    check.fail("dtype", "expected float16, bfloat16 or float32, got ", name(p.dtype));
+  }
+  if (experts < 1) check.fail("experts", "expected at least 1, got ", experts);
+  if (experts > 1 && p.n % wo::kPanelRows != 0) {
+    check.fail("n", "expected a multiple of ", wo::kPanelRows, " rows per expert, got ", p.n);
+  }
+  if (p.n * experts > wo::kMaxSize)
+    check.fail("n", "expected at most ", wo::kMaxSize, " rows of all experts, got more");
+  if (p.masked && !p.experts) check.fail("experts", "expected a number with masked, got none");
+  std::int64_t const group_size = is_integer ? p.group_size : p.format == WeightFormat::kMxfp4 ? 32 : 16;
+  wo::Weight const weight = wo::weight_of_sizes(check, is_integer ? p.bits : 4, p.n, p.k, group_size, p.dtype);
+  static int const some_counts = 0;
+  grouped::Problem problem{};
+  problem.product.weight = weight;
+  problem.product.m = static_cast<int>(p.m);
+  problem.product.stride_x = weight.padded_k, problem.product.stride_out = weight.n;
+  problem.experts = experts;
+  problem.counts = p.experts ? &some_counts : nullptr;
+  problem.masked = p.masked;
+  problem.stride_x_expert = p.m * problem.product.stride_x, problem.stride_out_expert = p.m * weight.n;
+  return {problem, p.dtype, true, p.format, false};
 }
 
 // Why no kernel supports a problem; null if one does.
-char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
+char const* unsupported_reason(Checked const& c, Target const& target) {
   wo::Weight const& w = c.problem.product.weight;
   if (c.x == DType::kFloat32) return "float32";
   if (c.x == DType::kBFloat16 && target.arch == Arch::kSm75) return "bfloat16 on sm75";
@@ -97,44 +134,53 @@ char const* unsupported_reason(Checked const& c, GroupedWeightOnlyMm const& call
   // A CTA's offsets into an expert have 32 bits.
   std::int64_t const bytes = std::int64_t{w.n} * w.padded_k * w.bits / 8;
   if (bytes > std::numeric_limits<std::int32_t>::max()) return "experts this large";
-  std::optional<grouped::Format> const format = grouped::format_of(w, call.weight.format);
+  std::optional<grouped::Format> const format = grouped::format_of(w, c.format);
   if (!format) return "this format of weights";
   // Tiles of mma.sync would read and convert each weight for every 64 rows.
   bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kDenseFromRows;
-  bool const is_dense = call.weight.format != WeightFormat::kInteger && is_large && !call.kernel && !batch_invariant();
+  bool const is_dense = c.format != WeightFormat::kInteger && is_large && !c.is_kernel_named && !batch_invariant();
   if (is_dense && !grouped::has_wgmma(c.problem, c.x, *format, target)) return "more than 64 rows";
   return nullptr;
 }
 
-grouped::Choice choice_of(Checked const& c, GroupedWeightOnlyMm const& call, Target const& target) {
-  grouped::Format const format = *grouped::format_of(c.problem.product.weight, call.weight.format);
-  return call.kernel ? grouped::choose(c.problem, c.x, format, target, *call.kernel)
-                     : grouped::choose(c.problem, c.x, format, target);
+grouped::Choice choice_of(Checked const& c, std::optional<GroupedPackedMmKernel> const& kernel, Target const& target) {
+  grouped::Format const format = *grouped::format_of(c.problem.product.weight, c.format);
+  return kernel ? grouped::choose(c.problem, c.x, format, target, *kernel)
+                : grouped::choose(c.problem, c.x, format, target);
 }
 
 bool is_empty(grouped::Problem const& p) { return p.product.m == 0 || p.product.weight.n == 0; }
 
+std::string described(Checked const& c, std::optional<GroupedPackedMmKernel> const& kernel, Target const& target) {
+  if (is_empty(c.problem)) return "nothing to launch: the output is empty";
+  char const* const why = unsupported_reason(c, target);
+  if (why != nullptr) return std::string("no kernel: ") + why;
+  return grouped::describe(choice_of(c, kernel, target));
+}
+
 }  // namespace
 
-void check(GroupedWeightOnlyMm const& call) { checked(call); }
+void check(GroupedPackedMm const& call) { checked(call); }
 
-bool grouped_weight_only_mm(GroupedWeightOnlyMm const& call, Stream stream) {
+bool grouped_packed_mm(GroupedPackedMm const& call, Stream stream) {
   Checked const c = checked(call);
-  expect_device("grouped_weight_only_mm", "x", call.x, Device::Type::kCuda);
+  expect_device("grouped_packed_mm", "x", call.x, Device::Type::kCuda);
   if (is_empty(c.problem)) return true;
-  Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  if (c.problem.product.weight.k == 0 || unsupported_reason(c, call, target) != nullptr) return false;
-  grouped::launch(choice_of(c, call, target), c.problem, c.x, call.x.device.index, stream);
+  Target const target = target_of("grouped_packed_mm", KernelSet::kWeightOnly, call.x.device);
+  if (c.problem.product.weight.k == 0 || unsupported_reason(c, target) != nullptr) return false;
+  grouped::launch(choice_of(c, call.kernel, target), c.problem, c.x, call.x.device.index, stream);
   return true;
 }
 
-std::string explain(GroupedWeightOnlyMm const& call) {
-  Checked const c = checked(call);
-  if (is_empty(c.problem)) return "nothing to launch: the output is empty";
-  Target const target = target_of("grouped_weight_only_mm", KernelSet::kWeightOnly, call.x.device);
-  char const* const why = unsupported_reason(c, call, target);
-  if (why != nullptr) return std::string("no kernel: ") + why;
-  return grouped::describe(choice_of(c, call, target));
+std::string explain_grouped_packed_mm(GroupedPackedMmProblem const& problem, Arch arch, int sm_count) {
+  Checked const c = checked(problem);
+  Target target = nominal(KernelSet::kWeightOnly, arch);
+  if (sm_count > 0) target.sm_count = sm_count;
+  return described(c, std::nullopt, target);
+}
+
+std::string explain(GroupedPackedMm const& call) {
+  return described(checked(call), call.kernel, target_of("grouped_packed_mm", KernelSet::kWeightOnly, call.x.device));
 }
 
 }  // namespace epiloq

@@ -2,7 +2,7 @@
 
 #include "problems/weight_only.h"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
 // Products of experts whose weights are stacked.
 struct Problem {
@@ -14,4 +14,4 @@ struct Problem {
   float const* factor;                              // of each expert's sums; null: 1
 };
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

@@ -6,14 +6,14 @@
 
 #include "core/ceil_div.h"
 #include "core/cuda_check.h"
-#include "kernels/launch/grouped_weight_only_mm.h"
+#include "kernels/launch/grouped_packed_mm.h"
+#include "kernels/sm80/w4a16_expert_gemm.cuh"
 #include "kernels/sm80/w4a16_gemv_fp4.cuh"
-#include "kernels/sm80/w4a16_grouped.cuh"
 #include "kernels/sm80/w4a16_launch.cuh"
 
-namespace epiloq::ops::grouped_weight_only_mm {
+namespace epiloq::ops::grouped_packed_mm {
 
-inline constexpr char kLaunching[] = "launching epiloq.grouped_weight_only_mm";
+inline constexpr char kLaunching[] = "launching epiloq.grouped_packed_mm";
 
 template <class T, Format kFormat>
 struct FormatOf {
@@ -59,4 +59,4 @@ void launch_gemv(Problem const& p, int, int split, int device, Stream stream) {
   wo::launch_gemv_kernel<S, T, F::kGroups>(kLaunching, p.product, p.factor, split, device, stream);
 }
 
-}  // namespace epiloq::ops::grouped_weight_only_mm
+}  // namespace epiloq::ops::grouped_packed_mm

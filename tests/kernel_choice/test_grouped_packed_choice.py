@@ -1,0 +1,148 @@
+"""Which kernel multiplies experts of packed weights, by which tile, and in how many slices of K, without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import epiloq
+from epiloq import _core
+
+
+def explained(
+    experts: int,
+    n: int,
+    k: int,
+    rows: int,
+    arch: str = "sm90",
+    bits: int = 4,
+    scale: torch.dtype = torch.float16,
+    masked: bool = False,
+) -> str:
+    q = torch.empty(experts * n // 16, -(-k // 128) * bits // 2, 32, 16, dtype=torch.uint8)
+    scales = torch.empty(experts * n // 16, -(-k // 128), 16, dtype=scale)
+    shape = (experts, rows // experts) if masked else (rows,)
+    x, out = torch.empty(*shape, k, dtype=torch.float16), torch.empty(*shape, n, dtype=torch.float16)
+    counts = torch.zeros(experts, dtype=torch.int32)
+    tensors = (out, x, q, scales, None, None, None, None, counts, masked)
+    with epiloq.config(arch=arch):
+        return _core.explain_grouped_packed_mm(*tensors, "int", bits, experts * n, k, 128)
+
+
+def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple[int, int]:
+    """Tokens of a tile, and slices of K."""
+    text = explained(experts, n, k, rows, arch)
+    found = re.search(r"x (\d+) tokens, .*split-K (\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize(
+    ("experts", "n", "k", "rows", "expected"),
+    [
+        # CTAs of 128 weight rows by a tile, on 132 SMs with four each.
+        (128, 1536, 2048, 8, (8, 4)),  # 96: five slices would fit, of which 16 K steps make four
+        (8, 4096, 7168, 8, (8, 2)),  # 256
+        (8, 28672, 4096, 2, (8, 2)),  # 448: four on some SMs, and halves make seven
+        (8, 32768, 4096, 2, (8, 1)),  # 512: four on most
+        (8, 17408, 4096, 2, (8, 2)),  # 272: three on few, and halves make five
+        (8, 25344, 4096, 2, (8, 1)),  # 396: three on each
+        (8, 28672, 4096, 16, (8, 1)),  # 1792: CTAs follow each other
+        (8, 28672, 896, 2, (8, 1)),  # seven K steps are too few for two slices
+    ],
+)
+def test_slices_of_k(experts: int, n: int, k: int, rows: int, expected: tuple[int, int]) -> None:
+    assert choice(experts, n, k, rows) == expected
+
+
+def test_older_architectures_do_not_split() -> None:
+    for sizes in ((128, 1536, 2048, 8), (8, 28672, 4096, 2)):
+        assert choice(*sizes, arch="sm80") == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bits", "scale", "arch", "expected"),
+    [
+        (5, 4, torch.float16, "sm90", "grouped mma.sync"),
+        (6, 4, torch.float16, "sm90", "x 16 to 64 tokens"),
+        (96, 8, torch.float16, "sm90", "x 16 to 64 tokens"),
+        (97, 4, torch.float16, "sm90", "x 64 to 256 tokens.*rounded"),
+        (97, 8, torch.float16, "sm90", "x 64 to 192 tokens.*rounded"),
+        (97, 4, torch.bfloat16, "sm90", "x 16 to 64 tokens"),  # scales of another type are not rounded
+        (97, 4, torch.float16, "sm80", "grouped mma.sync, .*x 64 tokens"),
+    ],
+)
+def test_many_rows(rows: int, bits: int, scale: torch.dtype, arch: str, expected: str) -> None:
+    text = explained(8, 4096, 7168, 8 * rows, arch, bits, scale)
+    assert re.search(expected, text), text
+    assert ("rounded" in text) == ("rounded" in expected)
+
+
+def test_batch_invariance_takes_one_tile() -> None:
+    with epiloq.config(batch_invariant=True):
+        assert "grouped mma.sync, 128 weight rows x 16 tokens" in explained(8, 4096, 7168, 8 * 97)
+
+
+def test_room_for_rows_does_not_make_them_many() -> None:
+    assert "x 16 to 64 tokens" in explained(8, 4096, 7168, 8 * 512, masked=True)
+
+
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sizes_are_explained_as_tensors(seed: int, arch: str, bits: int) -> None:
+    for masked in (False, True):
+        experts, panels, k, rows = (int(torch.randint(1, most, ())) for most in (9, 20, 1000, 200))
+        n, k, m = 16 * panels, k + -k % 8, rows if masked else experts * rows  # rows of x are 16-byte aligned
+        sizes = {"m": m, "n": n, "k": k, "experts": experts, "bits": bits, "masked": masked, "dtype": "float16"}
+        expected = explained(experts, n, k, experts * rows, arch, bits, masked=masked)
+        assert _core.explain_grouped_packed_mm_problem(**sizes, arch=arch) == expected
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "expected"),
+    [
+        ("grouped_packed_mm", {"m": 4096}, "grouped sm90 wgmma, .*rounded"),
+        ("grouped_packed_mm", {"m": 4096, "dtype": torch.float16, "bits": 3}, "one expert after the other: dequantise"),
+        ("grouped_packed_mm", {"m": 4096, "arch": "sm80"}, "one expert after the other: dequantise"),
+        ("grouped_packed_mm", {"m": 128, "arch": "sm80"}, "grouped mma.sync"),
+        ("grouped_packed_mm", {"m": 64, "dtype": torch.float8_e4m3fn}, "activations as bfloat16: grouped sm90 wgmma"),
+        ("grouped_packed_mm", {"m": 40960, "dtype": torch.int8}, "one expert after the other, by w4a8_mm"),
+        ("grouped_packed_mm", {"m": 64, "dtype": torch.int8, "format": "mxfp4"}, "activations as bfloat16: grouped"),
+        ("packed_fp4_mm", {"m": 4096}, "grouped sm90 wgmma, .* tiles of tokens at most$"),
+        ("packed_fp4_mm", {"m": 40960, "dtype": torch.float16}, "one expert after the other: .*to float16, in memory"),
+        ("packed_fp4_mm", {"m": 16, "experts": None}, "GEMV"),
+        ("packed_fp4_mm", {"m": 300, "experts": None, "format": "nvfp4"}, "sm90 wgmma, FP4"),
+        ("packed_fp4_mm", {"m": 300, "experts": None, "arch": "sm80"}, "^the weight dequantised to bfloat16"),
+        ("packed_fp4_mm", {"m": 0}, "nothing to launch"),
+    ],
+)
+def test_experts_by_sizes(operation: str, sizes: dict[str, object], expected: str) -> None:
+    text = epiloq.explain(operation, **{"n": 4096, "k": 7168, "experts": 8} | sizes)
+    assert re.search(expected, text), text
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "message"),
+    [
+        ("grouped_packed_mm", {"n": 40}, "grouped_packed_mm: n: expected a multiple of 16"),
+        ("grouped_packed_mm", {"experts": 0}, "experts: expected at least 1"),
+        ("grouped_packed_mm", {"format": "mxfp4"}, "dtype: expected int8 or float8_e4m3fn with FP4"),
+        ("grouped_packed_mm", {"bits": 5}, "bits: expected 2, 3, 4 or 8"),
+        ("packed_fp4_mm", {"n": 40}, "packed_fp4_mm: n: expected a multiple of 16"),
+        ("packed_fp4_mm", {"format": "int"}, "format: expected mxfp4 or nvfp4"),
+        ("packed_fp4_mm", {"dtype": torch.int8}, "dtype: expected float16, bfloat16 or float32"),
+        ("packed_fp4_mm", {"experts": None, "masked": True}, "experts: expected a number with masked"),
+    ],
+)
+def test_wrong_sizes_of_experts(operation: str, sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        epiloq.explain(operation, **{"m": 8, "n": 64, "k": 64, "experts": 4} | sizes)
+
+
+def test_batch_invariance_needs_a_kernel_for_fp4() -> None:
+    with epiloq.config(batch_invariant=True):
+        assert "x 16 tokens" in epiloq.explain("packed_fp4_mm", m=4096, n=64, k=64)
+        with pytest.raises(NotImplementedError, match="bfloat16 on sm75"):
+            epiloq.explain("packed_fp4_mm", m=1, n=64, k=64, arch="sm75")
