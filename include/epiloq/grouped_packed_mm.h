@@ -17,17 +17,19 @@ struct GroupedPackedMmKernel {
   int split = 1;
 };
 
-// For each expert e: out = factor[e] * X_e W_e^T + bias[e], summed in fp32 and rounded once. On a CUDA device. Without
-// counts there is one expert with all rows.
+// For each expert e: out = factor[e] * X_e W_e^T + bias[e], summed in fp32 and rounded once. Without counts there is
+// one expert with all rows. On a CUDA device; on the CPU one FP4 matrix.
 struct GroupedPackedMm {
-  TensorView out;       // [M, N], masked [E, M, N], of x's dtype, rows dense
-  TensorView x;         // [M, K], rows sorted by expert; masked [E, M, K]; float16 or bfloat16, rows dense
+  TensorView out;  // [M, N], masked [E, M, N], of x's dtype, rows dense
+  TensorView
+      x;  // [M, K], rows sorted by expert; masked [E, M, K]; float16 or bfloat16 (on the CPU float32 too), rows dense
   PackedWeight weight;  // [E N, K]: the experts' weights stacked, N a multiple of 16 if there are several
   std::optional<TensorView> counts{};  // int32 [E]: where each expert's rows end, ascending; masked: how many it has
   bool masked = false;
   std::optional<TensorView> bias{};               // [E, N] of x's dtype
   std::optional<TensorView> factor{};             // float32 [E]
   std::optional<GroupedPackedMmKernel> kernel{};  // none: dispatch chooses
+  int threads = 1;                                // on the CPU, at most (threads.h)
 };
 
 // What the choice of a kernel depends on, for dense, aligned rows of x, scales of x's type, and no real offsets.
@@ -43,10 +45,11 @@ struct GroupedPackedMmProblem {
 
 EPILOQ_API void check(GroupedPackedMm const& call);
 
-// Launches and returns true; or does nothing and returns false if no kernel supports the problem: float32, rows of x
-// that are not 16-byte aligned, bits other than 4 and 8, real offsets, groups that are neither 32, 64 nor 128 times a
-// power of two. Counts are read on the device: those that do not ascend, or exceed x's rows, leave rows unwritten or
-// wrong, and reach no other memory. Rows of `out` that belong to no expert are not written.
+// On the CPU computes and returns true. On CUDA launches and returns true; or does nothing and returns false if no
+// kernel supports the problem: float32, rows of x that are not 16-byte aligned, bits other than 4 and 8, real offsets,
+// groups that are neither 32, 64 nor 128 times a power of two. Counts are read on the device: those that do not ascend,
+// or exceed x's rows, leave rows unwritten or wrong, and reach no other memory. Rows of `out` that belong to no expert
+// are not written.
 EPILOQ_API bool grouped_packed_mm(GroupedPackedMm const& call, Stream stream);
 // Name of the kernel chosen for a problem, or "no kernel: " and the reason; the tables are the same in every build.
 EPILOQ_API std::string explain_grouped_packed_mm(GroupedPackedMmProblem const& problem, Arch arch, int sm_count);

@@ -298,6 +298,7 @@ def explain_grouped_packed_mm(
     k: int,
     group_size: int,
     kernel: tuple[int, int] | None = None,
+    threads: int = 1,
 ) -> str: ...
 def explain_grouped_packed_mm_problem(
     m: int,
@@ -581,6 +582,7 @@ def grouped_packed_mm(
     k: int,
     group_size: int,
     kernel: tuple[int, int] | None = None,
+    threads: int = 1,
 ) -> bool: ...
 def groupwise_mm(
     out: Tensor,

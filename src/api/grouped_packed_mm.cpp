@@ -151,8 +151,10 @@ grouped::Choice choice_of(Checked const& c, std::optional<GroupedPackedMmKernel>
 
 bool is_empty(grouped::Problem const& p) { return p.product.m == 0 || p.product.weight.n == 0; }
 
+constexpr char const* kEmpty = "nothing to launch: the output is empty";
+
 std::string described(Checked const& c, std::optional<GroupedPackedMmKernel> const& kernel, Target const& target) {
-  if (is_empty(c.problem)) return "nothing to launch: the output is empty";
+  if (is_empty(c.problem)) return kEmpty;
   char const* const why = unsupported_reason(c, target);
   if (why != nullptr) return std::string("no kernel: ") + why;
   return grouped::describe(choice_of(c, kernel, target));
@@ -162,10 +164,26 @@ std::string described(Checked const& c, std::optional<GroupedPackedMmKernel> con
 
 void check(GroupedPackedMm const& call) { checked(call); }
 
+namespace {
+
+bool is_for_cpu(GroupedPackedMm const& call) {
+  if (call.x.device.type != Device::Type::kCpu) return false;
+  Checker const check("grouped_packed_mm", call.x.device);
+  if (call.counts) check.fail("counts", "expected none on the CPU, got ", describe(*call.counts));
+  if (call.weight.format == WeightFormat::kInteger) check.fail("weight", "expected FP4 on the CPU, got integers");
+  return true;
+}
+
+}  // namespace
+
 bool grouped_packed_mm(GroupedPackedMm const& call, Stream stream) {
   Checked const c = checked(call);
-  expect_device("grouped_packed_mm", "x", call.x, Device::Type::kCuda);
+  bool const on_cpu = is_for_cpu(call);
   if (is_empty(c.problem)) return true;
+  if (on_cpu) {
+    grouped::multiply_on_host(c.problem, c.format, c.x, call.threads);
+    return true;
+  }
   Target const target = target_of("grouped_packed_mm", KernelSet::kWeightOnly, call.x.device);
   if (c.problem.product.weight.k == 0 || unsupported_reason(c, target) != nullptr) return false;
   grouped::launch(choice_of(c, call.kernel, target), c.problem, c.x, call.x.device.index, stream);
@@ -180,6 +198,11 @@ std::string explain_grouped_packed_mm(GroupedPackedMmProblem const& problem, Arc
 }
 
 std::string explain(GroupedPackedMm const& call) {
+  if (forced_arch() == Arch::kAuto && call.x.device.type == Device::Type::kCpu) {
+    Checked const c = checked(call);
+    is_for_cpu(call);
+    return is_empty(c.problem) ? kEmpty : grouped::describe_on_host(c.problem, c.format, c.x);
+  }
   return described(checked(call), call.kernel, target_of("grouped_packed_mm", KernelSet::kWeightOnly, call.x.device));
 }
 

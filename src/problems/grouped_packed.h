@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+
+#include "epiloq/weight_only_mm.h"
 #include "problems/weight_only.h"
 
 namespace epiloq::ops::grouped_packed_mm {
@@ -13,5 +16,9 @@ struct Problem {
   std::int64_t stride_x_expert, stride_out_expert;  // if they are masked
   float const* factor;                              // of each expert's sums; null: 1
 };
+
+// One matrix of FP4 weights, without counts.
+void multiply_on_host(Problem const& problem, WeightFormat format, DType x, int threads);
+std::string describe_on_host(Problem const& problem, WeightFormat format, DType x);
 
 }  // namespace epiloq::ops::grouped_packed_mm

@@ -250,4 +250,4 @@ def test_refuses_an_output_in_the_weight(seed: int) -> None:
 
 def test_explain_describes_the_path() -> None:
     explanation = epiloq.explain("w4a8_mm", **call())
-    assert explanation.startswith("activations as float32: the weight dequantised to float32")
+    assert explanation.startswith("activations as float32: cpu, packed E2M1 numbers in registers")

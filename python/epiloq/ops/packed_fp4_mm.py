@@ -26,14 +26,12 @@ from epiloq._torch.library import (
     register_product,
     without_autocast,
 )
+from epiloq._torch.threads import threads_for
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
 from epiloq.ops.experts import few_rows
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.tensor_checks import refuse
-
-# Weights that are dequantised at once on a CPU: 4 MiB of float32, which caches hold.
-_AT_ONCE = 1 << 20
 
 
 def packed_fp4_mm(
@@ -50,10 +48,10 @@ def packed_fp4_mm(
     On CUDA, for 16-bit x with up to 64 rows (with experts: with as few as `grouped_packed_mm` says), a kernel reads
     the codes directly: code times scale is exact, and the fp32 sum is multiplied by the global scale. Nothing is
     read back to the host. On SM90 one matrix has such a kernel for more rows, too, of bfloat16 or for NVFP4.
-    Otherwise, and on the CPU, W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and
-    multiplied by torch, one expert at a time, whose number of rows is read on the host. docs/numerics.md has the
-    bounds. The gradient of x is ``dy @ W``. With batch invariance (`epiloq.set_batch_invariant`) CUDA always uses
-    the kernel of few rows, for any number of rows, and the CPU multiplies one row at a time.
+    Otherwise W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
+    expert at a time, whose number of rows is read on the host. The CPU multiplies as the kernels do, one expert at a
+    time. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``. With batch invariance
+    (`epiloq.set_batch_invariant`) CUDA always uses the kernel of few rows, for any number of rows.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows, leading dimensions that collapse into one; with
@@ -111,17 +109,19 @@ def run(
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() > 0 and not _by_kernel(result, x, weight, bias, counts):
         _refuse_dense(x)
-        _dequantised(result, x, weight, bias, counts)
+        _one_by_one(result, x, weight, bias, counts)
     if out is not None:
         mark_written(out)
     return result
 
 
 def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool:
-    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance. `n`: the rows of the
-    matrices of all experts."""
-    if not x.is_cuda or counts is None or is_batch_invariant():
-        return x.is_cuda
+    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance. On a CPU it is for
+    one matrix. `n`: the rows of the matrices of all experts."""
+    if counts is None or not x.is_cuda:
+        return counts is None
+    if is_batch_invariant():
+        return True
     experts = counts.numel()
     rows, by_wgmma = prod(x.shape[:-1]) / experts, is_exact(format, x.dtype) and runs_kernels_of(x.device, "sm90")
     most = few_rows.multiplications(True, by_wgmma, by_float8=False)
@@ -162,7 +162,8 @@ def _kernel_arguments(
         counts,
         counts is not None and x.ndim == 3,
     )
-    return (*tensors, weight.format, 4, weight.n, weight.k, weight.group_size)
+    no_kernel_by_name = None
+    return (*tensors, weight.format, 4, weight.n, weight.k, weight.group_size, no_kernel_by_name, threads_for(x))
 
 
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
@@ -171,7 +172,7 @@ def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | N
     return _core.grouped_packed_mm(*_kernel_arguments(out, x, weight, bias, counts))
 
 
-def _dequantised(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> None:
+def _one_by_one(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> None:
     if counts is None:
         rows = prod(x.shape[:-1])
         _product(out.view(rows, out.shape[-1]), x.reshape(rows, x.shape[-1]), weight, bias)
@@ -196,20 +197,11 @@ def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
-    """Rows ``[M, K]`` times one matrix, which is dequantised a few rows at a time; as a whole on CUDA."""
+    """Rows ``[M, K]`` times one matrix; on CUDA it is dequantised as a whole."""
     if x.is_cuda:
         multiply_dense(out, x, weight.dequantize(x.dtype), bias)
-        return
-    with without_autocast(x.device.type):
-        for rows in weight.row_chunks(_AT_ONCE):
-            of_bias, part = None if bias is None else bias[rows], weight.rows(rows, x.dtype)
-            if not is_batch_invariant():
-                out[:, rows] = torch.nn.functional.linear(x, part, of_bias)
-                continue
-            for token in range(len(x)):
-                # Row by row, in memory of the same alignment, so that sums have the same order.
-                alone = x[token : token + 1].clone()
-                out[token : token + 1, rows] = torch.nn.functional.linear(alone, part, of_bias)
+    else:
+        _by_kernel(out, x, weight, bias, None)
 
 
 @explanation_of(packed_fp4_mm)
@@ -230,14 +222,18 @@ def explain(call: Arguments) -> str:
         if not explanation.startswith("no "):
             return explanation
     _refuse_dense(x)
-    dense = dequantised_explanation(x.dtype, "in memory" if x.is_cuda else "some rows at a time")
-    dense += " of each token alone" if is_batch_invariant() else ""
-    return dense if counts is None else f"one expert after the other: {dense}"
+    if x.is_cuda:
+        text = dequantised_explanation(x.dtype)
+    else:
+        rows, size = x.flatten(0, -2), weight.n // experts
+        part = rows.new_empty((len(rows), size)), rows, weight.row_slice(0, size)
+        text = _core.explain_grouped_packed_mm(*_kernel_arguments(*part, None, None))
+    return text if counts is None else f"one expert after the other: {text}"
 
 
-def dequantised_explanation(dtype: torch.dtype, where: str) -> str:
-    """What `explain` says of a weight that no kernel reads."""
-    return f"the weight dequantised to {str(dtype).removeprefix('torch.')}, {where}, then torch's product"
+def dequantised_explanation(dtype: torch.dtype) -> str:
+    """What `explain` says of a weight that no kernel reads on CUDA."""
+    return f"the weight dequantised to {str(dtype).removeprefix('torch.')}, in memory, then torch's product"
 
 
 def _fake(x: Tensor, *rest: Any) -> Tensor:

@@ -25,19 +25,25 @@ void register_grouped_packed_mm(py::module_& module) {
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& q, TensorArg const& scale,
                  Optional const& zero, Optional const& offset, Optional const& bias, Optional const& factor,
                  Optional const& counts, bool masked, std::string const& format, int bits, std::int64_t n,
-                 std::int64_t k, std::int64_t group_size, std::optional<std::pair<int, int>> const& kernel) {
+                 std::int64_t k, std::int64_t group_size, std::optional<std::pair<int, int>> const& kernel,
+                 int threads) {
           PackedWeight weight{q.view, scale.view, view_of(zero), view_of(offset), bits, n, k, group_size};
           weight.format = format_of(format);
           GroupedPackedMm call{out.view, x.view, weight, view_of(counts), masked, view_of(bias), view_of(factor)};
           if (kernel) call.kernel = {kernel->first, kernel->second};
+          call.threads = threads;
           return action(call, x);
         },
         py::arg("out"), py::arg("x"), py::arg("q"), py::arg("scale"), py::arg("zero"), py::arg("offset"),
         py::arg("bias"), py::arg("factor"), py::arg("counts"), py::arg("masked"), py::arg("format"), py::arg("bits"),
-        py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("kernel") = py::none());
+        py::arg("n"), py::arg("k"), py::arg("group_size"), py::arg("kernel") = py::none(), py::arg("threads") = 1);
   };
-  define("grouped_packed_mm",
-         [](GroupedPackedMm const& call, TensorArg const& x) { return grouped_packed_mm(call, current_stream(x)); });
+  define("grouped_packed_mm", [](GroupedPackedMm const& call, TensorArg const& x) {
+    Stream const stream = current_stream(x);
+    std::optional<py::gil_scoped_release> released;
+    if (x.view.device.type == Device::Type::kCpu) released.emplace();
+    return grouped_packed_mm(call, stream);
+  });
   define("explain_grouped_packed_mm", [](GroupedPackedMm const& call, TensorArg const&) { return explain(call); });
   module.def(
       "explain_grouped_packed_mm_problem",

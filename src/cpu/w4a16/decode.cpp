@@ -39,38 +39,56 @@ void in_order(int bits, float const* row, int padded_k, int block, Line* out) {
 
 using Multiply = void (*)(KBlock, Line* out);
 
-template <int kBits, bool kHalves, int kTokens>
+template <int kLanes>
+using Bits8 = Row<8, false, false, kLanes>;
+template <int kLanes>
+using Bits4 = Row<4, false, false, kLanes>;
+template <int kLanes>
+using Bits4InHalves = Row<4, true, false, kLanes>;
+template <int kLanes>
+using Mxfp4 = Row<4, true, true, kLanes>;
+
+template <int kBits, template <int> class Values, int kTokens>
 struct Of {
   template <int kLanes>
-  using Kernel = SmallM<kBits, Row<kBits, kHalves, kLanes>, kTokens, kLanes>;
+  using Kernel = SmallM<kBits, Values<kLanes>, kTokens, kLanes>;
   static Multiply here() { return Versions<Kernel, KBlock, Line*>::here(); }
 };
 
 // In the order of kBlocks.
-template <int kBits, bool kHalves>
+template <int kBits, template <int> class Values>
 std::array<Multiply, kBlocks.size()> by_tokens() {
-  return {Of<kBits, kHalves, 1>::here(), Of<kBits, kHalves, 2>::here(), Of<kBits, kHalves, 4>::here()};
+  return {Of<kBits, Values, 1>::here(), Of<kBits, Values, 2>::here(), Of<kBits, Values, 4>::here()};
 }
 
-Multiply multiply_of(Weight const& w, int block) {
-  static auto const bits8 = by_tokens<8, false>(), bits4 = by_tokens<4, false>(), halves4 = by_tokens<4, true>();
-  auto const& row = w.bits == 8 ? bits8 : w.group % (2 * kGrain) == 0 ? bits4 : halves4;
+Multiply multiply_of(HostProblem const& p, int block) {
+  static auto const bits8 = by_tokens<8, Bits8>(), bits4 = by_tokens<4, Bits4>(),
+                    halves = by_tokens<4, Bits4InHalves>(), mxfp4 = by_tokens<4, Mxfp4>(),
+                    nvfp4 = by_tokens<4, RowOf16>();
+  Weight const& w = p.weight;
+  auto const& of_integers = w.bits == 8 ? bits8 : w.group % (2 * kGrain) == 0 ? bits4 : halves;
+  auto const& row = p.format == WeightFormat::kMxfp4 ? mxfp4 : p.format == WeightFormat::kNvfp4 ? nvfp4 : of_integers;
   return row[std::find(kBlocks.begin(), kBlocks.end(), block) - kBlocks.begin()];
+}
+
+bool has_grains(HostProblem const& p) {
+  Weight const& w = p.weight;
+  return p.is_fp4() || w.group % kGrain == 0 || w.group >= w.k;
 }
 
 }  // namespace
 
-bool is_for_few(Problem const& p, DType dtype) {
+bool is_for_few(HostProblem const& p, DType dtype) {
   if (batch_invariant()) return false;
   Weight const& w = p.weight;
   // Tiles repay the work on a panel from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).
   int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
   int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kSmallM;
-  return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && (w.group % kGrain == 0 || w.group >= w.k);
+  return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && has_grains(p);
 }
 
-SmallMTokens::SmallMTokens(Problem const& p, DType dtype)
+SmallMTokens::SmallMTokens(HostProblem const& p, DType dtype)
     : groups(groups_of(p.weight, kGrain)),
       block(*std::find_if(kBlocks.begin(), kBlocks.end() - 1, [&](int b) { return b >= p.m; })) {
   Weight const& w = p.weight;
@@ -83,10 +101,10 @@ SmallMTokens::SmallMTokens(Problem const& p, DType dtype)
   }
 }
 
-void multiply_small_m(Problem const& p, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
+void multiply_small_m(HostProblem const& p, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
                       Line* sums) {
   Weight const& w = p.weight;
-  Multiply const multiply = multiply_of(w, tokens.block);
+  Multiply const multiply = multiply_of(p, tokens.block);
   for (int m = 0; m < p.m; m += tokens.block) {
     multiply({.q = w.q + panel * panel_bytes(w),
               .x = tokens.x[static_cast<std::size_t>(m) * (w.padded_k / kWords)].values,

@@ -8,6 +8,7 @@
 
 #include "cpu/common/rows.h"
 #include "cpu/isa/vectors.h"
+#include "cpu/w4a16/e2m1.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -33,9 +34,10 @@ struct KBlock {
 // Word w of a tile of 64 columns is of its second half where bit 1 of w is set: two groups may share a vector.
 inline constexpr std::int32_t kSecondHalf[kWords] = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
 
-// The values of a row's integers: computed,
-template <int kBits, bool kHalves, int kLanes>
+// The values of a row's integers, or of E2M1 numbers: computed,
+template <int kBits, bool kHalves, bool kFp4, int kLanes>
 struct Computed {
+  static constexpr bool kInFours = false;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
   // (A scalar spreads in one instruction where it meets a vector; gcc builds a vector of it lane by lane.)
@@ -51,27 +53,40 @@ struct Computed {
       out = parameter[groups[0] + row];
     }
   }
-  [[gnu::always_inline]] void prepare(KBlock const& p, int const* groups, int row) {
+  [[gnu::always_inline]] void prepare(KBlock const& p, int tile, int row) {
+    int const* const groups = p.groups + tile * (depth(kBits) / kGrain);
     spread(scale, p.scale, groups, row), spread(zero, p.zero, groups, row), spread(offset, p.offset, groups, row);
   }
   [[gnu::always_inline]] void values(Floats& out, Ints const& words) const {
-    out = scale * (__builtin_convertvector(words & ((1 << kBits) - 1), Floats) - zero) + offset;
+    if constexpr (kFp4) {
+      widen_e2m1<kLanes>(out, words);
+      out *= scale;
+    } else {
+      out = scale * (__builtin_convertvector(words & ((1 << kBits) - 1), Floats) - zero) + offset;
+    }
   }
 };
 
 #ifdef EPILOQ_HAS_CLONES
 // or, with an instruction that looks up 16 numbers in a table of 16 or 32, looked up among the 16 values of 4 bits.
-template <int kBits, bool kHalves, int kLanes>
+template <int kBits, bool kHalves, bool kFp4, int kLanes>
 struct LookedUp {
+  static constexpr bool kInFours = false;
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
   Floats meant[1 + kHalves];
 
-  [[gnu::always_inline]] void prepare(KBlock const& p, int const* groups, int row) {
+  [[gnu::always_inline]] void prepare(KBlock const& p, int tile, int row) {
+    int const* const groups = p.groups + tile * (depth(kBits) / kGrain);
     constexpr Floats kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int half = 0; half <= kHalves; ++half) {
       int const at = groups[half] + row;
-      meant[half] = p.scale[at] * (kCount - p.zero[at]) + p.offset[at];
+      if constexpr (kFp4) {
+        load(meant[half], kE2m1);
+        meant[half] *= p.scale[at];
+      } else {
+        meant[half] = p.scale[at] * (kCount - p.zero[at]) + p.offset[at];
+      }
     }
   }
   [[gnu::always_inline]] void values(Floats& out, Ints const& words) const {
@@ -85,19 +100,45 @@ struct LookedUp {
   }
 };
 
-template <int kBits, bool kHalves, int kLanes>
-using Row =
-    std::conditional_t<kBits == 4 && kLanes == 16, LookedUp<kBits, kHalves, kLanes>, Computed<kBits, kHalves, kLanes>>;
+template <int kBits, bool kHalves, bool kFp4, int kLanes>
+using Row = std::conditional_t<kBits == 4 && kLanes == 16, LookedUp<kBits, kHalves, kFp4, kLanes>,
+                               Computed<kBits, kHalves, kFp4, kLanes>>;
 #else
-template <int kBits, bool kHalves, int kLanes>
-using Row = Computed<kBits, kHalves, kLanes>;
+template <int kBits, bool kHalves, bool kFp4, int kLanes>
+using Row = Computed<kBits, kHalves, kFp4, kLanes>;
 #endif
+
+// E2M1 numbers in groups of 16 columns, whose scales are in fours: four groups share a vector, one for each remainder
+// of a word's number by 4.
+template <int kLanes>
+struct RowOf16 {
+  static constexpr bool kInFours = true;
+  using Floats = typename Vectors<kLanes>::Floats;
+  Floats scale;
+
+  [[gnu::always_inline]] void prepare(KBlock const& p, int tile, int row) {
+    Vectors<4>::Floats four;
+    load(four, p.scale + 4 * (tile * kPanelRows + row));
+    if constexpr (kLanes == 4) {
+      scale = four;
+    } else {  // doubled, not spread at once: gcc 12 goes through memory for that
+      auto const eight = __builtin_shufflevector(four, four, 0, 1, 2, 3, 4, 5, 6, 7);
+      if constexpr (kLanes == 8) scale = eight;
+      if constexpr (kLanes == 16)
+        scale = __builtin_shufflevector(eight, eight, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+  }
+  [[gnu::always_inline]] void values(Floats& out, typename Vectors<kLanes>::Ints const& words) const {
+    widen_e2m1<kLanes>(out, words);
+    out *= scale;
+  }
+};
 
 template <int kBits, class Values, int kTokens, int kLanes>
 struct SmallM {
   static constexpr int kSums = kLanes == 16 ? 8 : 4;  // of a pair of rows by a token, which registers hold
   static constexpr int kAtOnce = kSums / kTokens;
-  static constexpr int kSteps = steps(kBits), kGrains = depth(kBits) / kGrain;
+  static constexpr int kSteps = steps(kBits);
   using Ints = typename Vectors<kLanes>::Ints;
   using Floats = typename Vectors<kLanes>::Floats;
 
@@ -114,8 +155,8 @@ struct SmallM {
 #pragma GCC unroll 8
       for (int g = 0; g < kAtOnce; ++g) {
         Values low_row, high_row;
-        low_row.prepare(p, p.groups + tile * kGrains, parameter_of(first + g));
-        high_row.prepare(p, p.groups + tile * kGrains, parameter_of(first + g + kPairs));
+        low_row.prepare(p, tile, parameter_of(first + g));
+        high_row.prepare(p, tile, parameter_of(first + g + kPairs));
 #pragma GCC unroll 4
         for (int word = 0; word < kWords; word += kLanes) {
           Ints words;
@@ -161,6 +202,7 @@ struct SmallM {
       p.tiles = std::min(left, kTiles);
       for (int first = 0; first < kPairs; first += kAtOnce) multiply(p, first, sums);
       p.q += kTiles * kPairs * kRowBytes, p.x += kKBlock * kTokens, p.groups += kKBlock / kGrain;
+      if constexpr (Values::kInFours) p.scale += kTiles * 4 * kPanelRows;
     }
     for (int m = 0; m < kTokens; ++m) reduce(sums + m * kPanelRows, out[m]);
   }

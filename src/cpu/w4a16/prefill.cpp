@@ -28,11 +28,11 @@ void interleave_pairs(std::uint16_t const* row, int k, std::uint32_t* out) {
 
 }  // namespace
 
-bool by_pairs(Problem const& p, DType dtype) {
+bool by_pairs(HostProblem const& p, DType dtype) {
   return has_pairs() && dtype == DType::kBFloat16 && p.weight.offset == nullptr && p.weight.group % 2 == 0;
 }
 
-LargeMTokens::LargeMTokens(Problem const& p, DType dtype, int threads)
+LargeMTokens::LargeMTokens(HostProblem const& p, DType dtype, int threads)
     : groups(groups_of(p.weight, 1)), x(static_cast<float const*>(p.x)), stride(p.stride_x) {
   int const k = p.weight.k;
   if (by_pairs(p, dtype)) {
@@ -54,7 +54,7 @@ LargeMTokens::LargeMTokens(Problem const& p, DType dtype, int threads)
   }
 }
 
-void multiply_large_m(Problem const& p, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
+void multiply_large_m(HostProblem const& p, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
                       int first, int count, Line* sums) {
   static auto const multiply = Versions<LargeM, PanelByTokens const&, Line*>::here();
   Weight const& w = p.weight;
@@ -62,6 +62,7 @@ void multiply_large_m(Problem const& p, LargeMTokens const& tokens, PanelParamet
   PanelByTokens const of_panel{.q = w.q + panel * panel_bytes(w),
                                .bits = w.bits,
                                .k = w.k,
+                               .is_fp4 = p.is_fp4(),
                                .groups = tokens.groups.data(),
                                .scale = parameters.scale.data(),
                                .zero = parameters.zero.data(),

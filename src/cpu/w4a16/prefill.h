@@ -7,6 +7,7 @@
 
 #include "cpu/common/columns_by_tokens.h"
 #include "cpu/isa/vectors.h"
+#include "cpu/w4a16/e2m1.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -22,6 +23,7 @@ struct alignas(16) Codes {
 struct PanelByTokens {
   std::uint8_t const* q;
   int bits, k;
+  bool is_fp4;
   int const* groups;  // where the parameters of each column begin
   float const *scale, *zero, *offset;
   float const* x;  // [m, stride]
@@ -37,7 +39,8 @@ struct LargeM {
   using Shorts = typename Vectors<kLanes>::Shorts;
   using Bytes = Vectors<16>::Bytes;
 
-  // Columns' integers become weights.
+  // Columns' integers or E2M1 numbers become weights.
+  template <bool kFp4>
   [[gnu::always_inline]] static void restore(PanelByTokens const& s, int first, int count, Codes const* codes,
                                              Line* out) {
     for (int column = 0; column < count; ++column) {
@@ -50,7 +53,13 @@ struct LargeM {
         load(scale, s.scale + at + i), load(zero, s.zero + at + i), load(offset, s.offset + at + i);
         // (By way of 16 bits: gcc has no vectors' conversion from 8 to 32.)
         auto const wide = __builtin_convertvector(__builtin_convertvector(q, Shorts), Ints);
-        Floats const weights = scale * (__builtin_convertvector(wide, Floats) - zero) + offset;
+        Floats weights;
+        if constexpr (kFp4) {
+          widen_e2m1<kLanes>(weights, wide);
+          weights *= scale;
+        } else {
+          weights = scale * (__builtin_convertvector(wide, Floats) - zero) + offset;
+        }
         std::memcpy(out[column].values + i, &weights, sizeof(weights));
       }
     }
@@ -119,7 +128,7 @@ struct LargeM {
     for (int first = 0; first < s.k; first += kColumns) {
       int const count = std::min(kColumns, s.k - first);
       unpack(s, first, first + count, codes);
-      restore(s, first, count, codes, columns);
+      s.is_fp4 ? restore<true>(s, first, count, codes, columns) : restore<false>(s, first, count, codes, columns);
       ColumnsByTokens<kLanes>::add(columns, count, s.x + first, s.stride, s.m, sums);
     }
   }

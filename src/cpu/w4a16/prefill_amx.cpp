@@ -10,19 +10,20 @@ namespace epiloq::ops::weight_only_mm {
 
 namespace {
 
-bool has_groups_of_lines(Problem const& p) {
-  return has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
+// (E2M1 numbers have no lines of their own yet.)
+bool has_groups_of_lines(HostProblem const& p) {
+  return !p.is_fp4() && has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
 }
 
 }  // namespace
 
-bool rounds_weights(Problem const& p, DType dtype) {
+bool rounds_weights(HostProblem const& p, DType dtype) {
   bool const has_few_sums = p.weight.offset == nullptr && p.weight.group >= kWholePiece;
   return has_groups_of_lines(p) && dtype == DType::kBFloat16 && p.m > kMostUnrounded && !has_few_sums &&
          !batch_invariant();
 }
 
-bool by_tiles(Problem const& p, DType dtype) {
+bool by_tiles(HostProblem const& p, DType dtype) {
   return (has_groups_of_lines(p) && p.weight.offset == nullptr) || rounds_weights(p, dtype);
 }
 
@@ -43,7 +44,7 @@ EPILOQ_CLONES void extract_part(float* rest, int count, std::uint16_t* part) {
 }
 
 // A token's parts, `of_part` values apart.
-void extract_parts(Problem const& p, DType dtype, std::int64_t token, int parts, std::int64_t of_part,
+void extract_parts(HostProblem const& p, DType dtype, std::int64_t token, int parts, std::int64_t of_part,
                    std::vector<float>& rest, std::uint16_t* out) {
   int const k = p.weight.k;
   if (parts == 1) {
@@ -56,7 +57,7 @@ void extract_parts(Problem const& p, DType dtype, std::int64_t token, int parts,
 
 }  // namespace
 
-TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
+TiledTokens::TiledTokens(HostProblem const& p, DType dtype, int threads)
     : tiles{p.weight.padded_k / kOfLine, p.m},
       parts(tile_parts(dtype)),
       x(parts * tiles.size()),
@@ -81,7 +82,7 @@ TiledTokens::TiledTokens(Problem const& p, DType dtype, int threads)
   });
 }
 
-void multiply_tiles(Problem const& p, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
+void multiply_tiles(HostProblem const& p, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
                     int first, int count, Line* sums) {
   int const second = (panel + 1) * kPanelRows < p.weight.n ? 1 : 0;  // or the last one again
   std::uint8_t const* const q = p.weight.q + panel * panel_bytes(p.weight);
@@ -93,8 +94,8 @@ void multiply_tiles(Problem const& p, TiledTokens const& tokens, PanelParameters
                        {tokens.x.data(), tokens.tiles, tokens.parts}, first / TokenTiles::kTokens, count, sums);
 }
 #else
-TiledTokens::TiledTokens(Problem const&, DType, int) {}
-void multiply_tiles(Problem const&, TiledTokens const&, PanelParameters const*, int, int, int, Line*) {}
+TiledTokens::TiledTokens(HostProblem const&, DType, int) {}
+void multiply_tiles(HostProblem const&, TiledTokens const&, PanelParameters const*, int, int, int, Line*) {}
 #endif
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,7 +1,7 @@
 #pragma once
 
-// Prefill kernel for bfloat16 tokens on AVX-512 BF16: integers less their zero points, which bfloat16 represents
-// exactly, in the order of the panel's parameters. A group's sums are multiplied by its scale, in
+// Prefill kernel for bfloat16 tokens on AVX-512 BF16: integers less their zero points, or E2M1 numbers, which bfloat16
+// represents exactly, in the order of the panel's parameters. A group's sums are multiplied by its scale, in
 // float32.
 
 #include "cpu/isa/avx512_bf16.h"
@@ -21,21 +21,29 @@ struct LargeMPairs {
   using Floats = Vectors<kLanes>::Floats;
   using Ints = Vectors<kLanes>::Ints;
 
-  // A column's differences, as the upper halves of float32.
-  [[gnu::always_inline]] static void differences(Ints& out, PanelByTokens const& s, int column, Codes const& codes) {
+  // A column's differences or numbers, as the upper halves of float32.
+  template <bool kFp4>
+  [[gnu::always_inline]] static void values(Ints& out, PanelByTokens const& s, int column, Codes const& codes) {
     Vectors<kLanes>::Bytes q;
     Floats zero;
     load(q, codes.values), load(zero, s.zero + s.groups[column]);
     auto const wide = __builtin_convertvector(__builtin_convertvector(q, Vectors<kLanes>::Shorts), Ints);
-    out = (Ints)(__builtin_convertvector(wide, Floats) - zero);
+    Floats of_column;
+    if constexpr (kFp4) {
+      widen_e2m1<kLanes>(of_column, wide);
+    } else {
+      of_column = __builtin_convertvector(wide, Floats) - zero;
+    }
+    out = (Ints)of_column;
   }
 
+  template <bool kFp4>
   [[gnu::always_inline]] static void pair_up(PanelByTokens const& s, int first, int count, Codes const* codes,
                                              Line* out) {
     for (int column = 0; column < count; column += 2) {
       Ints even, odd{};
-      differences(even, s, first + column, codes[column]);
-      if (column + 1 < count) differences(odd, s, first + column + 1, codes[column + 1]);
+      values<kFp4>(even, s, first + column, codes[column]);
+      if (column + 1 < count) values<kFp4>(odd, s, first + column + 1, codes[column + 1]);
       pair_of(even, even, odd);
       std::memcpy(out[column / 2].values, &even, sizeof(even));
     }
@@ -70,7 +78,8 @@ struct LargeMPairs {
     for (int first = 0; first < s.panel.k; first += kColumns) {
       int const count = std::min(kColumns, s.panel.k - first);
       LargeM<kLanes>::unpack(s.panel, first, first + count, codes);
-      pair_up(s.panel, first, count, codes, pairs);
+      s.panel.is_fp4 ? pair_up<true>(s.panel, first, count, codes, pairs)
+                     : pair_up<false>(s.panel, first, count, codes, pairs);
       by_blocks<kPairBlock>(s.panel.m, [&]<int kTokens>(int m) __attribute__((always_inline)) {
         multiply<kTokens>(s, first, count, pairs, s.x + m * of_token + std::int64_t{first} / 2 * kPairBlock, sums + m);
       });

@@ -16,21 +16,23 @@ using namespace epiloq::ops::weight_only_mm;
 
 namespace {
 
-// A panel of three tiles or six, of groups of 32 or 64 columns, and tokens.
+// A panel of three tiles or six, of groups of 16, 32 or 64 columns, and tokens. Of integers or of E2M1 numbers.
 struct Operands {
   static constexpr int kK = 192;
   int bits, group, tokens;
+  bool is_fp4;
   std::vector<std::uint8_t> q = std::vector<std::uint8_t>(kK / depth(bits) * kLanes * lane_bytes(bits));
   std::vector<float> scale = std::vector<float>(kK / group * kPanelRows), zero = scale, offset = scale;
   std::vector<float> x = std::vector<float>(tokens * kK);
 
-  Operands(int bits_, int group_, int tokens_) : bits(bits_), group(group_), tokens(tokens_) {
+  Operands(int bits_, int group_, int tokens_, bool is_fp4_ = false)
+      : bits(bits_), group(group_), tokens(tokens_), is_fp4(is_fp4_) {
     auto random = test::generator();
     auto const unit = [&] { return static_cast<float>(random() % 2000) / 1000.F - 1.F; };
     for (auto& byte : q) byte = static_cast<std::uint8_t>(random());
     for (auto& value : scale) value = unit();
-    for (auto& value : zero) value = static_cast<float>(random() % (1U << bits));
-    for (auto& value : offset) value = unit();
+    for (auto& value : zero) value = is_fp4 ? 0.F : static_cast<float>(random() % (1U << bits));
+    for (auto& value : offset) value = is_fp4 ? 0.F : unit();
     for (auto& value : x) value = unit();
   }
 
@@ -48,6 +50,16 @@ struct Operands {
     return all;
   }
 
+  // [groups / 4, 16, 4]
+  std::vector<float> scale_in_fours() const {
+    std::vector<float> fours(scale.size());
+    for (std::size_t i = 0; i < fours.size(); ++i) {
+      std::size_t const four = i / (4 * kPanelRows), parameter = i / 4 % kPanelRows;
+      fours[i] = scale[(4 * four + i % 4) * kPanelRows + parameter];
+    }
+    return fours;
+  }
+
   std::vector<int> groups(int step) const {
     std::vector<int> at;
     for (int k = 0; k < kK; k += step) at.push_back(k / group * kPanelRows);
@@ -62,7 +74,8 @@ struct Operands {
           for (int i = 0; i < lane_values(bits); ++i) {
             TileCoord const coord = tile_coord_of(bits, lane, i);
             int const k = tile + coord.column, p = k / group * kPanelRows + parameter_of(coord.row);
-            double const product = scale[p] * (value_at(&q[at], bits, i) - static_cast<double>(zero[p]));
+            int const code = value_at(&q[at], bits, i);
+            double const product = scale[p] * (is_fp4 ? kE2m1[code] : code - static_cast<double>(zero[p]));
             exact[coord.row] += (product + offset[p]) * x[m * kK + k];
             size[coord.row] += (std::abs(product) + std::abs(offset[p])) * std::abs(x[m * kK + k]);
           }
@@ -76,10 +89,10 @@ struct Operands {
   }
 };
 
-template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, int> class Values>
-void few() {
-  Operands const o(kBits, kHalves ? 32 : 64, kTokens);
+template <int kBits, class Values, int kTokens, int kLanesOf>
+void multiply_few(Operands const& o) {
   std::vector<int> const groups = o.groups(kGrain);
+  std::vector<float> const scale = Values::kInFours ? o.scale_in_fours() : o.scale;
   std::vector<Line> x(kTokens * Operands::kK / kWords), sums(kTokens);
   for (int m = 0; m < kTokens; ++m) {
     for (int i = 0; i < Operands::kK / kWords; ++i) {
@@ -90,15 +103,27 @@ void few() {
       }
     }
   }
-  SmallM<kBits, Values<kBits, kHalves, kLanesOf>, kTokens, kLanesOf>::run({.q = o.q.data(),
-                                                                           .x = x[0].values,
-                                                                           .tiles = Operands::kK / depth(kBits),
-                                                                           .groups = groups.data(),
-                                                                           .scale = o.scale.data(),
-                                                                           .zero = o.zero.data(),
-                                                                           .offset = o.offset.data()},
-                                                                          sums.data());
+  SmallM<kBits, Values, kTokens, kLanesOf>::run({.q = o.q.data(),
+                                                 .x = x[0].values,
+                                                 .tiles = Operands::kK / depth(kBits),
+                                                 .groups = groups.data(),
+                                                 .scale = scale.data(),
+                                                 .zero = o.zero.data(),
+                                                 .offset = o.offset.data()},
+                                                sums.data());
   o.check_sums(sums.data(), false);
+}
+
+template <int kBits, bool kHalves, int kTokens, int kLanesOf, template <int, bool, bool, int> class Values>
+void few() {
+  using Integers = Values<kBits, kHalves, false, kLanesOf>;
+  multiply_few<kBits, Integers, kTokens, kLanesOf>(Operands(kBits, kHalves ? 32 : 64, kTokens));
+}
+
+template <int kTokens, int kLanesOf, template <int, bool, bool, int> class Values>
+void few_of_fp4() {
+  multiply_few<4, Values<4, true, true, kLanesOf>, kTokens, kLanesOf>(Operands(4, 32, kTokens, true));
+  multiply_few<4, RowOf16<kLanesOf>, kTokens, kLanesOf>(Operands(4, 16, kTokens, true));
 }
 
 template <int kLanesOf>
@@ -110,18 +135,28 @@ void few_of_all_kinds() {
   few<4, true, 4, kLanesOf, Computed>();
   few<8, false, 1, kLanesOf, Computed>();
   few<8, false, 4, kLanesOf, Computed>();
+  few_of_fp4<1, kLanesOf, Computed>();
+  few_of_fp4<2, kLanesOf, Computed>();
+  few_of_fp4<4, kLanesOf, Computed>();
 }
+
+// Bits, group size, and whether the numbers are E2M1.
+struct Kind {
+  int bits, group;
+  bool is_fp4 = false;
+};
 
 template <int kLanesOf>
 void many() {
-  for (int bits : {2, 3, 4, 8}) {
+  for (auto const [bits, group, is_fp4] : {Kind{2, 32}, {3, 32}, {4, 32}, {8, 32}, {4, 32, true}, {4, 16, true}}) {
     for (int tokens = 1; tokens < 14; ++tokens) {
-      Operands const o(bits, 32, tokens);
+      Operands const o(bits, group, tokens, is_fp4);
       std::vector<int> const groups = o.groups(1);
       std::vector<Line> sums(tokens);
       LargeM<kLanesOf>::run({.q = o.q.data(),
                              .bits = bits,
                              .k = Operands::kK,
+                             .is_fp4 = is_fp4,
                              .groups = groups.data(),
                              .scale = o.scale.data(),
                              .zero = o.zero.data(),
@@ -138,9 +173,9 @@ void many() {
 #ifdef EPILOQ_HAS_CLONES
 // Tokens that bfloat16 holds, in their blocks; what lies beside them is not to be read.
 void many_pairs() {
-  for (int bits : {2, 3, 4, 8}) {
+  for (auto const [bits, least, is_fp4] : {Kind{2, 32}, {3, 32}, {4, 32}, {8, 32}, {4, 16, true}}) {
     for (int tokens = 1; tokens < 2 * kPairBlock + 2; ++tokens) {
-      Operands o(bits, tokens % 2 == 0 ? 32 : 64, tokens);
+      Operands o(bits, tokens % 2 == 0 ? least : 2 * least, tokens, is_fp4);
       std::fill(o.offset.begin(), o.offset.end(), 0.F);
       constexpr int kPairs = Operands::kK / 2;
       std::vector<std::uint32_t> x((tokens + kPairBlock - 1) / kPairBlock * kPairBlock * kPairs, 0x7fc07fc0U);
@@ -156,6 +191,7 @@ void many_pairs() {
       LargeMPairs::run({.panel = {.q = o.q.data(),
                                   .bits = bits,
                                   .k = Operands::kK,
+                                  .is_fp4 = is_fp4,
                                   .groups = groups.data(),
                                   .scale = o.scale.data(),
                                   .zero = o.zero.data(),
@@ -221,6 +257,8 @@ int main() {
   few<4, false, 4, 16, LookedUp>();
   few<4, true, 1, 16, LookedUp>();
   few<4, true, 2, 16, LookedUp>();
+  few_of_fp4<1, 16, LookedUp>();
+  few_of_fp4<4, 16, LookedUp>();
 #endif
   many<4>();
   many<8>();

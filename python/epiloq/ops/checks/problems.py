@@ -47,7 +47,7 @@ def _explain_packed_fp4_mm(**call: Any) -> str:
         return kernel
     if is_batch_invariant():
         raise NotImplementedError(f"epiloq.packed_fp4_mm: {kernel}, which batch invariance needs")
-    dense = dequantised_explanation(dtype, "in memory")
+    dense = dequantised_explanation(dtype)
     return dense if experts is None else f"one expert after the other: {dense}"
 
 
