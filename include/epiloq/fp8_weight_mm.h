@@ -23,6 +23,7 @@ struct Fp8WeightMm {
   TensorView x;    // […, k] float16, bfloat16 or float32, rows dense
   Fp8Weight weight;
   std::optional<TensorView> bias{};  // [n] of x's dtype, added in fp32
+  int threads = 1;                   // on the CPU, at most (threads.h)
 };
 
 // out = rows of W: products in fp32, rounded once.
@@ -36,9 +37,10 @@ struct DequantizeFp8 {
 EPILOQ_API void check(Fp8WeightMm const& call);
 EPILOQ_API void check(DequantizeFp8 const& call);
 
-// On a CUDA device. Launches and returns true; or does nothing and returns false if the weight should be dequantised
-// for a dense product: more than 64 rows of x, float32, blocks of columns that are not a multiple of 64, rows of x or
-// of the weight that are not 16-byte aligned.
+// On CUDA launches and returns true; or does nothing and returns false if the weight should be dequantised for a dense
+// product: more than 64 rows of x, float32, blocks of columns that are not a multiple of 64, rows of x or of the weight
+// that are not 16-byte aligned. On the CPU computes and returns true; or false for blocks of columns that are not 128
+// times a power of two, or of rows that are not a power of two.
 EPILOQ_API bool fp8_weight_mm(Fp8WeightMm const& call, Stream stream);
 // On any device.
 EPILOQ_API void dequantize_fp8(DequantizeFp8 const& call, Stream stream);

@@ -66,9 +66,6 @@ def check_decode_attention(
     scale: float,
     workspace: Tensor | None = None,
 ) -> None: ...
-def check_fp8_weight_mm(
-    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
-) -> None: ...
 def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
@@ -279,7 +276,14 @@ def explain_conv2d_weight_only(
     forced: tuple[str, int, int] | None = None,
 ) -> str: ...
 def explain_fp8_weight_mm(
-    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    threads: int = 1,
 ) -> str: ...
 def explain_grouped_packed_mm(
     out: Tensor,
@@ -563,7 +567,14 @@ def fp8_block_linear(layer: object, x: object) -> Tensor | None: ...
 def fp8_linear(layer: object, x: object) -> Tensor | None: ...
 def fp8_weight_linear(layer: object, x: object) -> Tensor | None: ...
 def fp8_weight_mm(
-    out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    threads: int = 1,
 ) -> bool: ...
 def grouped_packed_mm(
     out: Tensor,

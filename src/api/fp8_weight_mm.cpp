@@ -104,8 +104,12 @@ void check(DequantizeFp8 const& call) { checked(call); }
 
 bool fp8_weight_mm(Fp8WeightMm const& call, Stream stream) {
   Problem const problem = checked(call);
-  expect_device("fp8_weight_mm", "x", call.x, Device::Type::kCuda);
   if (problem.m == 0 || problem.weight.n == 0) return true;
+  if (call.x.device.type == Device::Type::kCpu) {
+    if (!ops::fp8_weight_mm::has_host_blocks(problem.weight)) return false;
+    ops::fp8_weight_mm::multiply_on_host(problem, call.x.dtype, call.threads);
+    return true;
+  }
   if (problem.weight.k == 0 || unsupported_reason(problem, call) != nullptr) return false;
   ops::fp8_weight_mm::launch(problem, call.x.dtype, call.x.device.index, stream);
   return true;
@@ -123,7 +127,11 @@ void dequantize_fp8(DequantizeFp8 const& call, Stream stream) {
 std::string explain(Fp8WeightMm const& call) {
   Problem const problem = checked(call);
   if (problem.m == 0 || problem.weight.n == 0) return "nothing to launch: the output is empty";
-  if (call.x.device.type == Device::Type::kCpu) return "cpu, torch: dequantised some rows at a time";
+  if (call.x.device.type == Device::Type::kCpu) {
+    bool const fits = ops::fp8_weight_mm::has_host_blocks(problem.weight);
+    return fits ? std::string("cpu, ") + ops::fp8_weight_mm::describe_on_host(problem, call.x.dtype)
+                : "cpu, torch: dequantised some rows at a time";
+  }
   char const* const why = unsupported_reason(problem, call);
   if (why == nullptr) return "fp8 weight decode kernel, mma.sync";
   return std::string("dequantised into memory, then a dense product (") + why + ")";

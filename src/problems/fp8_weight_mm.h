@@ -27,6 +27,11 @@ struct Problem {
 // of which K must be a multiple.
 inline constexpr int kMostTokens = 64, kDepth = 64, kLaneColumns = 16;
 
+// On the CPU, for blocks of all columns or of 128 times a power of two, and of all rows or of a power of two.
+bool has_host_blocks(Weight const& weight);
+void multiply_on_host(Problem const& problem, DType x, int threads);
+char const* describe_on_host(Problem const& problem, DType x);
+
 void launch(Problem const& problem, DType x, int device, Stream stream);
 
 // Rows of the weight, dense.

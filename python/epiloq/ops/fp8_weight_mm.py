@@ -38,11 +38,12 @@ def fp8_weight_mm(
 ) -> Tensor:
     """``x @ W.T + bias`` with ``W[i, j] = weight[i, j] * scale[i // rows, j // columns]`` and (rows, columns) = block.
 
-    For FP8 checkpoints on GPUs without FP8 tensor cores, and for decode with 16-bit activations. For up to 64 rows of
-    x, products of x and the FP8 values are not rounded, sums and scales are fp32, and the result is rounded once. On
-    CUDA a kernel reads the FP8 weight directly if x has 16 bits, K is a multiple of 16, and ``columns`` a multiple of
-    64 (or -1). Otherwise, and for more rows of x, W is dequantised, rounded once to x's dtype, and multiplied by torch
-    (a few rows at a time on the CPU). `epiloq.explain` names the method; docs/numerics.md has the bounds.
+    For FP8 checkpoints on GPUs without FP8 tensor cores, and for decode with 16-bit activations. On the CPU, and on
+    CUDA for up to 64 rows of x, products of x and the FP8 values are not rounded, sums and scales are fp32, and the
+    result is rounded once: if on CUDA x has 16 bits, K is a multiple of 16, and ``columns`` a multiple of 64 (or -1);
+    on the CPU, if ``rows`` is a power of two and ``columns`` 128 times one (or -1). Otherwise W is dequantised and
+    multiplied by torch (a few rows at a time on the CPU), for more than 64 rows of x rounded to x's dtype.
+    `epiloq.explain` names the method; docs/numerics.md has the bounds.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows.
@@ -93,11 +94,9 @@ def run(
     """`fp8_weight_mm` for plain tensors."""
     refuse_batch_invariant(f"epiloq.{_NAME}", _BY_M)
     result = _empty(x, weight) if out is None else out
-    if not x.is_cuda:
-        _core.check_fp8_weight_mm(result, x, weight, scale, bias, rows, columns)
-        _by_chunks(result, x, (weight, scale), bias, (rows, columns))
-    elif not _core.fp8_weight_mm(result, x, weight, scale, bias, rows, columns):
-        _dense_product(result, x, (weight, scale), bias, (rows, columns))
+    if not _core.fp8_weight_mm(result, x, weight, scale, bias, rows, columns, threads_for(x)):
+        multiply = _dense_product if x.is_cuda else _by_chunks
+        multiply(result, x, (weight, scale), bias, (rows, columns))
     if out is not None:
         mark_written(out)
     return result

@@ -8,16 +8,20 @@ void register_fp8_weight_mm(py::module_& module) {
     module.def(
         name,
         [action](TensorArg const& out, TensorArg const& x, TensorArg const& weight, TensorArg const& scale,
-                 std::optional<TensorArg> const& bias, std::int64_t block_rows, std::int64_t block_columns) {
+                 std::optional<TensorArg> const& bias, std::int64_t block_rows, std::int64_t block_columns,
+                 int threads) {
           Fp8Weight const of{weight.view, scale.view, block_rows, block_columns};
-          return action(Fp8WeightMm{out.view, x.view, of, view_of(bias)}, x);
+          return action(Fp8WeightMm{out.view, x.view, of, view_of(bias), threads}, x);
         },
         py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("bias"), py::arg("block_rows"),
-        py::arg("block_columns"));
+        py::arg("block_columns"), py::arg("threads") = 1);
   };
-  define("fp8_weight_mm",
-         [](Fp8WeightMm const& call, TensorArg const& x) { return fp8_weight_mm(call, current_stream(x)); });
-  define("check_fp8_weight_mm", [](Fp8WeightMm const& call, TensorArg const&) { check(call); });
+  define("fp8_weight_mm", [](Fp8WeightMm const& call, TensorArg const& x) {
+    Stream const stream = current_stream(x);
+    std::optional<py::gil_scoped_release> released;
+    if (x.view.device.type == Device::Type::kCpu) released.emplace();
+    return fp8_weight_mm(call, stream);
+  });
   define("explain_fp8_weight_mm", [](Fp8WeightMm const& call, TensorArg const&) { return explain(call); });
   module.def(
       "dequantize_fp8",

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu/common/rows.h"
 #include "cpu/gemm/float8_avx512_bf16.h"
 #include "cpu/gemm/float8_avx512_columns.h"
 #include "cpu/gemm/float8_vectors.h"
@@ -55,19 +56,29 @@ MultiplyFloats multiply_by() {
   return kIsSmallM ? Multiplies<Of<Format>::template SmallM>::here() : Multiplies<Of<Format>::template LargeM>::here();
 }
 
+// read(m) for tokens: gives them the type that a kernel multiplies.
+auto reader_of(ScaledFloat8 const& x) {
+  Widen const widen = x.is_e5m2 ? Widens<E5M2>::here() : Widens<E4M3>::here();
+  return [&x, widen](std::int64_t m, float* out) { widen(x, m, out); };
+}
+auto reader_of(FloatRows const& x) {
+  return
+      [&x](std::int64_t m, float* out) { read_row(x.values, x.dtype, m * x.stride, static_cast<int>(x.columns), out); };
+}
+
 // In vectors of the widest registers: a few tokens by rows in memory order, or many by widened rows.
-template <bool kIsSmallM>
-void multiply_floats(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+template <bool kIsSmallM, class Tokens>
+void multiply_floats(Tokens const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   constexpr int kPanelRows = 16;
   std::int64_t const stride = rounded_up(w.columns, 4 * 16);
   std::vector<float> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
-  Widen const widen = x.is_e5m2 ? Widens<E5M2>::here() : Widens<E4M3>::here();
+  auto const read = reader_of(x);
   auto const order = Versions<Of<E4M3>::Order, float const*, std::int64_t, float*>::here();
   share(x.rows, threads, [&](std::int64_t first, std::int64_t last) {
     std::vector<float> row(kIsSmallM ? x.columns : 0);
     for (std::int64_t m = first; m < last; ++m) {
       float* const token = tokens.data() + m * stride;
-      widen(x, m, kIsSmallM ? row.data() : token);
+      read(m, kIsSmallM ? row.data() : token);
       if (kIsSmallM) order(row.data(), x.columns, token);
     }
   });
@@ -89,8 +100,10 @@ std::vector<float> scales_of(ScaledFloat8 const& x) {
   }
   return scales;
 }
+std::vector<float> scales_of(FloatRows const&) { return {}; }
 
-void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+template <class Tokens>
+void multiply_pairs(Tokens const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   std::int64_t const stride = RowsByTokens::lines(w.columns);
   std::vector<Line> tokens(rounded_up(x.rows, kTokensUpTo) * stride);
   std::vector<float> const scales = scales_of(x);
@@ -108,7 +121,8 @@ void multiply_pairs(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
             });
 }
 
-void multiply_columns(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+template <class Tokens>
+void multiply_columns(Tokens const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   using Kernel = ColumnsByTokenBlocks;
   std::int64_t const words = Kernel::words(w.columns);
   std::vector<std::uint32_t> tokens(rounded_up(x.rows, kPairBlock) * words);
@@ -146,19 +160,48 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
 }
 #endif
 
-constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max(), kFewestForColumns = 5, kMostInRegisters = 8;
+constexpr char const* kColumns = "16 rows of float8 at a time as pairs of bfloat16, AVX-512 BF16 and VBMI";
+constexpr char const* kPairs = "float8 as pairs of bfloat16, AVX-512 BF16 and VBMI";
+constexpr char const* kRegisters = "float8 widened in registers";
+constexpr char const* kWidened = "16 rows of float8 widened at a time";
 
 constexpr Float8Routine kRoutines[] = {
 #ifdef EPILOQ_HAS_CLONES
     // (One token is as fast without AMX, and its scales are applied faster.)
     {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
     // (Slower for three and four tokens, except in groups of 128.)
-    {"16 rows of float8 at a time as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 5, kAny, multiply_columns},
-    {"float8 as pairs of bfloat16, AVX-512 BF16 and VBMI", has_lookups, 0, kAny, multiply_pairs},
+    {kColumns, has_lookups, kFewestForColumns, kAny, multiply_columns},
+    {kPairs, has_lookups, 0, kAny, multiply_pairs},
 #endif
-    {"float8 widened in registers", [] { return true; }, 0, 8, multiply_floats<true>},
-    {"16 rows of float8 widened at a time", [] { return true; }, 0, kAny, multiply_floats<false>},
+    {kRegisters, [] { return true; }, 0, kMostInRegisters, multiply_floats<true>},
+    {kWidened, [] { return true; }, 0, kAny, multiply_floats<false>},
 };
+
+using MultiplyByFloats = void (*)(FloatRows const&, ScaledFloat8 const&, int, FinishPanel<float> const&);
+struct FloatsRoutine {
+  char const* name;
+  bool (*is_for)(DType);
+  std::int64_t fewest, most;
+  MultiplyByFloats multiply;
+};
+bool is_for_pairs(DType dtype) { return dtype == DType::kBFloat16 && has_lookups(); }
+bool is_for_any(DType) { return true; }
+constexpr FloatsRoutine kOfFloats[] = {
+#ifdef EPILOQ_HAS_CLONES
+    {kColumns, is_for_pairs, kFewestForColumns, kAny, multiply_columns},
+    {kPairs, is_for_pairs, 0, kAny, multiply_pairs},
+#endif
+    {kRegisters, is_for_any, 0, kMostInRegisters, multiply_floats<true>},
+    {kWidened, is_for_any, 0, kAny, multiply_floats<false>},
+};
+
+FloatsRoutine const& routine_of_floats(std::int64_t rows, DType dtype) {
+  std::int64_t const tokens = batch_invariant() ? kAny : rows;
+  return *std::ranges::find_if(kOfFloats, [=](FloatsRoutine const& routine) {
+    return routine.fewest <= tokens && tokens <= routine.most && routine.is_for(dtype);
+  });
+}
 
 }  // namespace
 
@@ -175,5 +218,12 @@ void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, 
   threads = threads_for_products(x.rows * w.rows * w.columns, threads);
   float8_routine(x.rows).multiply(x, w, threads, finish);
 }
+
+void multiply_float8(FloatRows const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+  threads = threads_for_products(x.rows * w.rows * w.columns, threads);
+  routine_of_floats(x.rows, x.dtype).multiply(x, w, threads, finish);
+}
+
+char const* float8_routine_of_floats(std::int64_t tokens, DType dtype) { return routine_of_floats(tokens, dtype).name; }
 
 }  // namespace epiloq

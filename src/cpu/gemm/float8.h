@@ -5,6 +5,7 @@
 #include <span>
 
 #include "cpu/common/panels.h"
+#include "epiloq/tensor.h"
 
 namespace epiloq {
 
@@ -17,12 +18,20 @@ struct ScaledFloat8 {
   bool is_e5m2 = false;
   float const* scale = nullptr;
   std::int64_t scale_stride_row = 0, scale_stride_column = 0;
-  int scale_shift = 0;  // 2^scale_shift rows share a scale
+  int scale_shift = 0, scale_shift_column = 0;  // 2^shift rows, or groups of kFloat8Columns columns, share a scale
 
   // Scale of the k_block-th group of kFloat8Columns columns.
   float scale_at(std::int64_t row, std::int64_t k_block) const {
-    return scale == nullptr ? 1.f : scale[(row >> scale_shift) * scale_stride_row + k_block * scale_stride_column];
+    std::int64_t const column = k_block >> scale_shift_column;
+    return scale == nullptr ? 1.f : scale[(row >> scale_shift) * scale_stride_row + column * scale_stride_column];
   }
+};
+
+// Rows of float32, float16 or bfloat16.
+struct FloatRows {
+  void const* values;
+  DType dtype;
+  std::int64_t rows, columns, stride;
 };
 
 using Float8Sums = PanelSums<float>;
@@ -42,5 +51,9 @@ std::span<Float8Routine const> float8_routines();
 Float8Routine const& float8_routine(std::int64_t tokens);
 // Runs the chosen implementation on as many threads as the product is worth.
 void multiply_float8(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish);
+
+// The same with floating-point rows x, which are not rounded.
+void multiply_float8(FloatRows const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish);
+char const* float8_routine_of_floats(std::int64_t tokens, DType dtype);
 
 }  // namespace epiloq

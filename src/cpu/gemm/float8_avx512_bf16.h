@@ -139,6 +139,20 @@ struct RowsByTokens {
                                  });
   }
 
+  // bfloat16, in the order of Float8Lookup::widen.
+  static void arrange(FloatRows const& x, std::int64_t m, Line* out) {
+    constexpr int kCodes = Float8Lookup::kCodes, kRun = 8;
+    auto const* const row = static_cast<std::uint16_t const*>(x.values) + m * x.stride;
+    for (std::int64_t column = 0; column < x.columns; column += kCodes, out += 2) {
+      std::uint16_t values[kCodes] = {}, in_order[kCodes];
+      std::copy_n(row + column, std::min<std::int64_t>(kCodes, x.columns - column), values);
+      for (int run = 0; run < kCodes / kRun; ++run) {
+        std::copy_n(values + run * kRun, kRun, in_order + run % 2 * kCodes / 2 + run / 2 * kRun);
+      }
+      std::memcpy(out, in_order, sizeof(in_order));
+    }
+  }
+
   template <int kTokens>
   [[gnu::always_inline]] static void block(ScaledFloat8 const& w, std::int64_t row, Float8Pairs const& tokens,
                                            int first, Line* out) {

@@ -3,6 +3,8 @@
 // float8 GEMM on AVX-512 BF16 without AMX: 16 rows of the weight become columns of bfloat16 pairs once for all tokens,
 // and a token's values are broadcast in pairs.
 
+#include <vector>
+
 #include "cpu/gemm/float8_avx512_bf16.h"
 
 namespace epiloq {
@@ -46,6 +48,17 @@ struct ColumnsByTokenBlocks {
         }
       }
     });
+  }
+
+  // The same of bfloat16; zeros past the end.
+  static void arrange(FloatRows const& x, std::int64_t block, std::uint32_t* out) {
+    std::vector<Line> row(RowsByTokens::lines(x.columns));
+    std::vector<std::uint32_t> words(row.size() * kRows);
+    for (std::int64_t i = 0, m = block * kPairBlock; i < kPairBlock && m < x.rows; ++i, ++m) {
+      RowsByTokens::arrange(x, m, row.data());
+      std::memcpy(words.data(), row.data(), words.size() * sizeof(words[0]));
+      for (std::size_t word = 0; word < words.size(); ++word) out[word * kPairBlock + i] = words[word];
+    }
   }
 
   // sums [m] += scales times columns . x[m].

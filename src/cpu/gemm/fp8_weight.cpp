@@ -1,9 +1,13 @@
-// Rows of an FP8 weight with its scales, for products in floating point.
+// Products of floating-point rows with FP8 weights, and rows of the weight with its scales.
 
 #include <algorithm>
+#include <bit>
+#include <limits>
 #include <vector>
 
 #include "core/threads.h"
+#include "cpu/common/columns.h"
+#include "cpu/gemm/float8.h"
 #include "cpu/gemm/float8_vectors.h"
 #include "cpu/isa/versions.h"
 #include "problems/fp8_weight_mm.h"
@@ -18,7 +22,38 @@ struct Widen {
   }
 };
 
+int shift_of(std::int64_t power_of_two) { return std::countr_zero(static_cast<std::uint64_t>(power_of_two)); }
+
+bool is_power_of_two(std::int64_t value) { return value > 0 && std::has_single_bit(static_cast<std::uint64_t>(value)); }
+
 }  // namespace
+
+bool has_host_blocks(Weight const& w) {
+  bool const fits_rows = w.block_rows >= w.n || is_power_of_two(w.block_rows);
+  bool const fits_columns = w.block_columns % kFloat8Columns == 0 && is_power_of_two(w.block_columns / kFloat8Columns);
+  return fits_rows && (w.block_columns >= w.k || fits_columns);
+}
+
+void multiply_on_host(Problem const& p, DType x, int threads) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Weight const& w = p.weight;
+  bool const all_rows = w.block_rows >= w.n, all_columns = w.block_columns >= w.k;
+  ScaledFloat8 const weight{.values = w.q,
+                            .rows = w.n,
+                            .columns = w.k,
+                            .stride = w.stride,
+                            .scale = w.scale,
+                            .scale_stride_row = all_rows ? 0 : w.scale_columns,
+                            .scale_stride_column = all_columns ? 0 : 1,
+                            .scale_shift = all_rows ? 0 : shift_of(w.block_rows),
+                            .scale_shift_column = all_columns ? 0 : shift_of(w.block_columns / kFloat8Columns)};
+  Columns const to{p.bias, p.out, x, p.stride_out, -kInfinity, kInfinity};
+  multiply_float8(FloatRows{p.x, x, p.m, w.k, p.stride_x}, weight, threads, [&](Float8Sums const& sums) {
+    write(to, sums.row, sums.count, sums.column, sums.columns, sums.values, sums.stride);
+  });
+}
+
+char const* describe_on_host(Problem const& p, DType x) { return float8_routine_of_floats(p.m, x); }
 
 void dequantize_on_host(DequantizeProblem const& problem, int threads) {
   Weight const& w = problem.weight;
