@@ -84,8 +84,8 @@ bool is_for_few(HostProblem const& p, DType dtype) {
   // Tiles repay the work on a panel from so many tokens on (Sapphire Rapids, 2026-11-23), as do pairs (Zen 4,
   // 2026-11-21).
   int const in_tiles = dtype == DType::kBFloat16 ? 2 : 4;
-  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / w.bits : kSmallM;
-  return (w.bits == 4 || w.bits == 8) && p.m <= most && w.k > 0 && has_grains(p);
+  int const most = by_tiles(p, dtype) ? in_tiles : by_pairs(p, dtype) ? 32 / read_bits(w.bits) : kSmallM;
+  return p.m <= most && w.k > 0 && has_grains(p);
 }
 
 SmallMTokens::SmallMTokens(HostProblem const& p, DType dtype)
@@ -96,23 +96,22 @@ SmallMTokens::SmallMTokens(HostProblem const& p, DType dtype)
   std::vector<float> row(w.padded_k);
   for (int m = 0; m < p.m; ++m) {
     read_row(p.x, dtype, m * p.stride_x, w.k, row.data());
-    in_order(w.bits, row.data(), w.padded_k, block,
+    in_order(read_bits(w.bits), row.data(), w.padded_k, block,
              x.data() + static_cast<std::size_t>(m / block * block) * (w.padded_k / kWords) + m % block);
   }
 }
 
-void multiply_small_m(HostProblem const& p, SmallMTokens const& tokens, PanelParameters const& parameters, int panel,
-                      Line* sums) {
+void multiply_small_m(HostProblem const& p, SmallMTokens const& tokens, PackedPanel const& panel, Line* sums) {
   Weight const& w = p.weight;
   Multiply const multiply = multiply_of(p, tokens.block);
   for (int m = 0; m < p.m; m += tokens.block) {
-    multiply({.q = w.q + panel * panel_bytes(w),
+    multiply({.q = panel.q,
               .x = tokens.x[static_cast<std::size_t>(m) * (w.padded_k / kWords)].values,
-              .tiles = w.padded_k / depth(w.bits),
+              .tiles = w.padded_k / depth(read_bits(w.bits)),
               .groups = tokens.groups.data(),
-              .scale = parameters.scale.data(),
-              .zero = parameters.zero.data(),
-              .offset = parameters.offset.data()},
+              .scale = panel.scale.data(),
+              .zero = panel.zero.data(),
+              .offset = panel.offset.data()},
              sums + m);
   }
 }

@@ -54,19 +54,19 @@ LargeMTokens::LargeMTokens(HostProblem const& p, DType dtype, int threads)
   }
 }
 
-void multiply_large_m(HostProblem const& p, LargeMTokens const& tokens, PanelParameters const& parameters, int panel,
-                      int first, int count, Line* sums) {
+void multiply_large_m(HostProblem const& p, LargeMTokens const& tokens, PackedPanel const& panel, int first, int count,
+                      Line* sums) {
   static auto const multiply = Versions<LargeM, PanelByTokens const&, Line*>::here();
   Weight const& w = p.weight;
   std::fill_n(sums, count, Line{});
-  PanelByTokens const of_panel{.q = w.q + panel * panel_bytes(w),
-                               .bits = w.bits,
+  PanelByTokens const of_panel{.q = panel.q,
+                               .bits = read_bits(w.bits),
                                .k = w.k,
                                .is_fp4 = p.is_fp4(),
                                .groups = tokens.groups.data(),
-                               .scale = parameters.scale.data(),
-                               .zero = parameters.zero.data(),
-                               .offset = parameters.offset.data(),
+                               .scale = panel.scale.data(),
+                               .zero = panel.zero.data(),
+                               .offset = panel.offset.data(),
                                .x = tokens.x + first * tokens.stride,
                                .m = count,
                                .stride = tokens.stride};

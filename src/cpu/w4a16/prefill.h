@@ -22,7 +22,7 @@ struct alignas(16) Codes {
 
 struct PanelByTokens {
   std::uint8_t const* q;
-  int bits, k;
+  int bits, k;  // 4 or 8 bits
   bool is_fp4;
   int const* groups;  // where the parameters of each column begin
   float const *scale, *zero, *offset;
@@ -104,21 +104,6 @@ struct LargeM {
   [[gnu::always_inline]] static void unpack(PanelByTokens const& s, int first, int end, Codes* out) {
     if (s.bits == 4) unpack<4>(s, first, end, out);
     if (s.bits == 8) unpack<8>(s, first, end, out);
-    if (s.bits < 4) unpack_by_coord(s, first, end, out);
-  }
-
-  // Two and three bits.
-  static void unpack_by_coord(PanelByTokens const& s, int first, int end, Codes* out) {
-    int const tile_bytes = weight_only_mm::kLanes * lane_bytes(s.bits);
-    std::uint8_t const* q = s.q + static_cast<std::int64_t>(first / depth(s.bits)) * tile_bytes;
-    for (; first < end; first += depth(s.bits), out += depth(s.bits)) {
-      for (int lane = 0; lane < weight_only_mm::kLanes; ++lane, q += lane_bytes(s.bits)) {
-        for (int i = 0; i < lane_values(s.bits); ++i) {
-          TileCoord const coord = tile_coord_of(s.bits, lane, i);
-          out[coord.column].values[parameter_of(coord.row)] = static_cast<std::uint8_t>(value_at(q, s.bits, i));
-        }
-      }
-    }
   }
 
   // sums [m]: added to.

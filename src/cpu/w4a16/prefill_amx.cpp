@@ -75,27 +75,24 @@ TiledTokens::TiledTokens(HostProblem const& p, DType dtype, int threads)
         extract_parts(p, dtype, token, parts, of_part, rest, rows.data() + i * stride);
       }
       for (int part = 0; part < parts; ++part) {
-        MultiplyInTiles::arrange(rows.data() + part * of_part, stride, p.weight.bits, tiles, tile,
+        MultiplyInTiles::arrange(rows.data() + part * of_part, stride, read_bits(p.weight.bits), tiles, tile,
                                  x.data() + part * tiles.size());
       }
     }
   });
 }
 
-void multiply_tiles(HostProblem const& p, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
-                    int first, int count, Line* sums) {
-  int const second = (panel + 1) * kPanelRows < p.weight.n ? 1 : 0;  // or the last one again
-  std::uint8_t const* const q = p.weight.q + panel * panel_bytes(p.weight);
+void multiply_tiles(HostProblem const& p, TiledTokens const& tokens, PackedPanel const* panels, int how_many, int first,
+                    int count, Line* sums) {
   MultiplyInTiles::run({.weight = p.weight,
-                        .q = {q, q + second * panel_bytes(p.weight)},
-                        .parameters = {parameters, parameters + second},
+                        .panels = {panels, panels + how_many - 1},  // or the last one again
                         .groups = tokens.groups.data(),
                         .rounds = tokens.rounds},
                        {tokens.x.data(), tokens.tiles, tokens.parts}, first / TokenTiles::kTokens, count, sums);
 }
 #else
 TiledTokens::TiledTokens(HostProblem const&, DType, int) {}
-void multiply_tiles(HostProblem const&, TiledTokens const&, PanelParameters const*, int, int, int, Line*) {}
+void multiply_tiles(HostProblem const&, TiledTokens const&, PackedPanel const*, int, int, int, Line*) {}
 #endif
 
 }  // namespace epiloq::ops::weight_only_mm

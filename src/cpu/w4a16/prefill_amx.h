@@ -37,8 +37,7 @@ struct TokenParts {
 
 struct PanelsInTiles {
   Weight const& weight;
-  std::uint8_t const* q[2];
-  PanelParameters const* parameters[2];
+  PackedPanel const* panels[2];
   int const* groups;  // where the parameters of each line's columns begin
   bool rounds;
 };
@@ -140,26 +139,19 @@ struct MultiplyInTiles {
 
   // Columns `begin` to `end` of a panel, to every other 16 lines of `out`.
   [[gnu::always_inline]] static void widen(PanelsInTiles const& s, int panel, int begin, int end, Line* out) {
-    Weight const& w = s.weight;
-    PanelParameters const& p = *s.parameters[panel];
+    PackedPanel const& p = *s.panels[panel];
     SmallIntegers const integers;
-    int const columns = depth(w.bits), tile_bytes = 8 * kTileRowBytes;
-    std::uint8_t const* q = s.q[panel] + std::int64_t{begin} / columns * kLanes * lane_bytes(w.bits);
-    for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows) {
+    int const bits = read_bits(s.weight.bits), columns = depth(bits), tile_bytes = 8 * kTileRowBytes;
+    std::uint8_t const* q = p.q + std::int64_t{begin} / columns * tile_bytes;
+    for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows, q += tile_bytes) {
       int const* const groups = s.groups + column / kOfLine;
-      if (w.bits == 8) {
+      if (bits == 8) {
         s.rounds ? RoundedWeights::widen8(q, p, groups[0], out) : widen8(q, &p.zero[groups[0]], out);
+      } else if (s.rounds) {
+        RoundedWeights::widen4(q, p, groups[0], groups[1], kRows, out);
       } else {
-        std::uint8_t as_four_bits[8 * kTileRowBytes];
-        if (w.bits < 4) four_bits_of(q, w.bits, as_four_bits);
-        std::uint8_t const* const four_bits = w.bits < 4 ? as_four_bits : q;
-        if (s.rounds) {
-          RoundedWeights::widen4(four_bits, p, groups[0], groups[1], kRows, out);
-        } else {
-          widen4(four_bits, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
-        }
+        widen4(q, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
       }
-      q += w.bits < 4 ? kLanes * lane_bytes(w.bits) : tile_bytes;
     }
   }
 
@@ -201,7 +193,7 @@ struct MultiplyInTiles {
   [[gnu::always_inline]] static void fold(Line const* products, PanelsInTiles const& s, int group, int count,
                                           Line* sums) {
     for (int panel = 0; panel < 2; ++panel) {
-      float const* const scales = &s.parameters[panel]->scale[group];
+      float const* const scales = &s.panels[panel]->scale[group];
       for (int tile = 0; tile < count; ++tile) {
         int const at = tile * kRows + panel * kPanelRows;
 #pragma GCC unroll 16
@@ -211,19 +203,6 @@ struct MultiplyInTiles {
           total += scales[parameter_of(r)] * product;
           std::memcpy(sums[at + r].values, &total, sizeof(total));
         }
-      }
-    }
-  }
-
-  // A tile of two or three bits in the order of four.
-  static void four_bits_of(std::uint8_t const* q, int bits, std::uint8_t* out) {
-    std::fill_n(out, 8 * kTileRowBytes, std::uint8_t{0});
-    for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
-      for (int i = 0; i < lane_values(bits); ++i) {
-        auto const [row, column] = tile_coord_of(bits, lane, i);
-        int const byte = column / 16 * 4 + column % 2 * 2 + column / 8 % 2;
-        out[row % 8 * kTileRowBytes + column % 8 / 2 * 16 + byte] |=
-            static_cast<std::uint8_t>(value_at(q, bits, i) << (row < 8 ? 0 : 4));
       }
     }
   }

@@ -19,7 +19,7 @@ struct RoundedWeights {
   // Converts a row's integers of a group to weights.
   struct Meaning {
     float scale, zero, offset;
-    [[gnu::always_inline]] Meaning(PanelParameters const& p, int at)
+    [[gnu::always_inline]] Meaning(PackedPanel const& p, int at)
         : scale(p.scale[at]), zero(p.zero[at]), offset(p.offset[at]) {}
     [[gnu::always_inline]] void of(Floats& values) const { values = (values - zero) * scale + offset; }
   };
@@ -35,7 +35,7 @@ struct RoundedWeights {
   // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher. Groups of eight bytes belong
   // alternately to the first and the last 32 columns. A row's weights of a group have one of 16 values, which are
   // looked up for both groups, lower and upper bytes separately.
-  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PanelParameters const& p, int group, int next,
+  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PackedPanel const& p, int group, int next,
                                             int stride, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));
     constexpr std::uint64_t kSecond = 0x1010101010101010u;
@@ -68,7 +68,7 @@ struct RoundedWeights {
   }
 
   // 8 bits, 32 columns: twos of row g, then of g + 8, in each word.
-  [[gnu::always_inline]] static void widen8(std::uint8_t const* q, PanelParameters const& p, int group, Line* out) {
+  [[gnu::always_inline]] static void widen8(std::uint8_t const* q, PackedPanel const& p, int group, Line* out) {
     Halves in_twos;
     for (int i = 0; i < 32; ++i) in_twos[i] = static_cast<std::uint16_t>(i / 2 + i % 2 * 16);
 #pragma GCC unroll 2

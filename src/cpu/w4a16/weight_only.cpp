@@ -50,17 +50,6 @@ EPILOQ_CLONES void unpack_rows8(std::uint8_t const* tile, std::uint8_t* low, std
   std::memcpy(high, highs, sizeof(highs));
 }
 
-void unpack_by_coord(int bits, std::uint8_t const* q, int padded_k, std::uint8_t* values) {
-  for (int first = 0; first < padded_k; first += depth(bits)) {
-    for (int lane = 0; lane < kLanes; ++lane, q += lane_bytes(bits)) {
-      for (int i = 0; i < lane_values(bits); ++i) {
-        TileCoord const coord = tile_coord_of(bits, lane, i);
-        values[coord.row * padded_k + first + coord.column] = static_cast<std::uint8_t>(value_at(q, bits, i));
-      }
-    }
-  }
-}
-
 // q - zero is exact; then a product and a sum, each rounded (-ffp-contract=off).
 EPILOQ_CLONES void restore(std::uint8_t const* q, int count, float scale, float zero, float offset, float* out) {
   for (int i = 0; i < count; ++i) out[i] = scale * (static_cast<float>(q[i]) - zero) + offset;
@@ -76,11 +65,10 @@ void write_integers(std::uint8_t const* q, int count, float zero, DType dtype, s
 }
 
 // The integers of a panel as rows [16, padded_k], from 0.
-void unpack_panel(Weight const& w, int panel, std::uint8_t* values) {
-  std::uint8_t const* q = w.q + panel * panel_bytes(w);
-  if (w.bits != 4 && w.bits != 8) return unpack_by_coord(w.bits, q, w.padded_k, values);
-  auto* const unpack = w.bits == 4 ? unpack_rows4 : unpack_rows8;
-  for (int first = 0; first < w.padded_k; first += depth(w.bits)) {
+void unpack_panel(Weight const& w, std::uint8_t const* q, std::uint8_t* values) {
+  int const bits = read_bits(w.bits);
+  auto* const unpack = bits == 4 ? unpack_rows4 : unpack_rows8;
+  for (int first = 0; first < w.padded_k; first += depth(bits)) {
     for (int g = 0; g < kPanelRows / 2; ++g, q += kRowBytes) {
       std::uint8_t* const low = values + static_cast<std::int64_t>(g) * w.padded_k + first;
       unpack(q, low, low + static_cast<std::int64_t>(kPanelRows / 2) * w.padded_k);
@@ -92,21 +80,21 @@ void unpack_panel(Weight const& w, int panel, std::uint8_t* values) {
 
 void dequantize_on_host(DequantizeProblem const& problem) {
   Weight const& w = problem.weight;
-  PanelParameters parameters(w);
+  PackedPanel panel(w);
   std::vector<std::uint8_t> values(static_cast<std::size_t>(kPanelRows) * w.padded_k);
   std::vector<float> row(w.k);
   bool const scaled = size_of(problem.out_dtype) > 1;
   for (int n = 0; n < w.n; ++n) {
-    int const panel = n / kPanelRows, in_panel = n % kPanelRows;
-    if (in_panel == 0) unpack_panel(w, panel, values.data()), parameters.read(w, panel);
+    int const in_panel = n % kPanelRows;
+    if (in_panel == 0) panel.read(w, n / kPanelRows), unpack_panel(w, panel.q, values.data());
     std::uint8_t const* const q = values.data() + static_cast<std::size_t>(in_panel) * w.padded_k;
     std::int64_t const first = static_cast<std::int64_t>(n) * w.k;
     for (int k = 0, at = parameter_of(in_panel); k < w.k; k += w.group, at += kPanelRows) {
       int const count = std::min(w.group, w.k - k);
       if (scaled) {
-        restore(q + k, count, parameters.scale[at], parameters.zero[at], parameters.offset[at], row.data() + k);
+        restore(q + k, count, panel.scale[at], panel.zero[at], panel.offset[at], row.data() + k);
       } else {
-        write_integers(q + k, count, parameters.zero[at], problem.out_dtype,
+        write_integers(q + k, count, panel.zero[at], problem.out_dtype,
                        static_cast<std::uint8_t*>(problem.out) + first + k);
       }
     }

@@ -1,14 +1,12 @@
 #pragma once
 
-// Building blocks of the CPU implementation. A panel's parameters lie as in memory: [groups, 16] by parameter_of(row).
+// Building blocks of the CPU implementation.
 
 #include <vector>
 
 #include "cpu/isa/amx_row_tiles.h"
 #include "cpu/isa/vectors.h"
-#include "epiloq/weight_only_mm.h"
-#include "problems/packed_layout.h"
-#include "problems/weight_only.h"
+#include "cpu/w4a16/packed_panel.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -18,26 +16,6 @@ struct HostProblem : Problem {
   float const* factor = nullptr;
 
   bool is_fp4() const { return format != WeightFormat::kInteger; }
-};
-
-inline std::int64_t panel_bytes(Weight const& w) {
-  return static_cast<std::int64_t>(w.padded_k) / depth(w.bits) * kLanes * lane_bytes(w.bits);
-}
-
-// A panel's parameters as float32, with an additional group of zeros for columns past K, except those in the same K
-// step as columns before K.
-struct PanelParameters {
-  std::vector<float> scale, zero, offset;
-  std::vector<std::uint64_t> zero_bytes;  // eight times each zero point
-
-  PanelParameters() = default;
-  // `in_fours`: of NVFP4, scales as [groups / 4, 16, 4].
-  explicit PanelParameters(Weight const& weight, WeightFormat format = WeightFormat::kInteger, bool in_fours = false);
-  void read(Weight const& weight, int panel);
-
- private:
-  WeightFormat format_ = WeightFormat::kInteger;
-  std::vector<std::uint8_t> fours_;
 };
 
 // Offsets of the parameters of columns 0, step, 2 step, ….
@@ -65,8 +43,7 @@ struct SmallMTokens {
   SmallMTokens(HostProblem const& problem, DType dtype);
 };
 // sums [m padded] of a panel's rows.
-void multiply_small_m(HostProblem const& problem, SmallMTokens const& tokens, PanelParameters const& parameters,
-                      int panel, Line* sums);
+void multiply_small_m(HostProblem const& problem, SmallMTokens const& tokens, PackedPanel const& panel, Line* sums);
 
 // Two panels, or the last one, by tokens in tiles of 16: sums [count up to whole tiles] of their rows.
 inline constexpr int kPanelsInTiles = 2;
@@ -79,7 +56,7 @@ struct TiledTokens {
 
   TiledTokens(HostProblem const& problem, DType dtype, int threads);
 };
-void multiply_tiles(HostProblem const& problem, TiledTokens const& tokens, PanelParameters const* parameters, int panel,
+void multiply_tiles(HostProblem const& problem, TiledTokens const& tokens, PackedPanel const* panels, int how_many,
                     int first, int count, Line* sums);
 
 // Any number of tokens and any weight: tokens are multiplied by the columns of a panel, dequantised or as integers.
@@ -93,7 +70,7 @@ struct LargeMTokens {
   LargeMTokens(HostProblem const& problem, DType dtype, int threads);
 };
 // Multiplies `count` tokens from `first` on.
-void multiply_large_m(HostProblem const& problem, LargeMTokens const& tokens, PanelParameters const& parameters,
-                      int panel, int first, int count, Line* sums);
+void multiply_large_m(HostProblem const& problem, LargeMTokens const& tokens, PackedPanel const& panel, int first,
+                      int count, Line* sums);
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -1,7 +1,6 @@
 // weight_only_mm on the CPU: threads share the products of weight panels by blocks of tokens.
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "core/threads.h"
@@ -16,7 +15,6 @@ namespace {
 
 // Products of a weight and a token that are worth a thread: a few microseconds, which it takes to wake one.
 constexpr std::int64_t kWorth = 1 << 16;
-constexpr std::uint64_t kInEachByte = 0x0101010101010101u;
 
 int threads_for(HostProblem const& p, int threads) {
   std::int64_t const work = static_cast<std::int64_t>(p.weight.n) * p.weight.k * p.m;
@@ -31,38 +29,6 @@ int tokens_at_once(HostProblem const& p, DType dtype) {
   int const cached = in_tiles ? (1 << 19) / tile_parts(dtype) : by_pairs(p, dtype) ? 1 << 19 : 1 << 17;
   int const least = in_tiles ? 2 * TokenTiles::kTokens : 8 * kPairBlock;  // whole blocks
   return std::max(least, cached / std::max(p.weight.k, 1) / least * least);
-}
-
-// 2^(byte - 127), and NaN for 255.
-EPILOQ_CLONES void read_e8m0(std::uint8_t const* bytes, int count, float* out) {
-  for (int i = 0; i < count; ++i) {
-    std::uint32_t const byte = bytes[i];
-    out[i] = std::bit_cast<float>(byte == 0 ? 1u << 22 : byte == 255 ? 0x7fc00000u : byte << 23);
-  }
-}
-
-// A scale of NVFP4: the upper eight bits after the sign of 128 times it as float16.
-EPILOQ_CLONES void read_packed_e4m3(std::uint8_t const* bytes, int count, float* out) {
-  constexpr std::uint32_t kNotFinite = 0xf8;
-  for (int i = 0; i < count; ++i) {
-    std::uint32_t const byte = bytes[i];
-    float const scale = std::bit_cast<float>(byte << 20) * 0x1p105f;  // float16's exponents become float32's
-    out[i] = byte >= kNotFinite ? __builtin_nanf("") : scale;
-  }
-}
-
-// [groups, 16] to [groups / 4, 16, 4].
-void put_in_fours(std::uint8_t const* bytes, int count, std::uint8_t* out) {
-  using Bytes = Vectors<kPanelRows>::Bytes;
-  constexpr int kBytes = 4 * kPanelRows;
-  for (int at = 0; at < count; at += kBytes) {
-    Bytes groups[4], low[2], high[2], fours[4];
-    std::memcpy(groups, bytes + at, kBytes);
-    for (int i = 0; i < 2; ++i) zip_low(low[i], groups[i], groups[i + 2]), zip_high(high[i], groups[i], groups[i + 2]);
-    zip_low(fours[0], low[0], low[1]), zip_high(fours[1], low[0], low[1]);
-    zip_low(fours[2], high[0], high[1]), zip_high(fours[3], high[0], high[1]);
-    std::memcpy(out + at, fours, kBytes);
-  }
 }
 
 std::string describe(HostProblem const& p, DType dtype) {
@@ -85,19 +51,20 @@ void multiply(HostProblem const& p, DType dtype, int threads) {
   threads = threads_for(p, threads);
   Columns const out{p.bias, p.out, dtype, p.stride_out, p.lo, p.hi};
   std::int64_t const panels = (p.weight.n + kPanelRows - 1) / kPanelRows, at_once = tokens_at_once(p, dtype);
-  // multiply(parameters, panel, token, count, sums), so many panels after the other of the same tokens.
+  // multiply(panels, how many, token, count, sums), up to `together` panels by the same tokens.
   auto const with_panels = [&](int together, auto const& multiply) {
     int const rows = together * kPanelRows;
     std::int64_t const steps = (panels + together - 1) / together;
     bool const in_fours = p.format == WeightFormat::kNvfp4 && is_for_few(p, dtype);
     share(steps * ((p.m + at_once - 1) / at_once), threads, [&](std::int64_t first, std::int64_t last) {
-      std::vector<PanelParameters> parameters(together, PanelParameters(p.weight, p.format, in_fours));
+      std::vector<PackedPanel> read(together, PackedPanel(p.weight, p.format, in_fours));
       std::vector<Line> sums((at_once + kSmallM) * together);
       for (std::int64_t i = first; i < last; ++i) {
         int const panel = static_cast<int>(i % steps * together), token = static_cast<int>(i / steps * at_once);
         int const count = static_cast<int>(std::min<std::int64_t>(at_once, p.m - token));
-        for (int j = 0; j < together && panel + j < panels; ++j) parameters[j].read(p.weight, panel + j);
-        multiply(parameters.data(), panel, token, count, sums.data());
+        int const here = static_cast<int>(std::min<std::int64_t>(together, panels - panel));
+        for (int j = 0; j < here; ++j) read[j].read(p.weight, panel + j);
+        multiply(read.data(), here, token, count, sums.data());
         if (p.factor != nullptr) scale(sums.data()->values, std::int64_t{count} * rows, *p.factor);
         write(out, token, count, panel * kPanelRows, std::min(rows, p.weight.n - panel * kPanelRows),
               sums.data()->values, rows);
@@ -106,49 +73,22 @@ void multiply(HostProblem const& p, DType dtype, int threads) {
   };
   if (is_for_few(p, dtype)) {
     SmallMTokens const tokens(p, dtype);
-    with_panels(1, [&](PanelParameters const* parameters, int panel, int, int, Line* sums) {
-      multiply_small_m(p, tokens, *parameters, panel, sums);
-    });
+    with_panels(
+        1, [&](PackedPanel const* panel, int, int, int, Line* sums) { multiply_small_m(p, tokens, *panel, sums); });
   } else if (by_tiles(p, dtype)) {
     TiledTokens const tokens(p, dtype, threads);
-    with_panels(kPanelsInTiles, [&](PanelParameters const* parameters, int panel, int token, int count, Line* sums) {
-      multiply_tiles(p, tokens, parameters, panel, token, count, sums);
+    with_panels(kPanelsInTiles, [&](PackedPanel const* panels, int here, int token, int count, Line* sums) {
+      multiply_tiles(p, tokens, panels, here, token, count, sums);
     });
   } else {
     LargeMTokens const tokens(p, dtype, threads);
-    with_panels(1, [&](PanelParameters const* parameters, int panel, int token, int count, Line* sums) {
-      multiply_large_m(p, tokens, *parameters, panel, token, count, sums);
+    with_panels(1, [&](PackedPanel const* panel, int, int token, int count, Line* sums) {
+      multiply_large_m(p, tokens, *panel, token, count, sums);
     });
   }
 }
 
 }  // namespace
-
-PanelParameters::PanelParameters(Weight const& w, WeightFormat format, bool in_fours)
-    : format_(format), fours_(in_fours ? w.groups * kPanelRows : 0) {
-  std::size_t const count = static_cast<std::size_t>(w.groups + 1) * kPanelRows;
-  scale.assign(count, 0.f), offset.assign(count, 0.f);
-  bool const has_middle = w.offset == nullptr && format == WeightFormat::kInteger;
-  zero.assign(count, has_middle ? static_cast<float>(1 << (w.bits - 1)) : 0.f);
-  zero_bytes.assign(count, kInEachByte << (w.bits - 1));
-}
-
-void PanelParameters::read(Weight const& w, int panel) {
-  int const count = w.groups * kPanelRows;
-  std::int64_t const first = static_cast<std::int64_t>(panel) * count;
-  if (format_ == WeightFormat::kInteger) {
-    read_row(w.scale, w.scale_dtype, first, count, scale.data());
-  } else {
-    auto* const read = format_ == WeightFormat::kMxfp4 ? read_e8m0 : read_packed_e4m3;
-    auto const* bytes = static_cast<std::uint8_t const*>(w.scale) + first;
-    if (!fours_.empty()) put_in_fours(bytes, count, fours_.data()), bytes = fours_.data();
-    read(bytes, count, scale.data());
-  }
-  for (int i = 0; i < count && w.zero != nullptr; ++i) {
-    zero[i] = w.zero[first + i], zero_bytes[i] = kInEachByte * w.zero[first + i];
-  }
-  if (w.offset != nullptr) read_row(w.offset, w.scale_dtype, first, count, offset.data());
-}
 
 std::vector<int> groups_of(Weight const& w, int step) {
   std::vector<int> groups(w.padded_k / step, w.groups * kPanelRows);

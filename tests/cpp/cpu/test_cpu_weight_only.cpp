@@ -43,9 +43,9 @@ struct Operands {
     return upper;
   }
 
-  PanelParameters parameters() const {
-    PanelParameters all;
-    all.scale = scale, all.zero = zero;
+  PackedPanel panel() const {
+    PackedPanel all;
+    all.q = q.data(), all.scale = scale, all.zero = zero;
     for (float value : zero) all.zero_bytes.push_back(static_cast<std::uint64_t>(value) * 0x0101010101010101u);
     return all;
   }
@@ -148,7 +148,7 @@ struct Kind {
 
 template <int kLanesOf>
 void many() {
-  for (auto const [bits, group, is_fp4] : {Kind{2, 32}, {3, 32}, {4, 32}, {8, 32}, {4, 32, true}, {4, 16, true}}) {
+  for (auto const [bits, group, is_fp4] : {Kind{4, 32}, {8, 32}, {4, 32, true}, {4, 16, true}}) {
     for (int tokens = 1; tokens < 14; ++tokens) {
       Operands const o(bits, group, tokens, is_fp4);
       std::vector<int> const groups = o.groups(1);
@@ -170,10 +170,32 @@ void many() {
   }
 }
 
+// Every value of 2 and 3 bits is at its row and column in the order of 4.
+void narrow_codes_become_wide() {
+  for (int bits : {2, 3}) {
+    Operands const o(bits, 32, 1);
+    std::vector<std::uint8_t> wide(Operands::kK * kPanelRows / 2);
+    widen_codes(o.q.data(), bits, Operands::kK / depth(bits) * kLanes, wide.data());
+    auto const values_of = [](std::vector<std::uint8_t> const& q, int bits) {
+      std::vector<int> values(Operands::kK * kPanelRows);
+      for (int tile = 0, at = 0; tile < Operands::kK; tile += depth(bits)) {
+        for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(bits)) {
+          for (int i = 0; i < lane_values(bits); ++i) {
+            TileCoord const coord = tile_coord_of(bits, lane, i);
+            values[coord.row * Operands::kK + tile + coord.column] = value_at(&q[at], bits, i);
+          }
+        }
+      }
+      return values;
+    };
+    CHECK(values_of(o.q, bits) == values_of(wide, 4));
+  }
+}
+
 #ifdef EPILOQ_HAS_CLONES
 // Tokens that bfloat16 holds, in their blocks; what lies beside them is not to be read.
 void many_pairs() {
-  for (auto const [bits, least, is_fp4] : {Kind{2, 32}, {3, 32}, {4, 32}, {8, 32}, {4, 16, true}}) {
+  for (auto const [bits, least, is_fp4] : {Kind{4, 32}, {8, 32}, {4, 16, true}}) {
     for (int tokens = 1; tokens < 2 * kPairBlock + 2; ++tokens) {
       Operands o(bits, tokens % 2 == 0 ? least : 2 * least, tokens, is_fp4);
       std::fill(o.offset.begin(), o.offset.end(), 0.F);
@@ -209,7 +231,7 @@ void many_pairs() {
 
 // Two panels by the same tokens, in tiles, of one part or of a value and what it is less than another.
 void many_tiles() {
-  for (int bits : {2, 3, 4, 8}) {
+  for (int bits : {4, 8}) {
     for (int tokens : {1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 97, 128, 150}) {
       int const group = tokens % 2 == 0 ? 32 : tokens % 3 == 0 ? 96 : 64, parts = 1 + tokens % 2;
       Operands o(bits, group, tokens), other(bits, group, tokens);
@@ -233,10 +255,10 @@ void many_tiles() {
       Weight weight{};
       weight.n = 2 * kPanelRows, weight.k = weight.padded_k = Operands::kK;
       weight.bits = bits, weight.group = group, weight.groups = Operands::kK / group;
-      PanelParameters const first = o.parameters(), second = other.parameters();
+      PackedPanel const first = o.panel(), second = other.panel();
       std::vector<int> const groups = o.groups(kOfLine);
-      MultiplyInTiles::run({weight, {o.q.data(), other.q.data()}, {&first, &second}, groups.data()},
-                           {x.data(), tiles, parts}, 0, tokens, sums.data());
+      MultiplyInTiles::run({weight, {&first, &second}, groups.data(), false}, {x.data(), tiles, parts}, 0, tokens,
+                           sums.data());
       std::vector<Line> halves[2] = {std::vector<Line>(tokens), std::vector<Line>(tokens)};
       for (int m = 0; m < 2 * tokens; ++m) halves[m % 2][m / 2] = sums[m];
       o.check_sums(halves[0].data(), false), other.check_sums(halves[1].data(), false);
@@ -260,6 +282,7 @@ int main() {
   few_of_fp4<1, 16, LookedUp>();
   few_of_fp4<4, 16, LookedUp>();
 #endif
+  narrow_codes_become_wide();
   many<4>();
   many<8>();
   many<16>();
