@@ -103,17 +103,6 @@ def check_select_experts(
     group_scores: int,
 ) -> None: ...
 def check_sort_expert_rows(order: Tensor, tokens: Tensor, places: Tensor, ends: Tensor, experts: Tensor) -> None: ...
-def check_table_mm(
-    out: Tensor,
-    x: Tensor,
-    codes: Tensor,
-    table: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    n: int,
-    k: int,
-    block_size: int,
-) -> None: ...
 def clear_tuned_kernels(device: int) -> None: ...
 def combine_expert_rows(out: Tensor, rows: Tensor, places: Tensor, weights: Tensor, count: Tensor | None) -> None: ...
 def conv2d_int8(
@@ -208,7 +197,7 @@ def dequantize_fp8(
     threads: int = 1,
 ) -> None: ...
 def dequantize_table(
-    out: Tensor, codes: Tensor, table: Tensor, scale: Tensor, n: int, k: int, block_size: int
+    out: Tensor, codes: Tensor, table: Tensor, scale: Tensor, n: int, k: int, block_size: int, threads: int = 1
 ) -> None: ...
 def dequantize_weight(
     out: Tensor,
@@ -474,6 +463,7 @@ def explain_table_mm(
     n: int,
     k: int,
     block_size: int,
+    threads: int = 1,
 ) -> str: ...
 def explain_w4a8_mm(
     out: Tensor,
@@ -789,6 +779,7 @@ def table_mm(
     n: int,
     k: int,
     block_size: int,
+    threads: int = 1,
 ) -> bool: ...
 def use_openmp(parallel: int) -> None: ...
 def use_torch(of: Mapping[str, object]) -> None: ...

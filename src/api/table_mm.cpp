@@ -3,6 +3,7 @@
 #include "core/checks.h"
 #include "dispatch/arch.h"
 #include "epiloq/device.h"
+#include "epiloq/error.h"
 #include "problems/table_mm.h"
 
 namespace epiloq {
@@ -77,6 +78,10 @@ char const* unsupported_reason(Problem const& p, TableMm const& call) {
   return unsupported_reason(p, call.x.dtype, target_of("table_mm", KernelSet::kWeightOnly, call.x.device).arch);
 }
 
+bool suits_host(Problem const& p) {
+  return p.m <= ops::table_mm::kMostHostTokens && ops::table_mm::has_host_blocks(p.weight);
+}
+
 }  // namespace
 
 void check(TableMm const& call) { checked(call); }
@@ -84,8 +89,12 @@ void check(DequantizeTable const& call) { checked(call); }
 
 bool table_mm(TableMm const& call, Stream stream) {
   Problem const problem = checked(call);
-  expect_device("table_mm", "x", call.x, Device::Type::kCuda);
   if (problem.m == 0 || problem.weight.n == 0) return true;
+  if (call.x.device.type == Device::Type::kCpu) {
+    if (!suits_host(problem)) return false;
+    ops::table_mm::multiply_on_host(problem, call.x.dtype, call.threads);
+    return true;
+  }
   if (problem.weight.k == 0 || unsupported_reason(problem, call) != nullptr) return false;
   ops::table_mm::launch(problem, call.x.dtype, call.x.device.index, stream);
   return true;
@@ -93,15 +102,22 @@ bool table_mm(TableMm const& call, Stream stream) {
 
 void dequantize_table(DequantizeTable const& call, Stream stream) {
   Weight const weight = checked(call);
-  expect_device("dequantize_table", "out", call.out, Device::Type::kCuda);
   if (weight.n == 0 || weight.k == 0) return;
+  if (call.out.device.type == Device::Type::kCpu) {
+    if (!ops::table_mm::has_host_blocks(weight)) {
+      throw Unsupported("epiloq.dequantize_table: block_size: expected a multiple of 8 that divides k on the CPU");
+    }
+    return ops::table_mm::dequantize_on_host(weight, call.out.data, call.out.dtype, call.threads);
+  }
   ops::table_mm::launch_dequantize(weight, call.out.data, call.out.dtype, call.out.device.index, stream);
 }
 
 std::string explain(TableMm const& call) {
   Problem const problem = checked(call);
   if (problem.m == 0 || problem.weight.n == 0) return "nothing to launch: the output is empty";
-  if (call.x.device.type == Device::Type::kCpu) return "cpu, torch: dequantised some rows at a time";
+  if (call.x.device.type == Device::Type::kCpu) {
+    return suits_host(problem) ? "cpu, indices looked up in registers" : "cpu, torch: dequantised some rows at a time";
+  }
   char const* const why = unsupported_reason(problem, call);
   if (why == nullptr) return "table decode kernel, mma.sync";
   return std::string("dequantised into memory, then a dense product (") + why + ")";

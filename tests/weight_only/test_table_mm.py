@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import epiloq
+from epiloq import _core
+from epiloq.ops.table_mm import dequantized
 from reference import assert_rounded_product
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -75,6 +79,47 @@ def test_nan_affects_only_its_row(device: str, seed: int) -> None:
     arguments["x"][1, 5] = float("nan")
     found = epiloq.table_mm(**arguments, out_features=32, block_size=64)
     assert found[1].isnan().all() and not found[[0, 2, 3]].isnan().any()
+
+
+@settings(max_examples=80)
+@given(
+    m=st.integers(1, 20),
+    n=st.integers(1, 70),
+    blocks=st.integers(1, 20),
+    block=st.sampled_from([8, 16, 24, 32, 64, 128, 256]),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.integers(1, 3),
+    draw=st.integers(0, 2**32 - 1),
+)
+def test_any_size_on_a_cpu(
+    m: int, n: int, blocks: int, block: int, dtype: torch.dtype, threads: int, draw: int
+) -> None:
+    torch.manual_seed(draw)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        arguments, weight = problem(m, n, blocks * block, block, dtype, "cpu")
+        found = epiloq.table_mm(**arguments, out_features=n, block_size=block)
+    finally:
+        torch.set_num_threads(before)
+    assert_rounded_product(found, arguments["x"], weight, arguments["bias"])
+    method = epiloq.explain("table_mm", **arguments, out_features=n, block_size=block)
+    assert ("in registers" in method) == (m <= 8)
+
+
+def test_rows_dequantised_on_a_cpu(seed: int) -> None:
+    """By the library as by torch, bit for bit; blocks that it does not support are refused."""
+    for n, k, block in ((5, 192, 64), (3, 40, 8), (70, 72, 24)):
+        arguments, _ = problem(1, n, k, block, torch.float32, "cpu")
+        weight = (arguments["codes"], arguments["table"], arguments["scale"])
+        for dtype in DTYPES:
+            found = torch.empty(n, k, dtype=dtype)
+            _core.dequantize_table(found, *weight, n, k, block, 2)
+            assert torch.equal(found, dequantized(*weight, k, block, slice(0, n), dtype))
+    arguments, _ = problem(1, 4, 20, 4, torch.float32, "cpu")
+    with pytest.raises(NotImplementedError, match="block_size: expected a multiple of 8"):
+        weight = (arguments["codes"], arguments["table"], arguments["scale"])
+        _core.dequantize_table(torch.empty(4, 20), *weight, 4, 20, 4)
 
 
 @pytest.mark.gpu

@@ -20,8 +20,8 @@ ENTRIES = 16
 class TableLinear(PreparedLinear):
     """``y = x W^T + bias`` with ``W = table[code] * scale``, as in the NF4 and FP4 of bitsandbytes.
 
-    Uses `epiloq.table_mm`: on a GPU, for up to 64 tokens, a kernel reads the codes directly; otherwise W is
-    dequantised in each call and rounded once to the dtype of `x`, a few rows at a time on a CPU and as a whole on a
+    Uses `epiloq.table_mm`: for up to 64 tokens on a GPU, and 8 on a CPU, a kernel reads the codes directly; otherwise W
+    is dequantised in each call and rounded once to the dtype of `x`, a few rows at a time on a CPU and as a whole on a
     GPU. `x` is
     ``[…, in_features]`` in float32, float16 or bfloat16, and `y` ``[…, out_features]`` in the dtype of `x`.
 

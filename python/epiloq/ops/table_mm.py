@@ -18,10 +18,12 @@ from epiloq._torch.library import (
     register_product,
     without_autocast,
 )
+from epiloq._torch.threads import threads_for
 
 _NAME = "table_mm"
 # Weights that a CPU dequantises at once: 4 MiB of float32, which caches hold.
 _AT_ONCE = 1 << 20
+_OF_WORD = 8  # indices in 32 bits, of which the CPU's blocks are multiples
 
 
 def table_mm(
@@ -38,8 +40,9 @@ def table_mm(
     """``x @ W.T + bias`` with ``W[row, column] = table[code i] * scale[i // block_size]``, ``i = row * K + column``.
 
     On CUDA, for at most 64 rows of a 16-bit x, if K is a multiple of block_size and block_size of 64, a kernel reads
-    the codes directly: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. Otherwise, and
-    on the CPU, W is dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU a few rows at a time.
+    the codes directly: it rounds the table to x's dtype and multiplies sums of 64 by the scale in fp32. So does the CPU
+    for at most 8 rows, without rounding the table, if K is a multiple of block_size and block_size of 8. Otherwise W is
+    dequantised, rounded once to x's dtype, and multiplied by torch; on the CPU a few rows at a time.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows.
@@ -93,11 +96,9 @@ def run(
     result = _empty(x, n) if out is None or x.ndim == 0 else out  # which refuses a scalar
     k = x.shape[-1]
     weight = (codes, table, scale)
-    if not x.is_cuda:
-        _core.check_table_mm(result, x, *weight, bias, n, k, block_size)
-        _by_chunks(result, x, weight, bias, n, block_size)
-    elif not _core.table_mm(result, x, *weight, bias, n, k, block_size):
-        _dense_product(result, x, weight, bias, n, block_size)
+    if not _core.table_mm(result, x, *weight, bias, n, k, block_size, threads_for(x)):
+        multiply = _dense_product if x.is_cuda else _by_chunks
+        multiply(result, x, weight, bias, n, block_size)
     if out is not None:
         mark_written(out)
     return result
@@ -141,11 +142,24 @@ def dequantized(
     return values.view(rows.stop - rows.start, k).to(dtype)
 
 
+def _rows(
+    codes: Tensor, table: Tensor, scale: Tensor, k: int, block_size: int, rows: slice, dtype: torch.dtype
+) -> Tensor:
+    """`dequantized` outside graphs."""
+    if k == 0 or k % block_size or block_size % _OF_WORD:
+        return dequantized(codes, table, scale, k, block_size, rows, dtype)
+    begin, end = rows.start * k, rows.stop * k
+    part = torch.empty(rows.stop - rows.start, k, dtype=dtype)
+    of_rows = (codes[begin // 2 : end // 2], table, scale[begin // block_size : end // block_size])
+    _core.dequantize_table(part, *of_rows, len(part), k, block_size, threads_for(part))
+    return part
+
+
 def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
     k = x.shape[-1]
     with without_autocast(x.device.type):
         for rows in row_chunks(n, k, _AT_ONCE):
-            part = dequantized(*weight, k, block_size, rows, x.dtype)
+            part = _rows(*weight, k, block_size, rows, x.dtype)
             out[..., rows] = torch.nn.functional.linear(x, part, None if bias is None else bias[rows])
 
 

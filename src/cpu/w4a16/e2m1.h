@@ -2,6 +2,7 @@
 
 // FP4 numbers (E2M1: sign, two bits of exponent, one of mantissa) by their codes.
 
+#include "cpu/common/rows.h"
 #include "cpu/isa/vectors.h"
 
 namespace epiloq::ops::weight_only_mm {
