@@ -18,41 +18,55 @@ FULL_OR_FAILED = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, 
 """Numbers of errors of a disk that is full, failed or cannot be written to."""
 
 
-@contextmanager
-def named_failures(path: Path) -> Iterator[None]:
-    """Let errors of a full or failed disk say what was being written, which those of a single write do not.
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""Those of a disk, or of a user's part of one, that has no space."""
+_OF_RUST = ("SafetensorError", "Exception")
+"""Names of the exceptions of the packages safetensors and tokenizers, whose messages contain an error's number."""
 
-    Those of the safetensors package become OSError.
+
+@contextmanager
+def named_failures(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Let errors of a full or failed disk name what was being written, which those of a single write do not.
+
+    Errors of a `temporary` file or folder, which becomes `path` when it is complete, name `path`, too. Those of the
+    packages safetensors and tokenizers become OSError.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in FULL_OR_FAILED and error.filename is None:
-            error.filename = str(path)
+        written = error.filename2 or error.filename
+        aside = temporary is not None and written is not None and Path(os.fsdecode(written)).is_relative_to(temporary)
+        if aside or (error.errno in FULL_OR_FAILED and written is None):
+            error.filename, error.filename2 = str(path), None
         raise
     except Exception as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
-        if type(error).__name__ != "SafetensorError" or number is None:
+        if type(error).__name__ not in _OF_RUST or number is None:
             raise
         code = int(number[1])
         raise OSError(code, os.strerror(code), str(path)) from error
 
 
 @contextmanager
-def removed_if_failed(folder: Path) -> Iterator[None]:
-    """Remove a folder that was not written to the end; a full disk has room again then."""
+def removed_if_failed(folder: Path, path: Path) -> Iterator[None]:
+    """Remove a folder that was not written to the end, so that a full disk has room again; `named_failures` of `path`,
+    which it becomes."""
     try:
-        yield
+        with named_failures(path, folder):
+            yield
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def described(error: OSError) -> str:
-    """Return the error's message and its file or folder, without its number."""
-    if not error.strerror or error.filename is None:
+    """Return the error's message, its file or folder, and what to do if there is no space, without its number."""
+    full = error.errno in FULL
+    # Files that epiloq writes are named by `named_failures`, and reading needs no space.
+    written = error.filename2 or error.filename or ("standard output" if full else None)
+    if not error.strerror or written is None:
         return str(error)
-    return f"{error.filename2 or error.filename}: {error.strerror}"
+    return f"{written}: {error.strerror}{': free some' if full else ''}"
 
 
 def write_text(path: Path, content: str) -> None:
@@ -66,11 +80,11 @@ def write_text(path: Path, content: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """The same for bytes."""
     path = path.resolve() if path.is_symlink() else path
-    with named_failures(path):
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with named_failures(path, temporary):
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             temporary.write_bytes(content)
             temporary.replace(path)
@@ -100,6 +114,19 @@ def _is_there(path: Path) -> bool:
         return path.is_dir()
     except OSError:  # its name is too long
         return False
+
+
+def nearest_parent(path: Path) -> Path:
+    """Return the nearest parent of a path that exists, be it a folder, a file or a broken link."""
+    return next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
+
+
+def why_in_no_folder(path: Path) -> str | None:
+    """Return why a path cannot lie in a folder, because a parent is a file or a broken link; None if it can."""
+    nearest = nearest_parent(path)
+    if nearest.is_dir():
+        return None
+    return f"expected a path in a folder, but {nearest} is a {'file' if nearest.exists() else 'broken link'}"
 
 
 def why_not_made(folder: Path) -> str | None:

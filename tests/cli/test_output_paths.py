@@ -95,6 +95,19 @@ def test_dangling_link_among_parent_directories(tmp_path: Path) -> None:
         assert found.exit_code == 2 and f"{tmp_path / 'dead'} is a broken link" in found.output
 
 
+def test_a_file_among_parent_directories(tmp_path: Path) -> None:
+    model = teacher_and_text(tmp_path, ROUND)
+    for name in ("text.txt/figures.json", "text.txt/a/figures.json"):
+        found = run("inspect", model, "--json", tmp_path / name)
+        said = "".join(found.output.replace("│", "").split())
+        expected = f"--json: {tmp_path / name}: expected a path in a folder, but {tmp_path / 'text.txt'} is a file"
+        assert found.exit_code == 2 and "".join(expected.split()) in said, found.output
+        found = run("bench", "--device", "cpu", "--json", tmp_path / name)
+        assert found.exit_code == 2 and f"but {tmp_path / 'text.txt'} is a file" in found.output
+    found = run("inspect", model, "--json", tmp_path / "no" / "figures.json")
+    assert found.exit_code == 2 and "does not exist" in " ".join(found.output.replace("│", "").split())
+
+
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     model = teacher_and_text(tmp_path, ROUND)
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff\xfed"))

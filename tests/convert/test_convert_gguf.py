@@ -25,7 +25,7 @@ from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts.base import FormatError
-from gguf_files import ARCHITECTURES, HIDDEN, VOCABULARY, parts, reference, write
+from gguf_files import ARCHITECTURES, HIDDEN, VOCABULARY, letter_tokenizer, parts, reference, write
 
 Q4 = {"attn_": "Q4_0", "ffn_": "Q4_0"}
 Q8 = {"attn_": "Q8_0", "ffn_": "Q8_0", "token_embd": "Q8_0", "output": "Q8_0"}
@@ -127,24 +127,9 @@ def test_the_type_is_the_narrowest_that_is_exact(seed: int, tmp_path: Path, dtyp
     assert_kept(tmp_path / "out", model, path)
 
 
-def letters(writer: package.GGUFWriter) -> None:
-    """A byte-pair encoding: the printable letters, one merge, and ends."""
-    tokens = [chr(code) for code in range(33, 127)]
-    tokens += ["ab", *(f"<unused{i}>" for i in range(VOCABULARY - len(tokens) - 3)), "<s>", "</s>"]
-    kind = package.TokenType
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([kind.CONTROL if len(token) > 2 else kind.NORMAL for token in tokens])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(VOCABULARY - 2)
-    writer.add_eos_token_id(VOCABULARY - 1)
-    writer.add_chat_template("{{ messages[0].content }}")
-
-
 def test_the_command_and_the_tokenizer(seed: int, tmp_path: Path) -> None:
     path, report = tmp_path / "tiny.gguf", tmp_path / "report.json"
-    write(path, reference("qwen2"), "qwen2", Q4_K_M, tokenizer=letters)
+    write(path, reference("qwen2"), "qwen2", Q4_K_M, tokenizer=letter_tokenizer)
     (tmp_path / "tokenizer_config.json").write_text("{}")  # of another model
     result = run("convert", path, tmp_path / "out", "--format", "epiloq", "--json", report)
     assert result.exit_code == 0, result.output

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,12 @@ import epiloq.formats.convert as conversion
 import tiny_teacher
 from command_line import run
 from epiloq.files import write_text
+from epiloq.formats.io import checkpoint
+from epiloq.quantize import job as jobs
+
+FULL = Path("/dev/full")
+"""A device to which every write fails as on a full disk."""
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 
 
 @contextmanager
@@ -46,6 +56,23 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run(*command)
     assert result.exit_code == 0, result.output
     return root
+
+
+@contextmanager
+def full_after_the_weights(monkeypatch: pytest.MonkeyPatch, size: int) -> Iterator[None]:
+    """As `largest_file`, from when the weights of a new directory are written."""
+    before, close = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint.Writer.close
+
+    def then_full(writer: checkpoint.Writer, config: Any) -> None:
+        close(writer, config)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.Writer, "close", then_full)
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def sentence(output: str) -> str:
@@ -86,6 +113,69 @@ def test_quantize_goes_on(quantised: Path, tmp_path: Path, size: int) -> None:
     assert (out / weights).read_bytes() == (quantised / "4bit" / weights).read_bytes()
 
 
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_copied_files_name_the_output(
+    quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Rather than the temporary directory, which is removed."""
+    source = shutil.copytree(quantised / ("float" if command == "quantize" else "4bit"), tmp_path / "model")
+    (source / "notes.txt").write_text("x" * 9000)
+    out = tmp_path / "place" / "out"
+    out.parent.mkdir()
+    with full_after_the_weights(monkeypatch, 8000):
+        if command == "quantize":
+            result = run("quantize", source, "--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", out)
+        else:
+            result = run("convert", source, out, "--format", "gptq")
+    assert result.exit_code == 1, result.output
+    assert sentence(result.output).startswith(f"epiloq {command}: {out}: File too large")
+    left = {str(path.relative_to(out.parent)) for path in out.parent.rglob("*")}
+    assert not any("notes" in name or "model/" in name for name in left) and (not left or command == "quantize")
+
+
+def test_a_report_that_does_not_fit(quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory that it belongs to is removed, so that there is room again."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jobs.Job, "report", full)
+    out = tmp_path / "out"
+    result = run("quantize", quantised / "float", "--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", out)
+    assert result.exit_code == 1
+    assert sentence(result.output) == (
+        f"epiloq quantize: {out}: No space left on device: free some; finished blocks are kept, and the same command "
+        "continues from there"
+    )
+    assert not (tmp_path / ".out.partial" / "model").exists() and not out.exists()
+
+
+@needs_full
+@pytest.mark.parametrize("command", ["quantize --json", "quantize --report", "convert --json"])
+def test_figures_of_a_finished_directory(quantised: Path, tmp_path: Path, command: str) -> None:
+    """What cost the time is there, and the sentence says so."""
+    out, (name, option) = tmp_path / "out", command.split()
+    if name == "quantize":
+        pytest.importorskip("matplotlib")
+        round_to_nearest = ("--scheme", "w4a16-g32", "--algorithm", "rtn", "--output", out)
+        result = run("quantize", quantised / "float", *round_to_nearest, option, FULL)
+    else:
+        result = run("convert", quantised / "4bit", out, "--format", "gptq", option, FULL)
+    assert result.exit_code == 1, result.output
+    assert sentence(result.output) == f"epiloq {name}: {FULL}: No space left on device: free some; {out} is complete"
+    assert (out / "model.safetensors").is_file() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@needs_full
+@pytest.mark.parametrize("arguments", [["env"], ["env", "--json", "-"], ["--version"]], ids=" ".join)
+def test_standard_output(arguments: list[str]) -> None:
+    with FULL.open("w") as full:
+        command = [sys.executable, "-m", "epiloq", *arguments]
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = f"epiloq {arguments[0]}: standard output: No space left on device: free some"
+    assert found.returncode == 1 and found.stderr.splitlines()[-1] == expected and "Traceback" not in found.stderr
+
+
 def test_figures(quantised: Path, tmp_path: Path) -> None:
     """A file that was there keeps its content."""
     found = tmp_path / "found.json"
@@ -115,3 +205,50 @@ def test_text(tmp_path: Path) -> None:
     with largest_file(10), pytest.raises(OSError, match=r"File too large: .*text"):
         write_text(tmp_path / "text", "x" * 100)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_created(tmp_path: Path) -> None:
+    """It is named, rather than the temporary file beside it."""
+    file = tmp_path / "missing" / "figures.json"
+    with pytest.raises(FileNotFoundError) as raised:
+        write_text(file, "x")
+    assert raised.value.filename == str(file)
+
+
+def test_a_tokenizer_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory appears that has a part of it, or none."""
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    gguf_files.write(
+        tmp_path / "tiny.gguf",
+        gguf_files.reference("qwen2"),
+        "qwen2",
+        gguf_files.MIXED,
+        tokenizer=gguf_files.letter_tokenizer,
+    )
+    out = tmp_path / "out"
+    with full_after_the_weights(monkeypatch, 1000):
+        result = run("convert", tmp_path / "tiny.gguf", out, "--format", "epiloq")
+    assert result.exit_code == 1, result.output
+    assert sentence(result.output) == f"epiloq convert: {out}: File too large"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_the_demos_teacher(quantised: Path, tmp_path: Path) -> None:
+    """Which transformers writes, with errors of its own."""
+    pytest.importorskip("gguf")
+    import gguf_files
+    from epiloq.demo import teacher
+
+    gguf_files.write(
+        tmp_path / "tiny.gguf",
+        gguf_files.reference("qwen2"),
+        "qwen2",
+        gguf_files.MIXED,
+        tokenizer=gguf_files.letter_tokenizer,
+    )
+    with largest_file(20_000), pytest.raises(OSError) as raised:
+        teacher.convert(tmp_path / "tiny.gguf", tmp_path / "teacher")
+    assert raised.value.filename == str(tmp_path / "teacher")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -48,6 +48,20 @@ def test_one_run_at_a_time_works_on_an_output(teacher: Path, tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("kind", ["file", "broken link"])
+def test_no_place_for_finished_blocks(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Found before a weight is read."""
+    aside = tmp_path / ".out.partial"
+    aside.symlink_to("nowhere") if kind == "broken link" else aside.write_text("mine")
+    monkeypatch.setattr(jobs, "opened", lambda *_, **__: pytest.fail("loaded"))
+    result = quantize(teacher, tmp_path / "out", *W8)
+    assert result.exit_code == 2, result.output
+    assert f"{aside}: expected a folder for finished blocks, found a {kind}: move it away" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+
+
 def test_a_model_that_does_not_run_leaves_nothing(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from epiloq.bench.runner import Bench
 from epiloq.bench.timing import TIMERS, CudaTimer, cache_bytes
 from epiloq.cli.output import STDOUT, display, suggestion
 from epiloq.cli.progress import clock, time_left
-from epiloq.files import why_not_named, why_not_written
+from epiloq.files import why_in_no_folder, why_not_named, why_not_written
 
 CACHES = ("int8", "fp8")
 VARIANTS = list(dict.fromkeys(v for operation in OPERATIONS.values() for v in operation.variants))
@@ -202,7 +202,7 @@ def _check_targets(json: Path | None, plot: Path | None, model: str = "") -> Non
     for name, path in (("json", json), ("plot", plot)):
         if path is None or (path == STDOUT and name == "json"):
             continue
-        reason = why_not_named(path)
+        reason = why_not_named(path) or why_in_no_folder(path)
         if reason is not None:
             raise ValueError(f"bench: --{name}: {path}: {reason}")
         if path.is_dir() or not path.absolute().parent.is_dir():

@@ -121,7 +121,7 @@ def create_app() -> typer.Typer:
 
     def print_version(given: bool) -> None:
         if given:
-            print(version())
+            interruptible("--version", print)(version())
             raise typer.Exit
 
     @app.callback()

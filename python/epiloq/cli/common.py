@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from epiloq.cli.output import STDOUT, installed_by, unknown
-from epiloq.files import described, why_not_named, why_not_written
+from epiloq.files import described, why_in_no_folder, why_not_named, why_not_written
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -139,7 +139,7 @@ def check_target(path: Path | None, option: str = "--json", inputs: Iterable[Pat
         raise typer.BadParameter(
             "expected a file name, got -: only --json writes to standard output", param_hint=option
         )
-    reason = why_not_named(path)
+    reason = why_not_named(path) or why_in_no_folder(path)
     if reason is not None:
         raise typer.BadParameter(f"{path}: {reason}", param_hint=option)
     if path.is_dir():

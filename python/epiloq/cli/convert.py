@@ -45,11 +45,12 @@ def convert(
             stage(f"{conversion.layers.format} to {layout}: layers", conversion.steps) as advance,
         ):
             report = perform(conversion, advance)
-        console.print(
-            f"{report['output']}: {report['layers']} layers, {report['bytes_after'] / 1e6:.1f} MB of weights, "
-            f"{report['bytes_before'] / 1e6:.1f} MB before",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(how_to_open(output, layout), highlight=False, markup=False, soft_wrap=True)
-        write_json(json_file, report)
+        with failures("convert", f"; {output} is complete"):
+            console.print(
+                f"{report['output']}: {report['layers']} layers, {report['bytes_after'] / 1e6:.1f} MB of weights, "
+                f"{report['bytes_before'] / 1e6:.1f} MB before",
+                highlight=False,
+                soft_wrap=True,
+            )
+            console.print(how_to_open(output, layout), highlight=False, markup=False, soft_wrap=True)
+            write_json(json_file, report)

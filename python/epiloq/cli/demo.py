@@ -12,7 +12,7 @@ from epiloq.cli.common import FAILED, check_target, complain, json_option
 from epiloq.cli.output import installed_by, plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
-from epiloq.files import why_not_made, write_text
+from epiloq.files import nearest_parent, why_in_no_folder, why_not_made, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +59,7 @@ def check_folders(output: Path, teacher: Path | None) -> None:
 
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is not a folder", param_hint="--output")
-    reason = why_not_made(next(each for each in (output, *output.absolute().parents) if each.exists()))
+    reason = why_in_no_folder(output) or why_not_made(output if output.exists() else nearest_parent(output))
     if reason is not None:
         raise typer.BadParameter(f"{output}: {reason}", param_hint="--output")
     if teacher is not None and not is_model(teacher):

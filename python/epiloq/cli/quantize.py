@@ -317,11 +317,12 @@ def quantize(
         found = run(settings)
         if found is None:
             return
-        show(found, console)
-        write_json(json_file, found)
-        if absent:
-            console.print(f"No report: it needs {', '.join(absent)} ({installed_by('demo')})", soft_wrap=True)
-        else:
-            console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
-            if report is not None:
-                write_text(report, (output / page.FILE).read_text(encoding="utf-8"))
+        with failures("quantize", f"; {output} is complete"):
+            show(found, console)
+            write_json(json_file, found)
+            if absent:
+                console.print(f"No report: it needs {', '.join(absent)} ({installed_by('demo')})", soft_wrap=True)
+            else:
+                console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
+                if report is not None:
+                    write_text(report, (output / page.FILE).read_text(encoding="utf-8"))

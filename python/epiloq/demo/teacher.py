@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epiloq.demo import DemoError
+from epiloq.files import removed_if_failed
 
 if TYPE_CHECKING:
     import torch
@@ -52,16 +52,14 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-    temporary.mkdir(parents=True)
-    try:
+    with removed_if_failed(temporary, folder):
+        temporary.mkdir(parents=True)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(temporary)
         temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prepare(folder: Path) -> bool:

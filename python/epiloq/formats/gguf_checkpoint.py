@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from epiloq.files import FULL_OR_FAILED, named_failures
 from epiloq.formats.embeddings import SHARED
 from epiloq.formats.io.architecture import model_config
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -102,8 +103,11 @@ class GgufCheckpoint(Checkpoint):
             with tempfile.TemporaryDirectory() as alone:
                 (Path(alone) / "model.gguf").symlink_to(self.folder.resolve())
                 tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf", local_files_only=True)
-            tokenizer.save_pretrained(target)
+            with named_failures(target):
+                tokenizer.save_pretrained(target)
         except Exception as error:  # transformers raises arbitrary errors for tokenizers that it does not convert
+            if isinstance(error, OSError) and error.errno in FULL_OR_FAILED:
+                raise
             warnings.warn(
                 f"{self.folder}: transformers cannot convert the tokenizer ({reason(error)}): copy that of the "
                 "original model",

@@ -236,10 +236,23 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
     except ValueError:
         store.discard()
         raise
-    read = tuned(job, store, tally) if settings.tune else store.read
     whole = job.partial_directory / "model"
     rmtree(whole, ignore_errors=True)
-    with removed_if_failed(whole), tally.timed("write", 1) as advance:
+    with removed_if_failed(whole, settings.output):
+        _write(job, store, tally, whole)
+        found = job.report(whole, tally, before, start)
+        if settings.output.exists():
+            raise FileExistsError(f"{settings.output} was created in the meantime")
+        whole.rename(settings.output)
+    store.discard()
+    return found
+
+
+def _write(job: Job, store: Store, tally: Tally, whole: Path) -> None:
+    """Write the quantised model."""
+    settings = job.settings
+    read = tuned(job, store, tally) if settings.tune else store.read
+    with tally.timed("write", 1) as advance:
         finished = (block.weights for block in map(read, tally.blocks) if block is not None)
         layout, all_of = FORMATS[job.plan.layout], job.quantization
         quantization = None if all_of is None else replace(all_of, dynamic=tally.dynamic, grids=job.grids)
@@ -255,12 +268,6 @@ def _performed(job: Job, tally: Tally, start: float) -> dict[str, Any]:
         value = kept_values(store, tally.blocks)
         save(job.model, chain(weights, rounded), job.source, whole, layout, shared, untie=untie, value=value)
         advance()
-    found = job.report(whole, tally, before, start)
-    if settings.output.exists():
-        raise FileExistsError(f"{settings.output} was created in the meantime")
-    whole.rename(settings.output)
-    store.discard()
-    return found
 
 
 def _chosen(job: Job, tally: Tally) -> Job:

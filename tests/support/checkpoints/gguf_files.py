@@ -123,6 +123,21 @@ def reference(arch: str, *, tied: bool = False, **changes: Any) -> Any:
     return model
 
 
+def letter_tokenizer(writer: package.GGUFWriter) -> None:
+    """A byte-pair encoding: the printable letters, one merge, and ends."""
+    tokens = [chr(code) for code in range(33, 127)]
+    tokens += ["ab", *(f"<unused{i}>" for i in range(VOCABULARY - len(tokens) - 3)), "<s>", "</s>"]
+    kind = package.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kind.CONTROL if len(token) > 2 else kind.NORMAL for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(VOCABULARY - 2)
+    writer.add_eos_token_id(VOCABULARY - 1)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
 def write(
     path: Path,
     model: Any,

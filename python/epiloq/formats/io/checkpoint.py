@@ -291,7 +291,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     _remove_abandoned(folder)
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with held(_lock(temporary)), named_failures(folder):
+        with named_failures(folder, temporary), held(_lock(temporary)):
             yield temporary
             if folder.exists() or folder.is_symlink():
                 raise FileExistsError(f"{folder} was created in the meantime: choose another output, or move it away")

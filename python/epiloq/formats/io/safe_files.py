@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from epiloq.files import why_not_made, why_not_named
+from epiloq.files import nearest_parent, why_in_no_folder, why_not_made, why_not_named
 from epiloq.formats.layouts.base import FormatError
 
 LARGEST_JSON = 64 << 20
@@ -97,12 +97,10 @@ def check_new(folder: Path, source: Path | None = None) -> None:
         raise FormatError(
             f"{folder}: lies inside {source}, whose other files and folders are copied: choose an output outside of it"
         )
-    nearest = next(each for each in folder.absolute().parents if each.exists() or each.is_symlink())
-    if nearest.is_symlink() and not nearest.exists():
-        raise FormatError(f"{folder}: expected a path in a folder, but {nearest} is a broken link")
-    if not nearest.is_dir():
-        raise FormatError(f"{folder}: expected a path in a folder, but {nearest} is a file")
-    reason = why_not_made(nearest)
+    reason = why_in_no_folder(folder)
+    if reason is not None:
+        raise FormatError(f"{folder}: {reason}")
+    reason = why_not_made(nearest_parent(folder))
     if reason is not None:
         raise FormatError(f"{folder}: {reason}: choose another output")
 

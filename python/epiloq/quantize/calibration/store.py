@@ -115,7 +115,10 @@ class Store:
 
 
 def check_resumable(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a directory was created with different settings, or does not contain them."""
+    """Raise ValueError if a directory was created with different settings, does not contain them, or is a file."""
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        kind = "file" if folder.exists() else "broken link"
+        raise ValueError(f"{folder}: expected a folder for finished blocks, found a {kind}: move it away")
     file = folder / SETTINGS
     if not file.is_file():
         return
