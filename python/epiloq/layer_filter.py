@@ -15,7 +15,7 @@ from epiloq.models.adapters import adapter_layers
 from epiloq.models.held_elsewhere import held_elsewhere
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
-from epiloq.models.subclasses import is_plain, is_plain_conv2d
+from epiloq.models.subclasses import is_plain, is_plain_conv2d, why_not_plain
 from epiloq.weights.tensor_checks import Identity, identity
 
 Filter = Callable[[nn.Module, str], bool]
@@ -91,7 +91,7 @@ def reasons_against_conv2d(model: nn.Module) -> Reason:
 def _no_plain(module: nn.Module, kind: str) -> str:
     if "forward" in vars(module):
         return "its forward was replaced, as by hooks of accelerate"
-    return f"{type(module).__name__} is not a plain {kind}"
+    return why_not_plain(module, kind)
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype = torch.float16) -> Callable[[str], bool]:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 from torch import nn
 
 from epiloq.layer_filter import Filter, check_callable
+from epiloq.models.choice import by_reason
 from epiloq.models.conversion import quantize_layers
 from epiloq.models.in_memory import check_not_opened_quantised, describe_on_saving
 from epiloq.nn import (
@@ -306,6 +307,6 @@ def quantize_(
         quantize_vocabulary_(model, vocabulary)
     describe_on_saving(model)
     if left:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+        reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason(left).items())
         warnings.warn(f"quantize_: left in floating point: {reasons}", stacklevel=2)
     return model

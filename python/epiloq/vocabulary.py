@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from epiloq.layer_filter import weight_identity
-from epiloq.models.subclasses import is_plain
+from epiloq.models.subclasses import is_plain, why_not_plain, why_quantised
 from epiloq.nn import QuantizedEmbedding, WeightOnlyLinear
 from epiloq.nn.quantized_embedding import factor_of
 from epiloq.weights.computed import carry_hooks_over
@@ -182,9 +182,10 @@ def _check(model: nn.Module, vocabulary: VocabularySchemes, where: str) -> None:
                 QuantizedEmbedding.check_convertible(layer)
             else:
                 assert vocabulary.head is not None
-                vocabulary.head.check_convertible(layer)
+                if why_quantised(layer) is None:
+                    vocabulary.head.check_convertible(layer)
                 if not is_plain(layer):
-                    raise ValueError(f"{type(layer).__name__} is not a plain linear layer")
+                    raise ValueError(why_not_plain(layer, "linear layer"))
         except ValueError as error:
             raise ValueError(f"{where}: layer {name!r}: {error}") from error
     weights = {weight_identity(model.get_submodule(name)) for name in vocabulary.names}

@@ -99,6 +99,49 @@ def test_explicitly_selected_subclass_is_converted_without_warning(seed: int) ->
     assert kept(model) == ["0"]
 
 
+def rounding(observed: nn.Module) -> nn.Module:
+    """A layer of quantisation-aware training, which rounds its float weight in each call."""
+    observed.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")  # type: ignore[assignment]
+    made: Any = torch.ao.nn.qat.Conv2d if isinstance(observed, nn.Conv2d) else torch.ao.nn.qat.Linear
+    return made.from_float(observed)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*(reduce_range|torch.ao.quantization)")
+@pytest.mark.parametrize("scheme", ["w8a16", "conv-w8a16"])
+def test_layers_of_other_quantisers_are_refused_by_name(scheme: str, seed: int) -> None:
+    """Also where they are chosen: their weights are not what they compute with."""
+    make: Any = (lambda: nn.Linear(32, 32)) if scheme == "w8a16" else (lambda: nn.Conv2d(32, 32, 1))
+    model = nn.Sequential(rounding(make()), rounding(make()), make())
+    why = f"{type(model[0]).__name__} of torch.ao quantises by itself: quantise the float model"
+    with pytest.raises(ValueError, match=f"^quantize_: layer '1': {why}"):
+        epiloq.quantize_(model, scheme, lambda module, name: name == "1")
+    with pytest.raises(ValueError, match=f"got none; 0, 1: {why}"):
+        epiloq.quantize_(model[:2], scheme)
+    assert said_of(model, scheme) == f"quantize_: left in floating point: 0, 1 ({why})"
+    assert kept(model) == ["0", "1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*(reduce_range|torch.ao.quantization)")
+def test_heads_and_embeddings_of_other_quantisers(seed: int) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 32), "lm_head": rounding(nn.Linear(32, 50))})
+    with pytest.raises(ValueError, match=r"layer 'lm_head': Linear of torch\.ao quantises by itself"):
+        epiloq.quantize_(model, None, head="w8a16")
+    model["embed"].qconfig = torch.ao.quantization.float_qparams_weight_only_qconfig
+    model["embed"] = torch.ao.nn.qat.Embedding.from_float(model["embed"])  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        ValueError, match="expected no parameters and modules but weight, got weight, weight_fake_quant"
+    ):
+        epiloq.quantize_(model, None, embedding="w8a16")
+
+
+def test_reasons_are_not_repeated_for_each_layer() -> None:
+    model = nn.Sequential(*(Doubled(8, 8) for _ in range(40)))
+    with pytest.raises(ValueError, match=r"got none; 0, 1, 2 and 37 more: Doubled is not a plain linear layer$"):
+        epiloq.quantize_(model, "w8a16")
+    said = said_of(nn.Sequential(nn.Linear(8, 8), *model), "w8a16")
+    assert said.count("Doubled") == 1 and all(f" {i}," in said for i in range(1, 40)) and " 40 (" in said
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_a_weight_that_is_not_finite_is_named_before_anything_changes(scheme: str, value: float, seed: int) -> None:

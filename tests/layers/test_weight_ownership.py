@@ -51,7 +51,9 @@ def test_weights_without_an_address_are_no_shared_ones(change, text: str, seed: 
     model = change(Language())
     found = find(model)
     assert (found.embeddings, found.heads, found.tied) == (("embed",), ("lm_head",), False)
-    with pytest.raises(ValueError, match=rf"up: WeightOnlyLinear: linear\.weight: expected a dense tensor.*{text}"):
+    with pytest.raises(
+        ValueError, match=rf"up, down: WeightOnlyLinear: linear\.weight: expected a dense tensor.*{text}"
+    ):
         epiloq.quantize_(model, "w8a16")
     with pytest.raises(ValueError, match=rf"layer 'down': Int8Linear: linear\.weight: expected.*{text}"):
         epiloq.quantize_(model, "w8a8-int8", lambda module, name: name == "down")

@@ -241,6 +241,21 @@ def test_without_the_metadata(seed: int, tmp_path: Path, metadata: dict[str, str
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")
+@pytest.mark.parametrize("renamed", [{"_weight_qdata": "weight", "_weight_scale": "scale"}, {"_weight_qdata": "q"}])
+def test_tensors_of_other_names(seed: int, tmp_path: Path, renamed: dict[str, str]) -> None:
+    """As of older versions, or saved by others: named instead of a KeyError."""
+    make(tmp_path / "in", KINDS["int8"][0])
+    file, found = tmp_path / "in" / "model.safetensors", dict[str, Tensor]()
+    for name, tensor in load_file(file).items():
+        layer, _, part = name.rpartition(".")
+        found[f"{layer}.{renamed.get(part, part)}"] = tensor
+    save_file(found, file, {"format": "pt"})
+    for read in (opened, models.from_directory):
+        with pytest.raises(ValueError, match=r"_proj(\.\w+)?: .*(found none|not a tensor of this model)"):
+            read(tmp_path / "in")
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
 def test_pickles_are_not_opened(seed: int, tmp_path: Path) -> None:
     """Which torchao wrote before it had safetensors."""
     make(tmp_path / "in", KINDS["int8"][0])

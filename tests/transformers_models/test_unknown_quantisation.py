@@ -12,6 +12,7 @@ for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="models of transformers need the extra hf")
 
 import transformers
+from safetensors.torch import save_file
 
 import epiloq
 import epiloq.integrations.transformers as integration
@@ -74,8 +75,13 @@ def test_every_method_of_transformers_has_an_answer(tmp_path: Path, method: str)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
     known = method in integration.METHODS or method == "gguf"
     assert known != (method in others.METHODS)
-    for arguments in (("inspect", tmp_path / "in"), ("convert", tmp_path / "in", tmp_path / "out")):
-        result = run(*arguments, *(("--format", "epiloq") if arguments[0] == "convert" else ()))
+    round_to_nearest = ("--output", tmp_path / "out", "--scheme", "w8a16", "--algorithm", "rtn")
+    for arguments in (
+        ("inspect", tmp_path / "in"),
+        ("convert", tmp_path / "in", tmp_path / "out", "--format", "epiloq"),
+        ("quantize", tmp_path / "in", *round_to_nearest),
+    ):
+        result = run(*arguments)
         text = " ".join(result.output.split())
         if not known:
             assert result.exit_code == 2 and text.count(": quant_method: ") == 1, text
@@ -84,6 +90,49 @@ def test_every_method_of_transformers_has_an_answer(tmp_path: Path, method: str)
     if not known:
         with pytest.raises(ValueError, match=rf"quant_method: .*{method}"):
             models.from_directory(tmp_path / "in")
+
+
+def test_float_weights_that_another_method_rounds_are_not_quantised(tmp_path: Path) -> None:
+    """BitNet's and FP-Quant's master weights, which their layers round in each call: no advice to remove the
+    description."""
+    tiny_model().save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    method = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": method}))
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config: quant_method: .*ternary"):
+        models.load_float(models.Checkpoint(tmp_path / "in"))
+
+
+def test_quantos_own_directories(tmp_path: Path, epiloq_in_transformers: None) -> None:
+    """A file beside config.json says which layers are quantised; transformers would fill them at random."""
+    model = tiny_model()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("_proj.weight"):
+            tensors |= {f"{name}._data": value.to(torch.int8), f"{name}._scale": torch.ones(len(value), 1)}
+            tensors |= {name.replace("weight", f"{end}_scale"): torch.ones(1) for end in ("input", "output")}
+        elif name != "lm_head.weight":
+            tensors[name] = value
+    model.save_pretrained(tmp_path / "in")
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    layers = {name.removesuffix(".weight._data") for name in tensors if name.endswith("._data")}
+    found = json.dumps({name: {"weights": "qint8", "activations": "none"} for name in layers})
+    (tmp_path / "in" / "quanto_qmap.json").write_text(found)
+    says = r"quant_method: .*'optimum-quanto'.*QuantizedModelForCausalLM"
+    for read in (transformers.AutoModelForCausalLM.from_pretrained, models.from_directory):
+        with pytest.raises(ValueError, match=says):
+            read(tmp_path / "in")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "in").model_type == "llama"  # which quanto itself reads
+    for arguments in (("inspect", tmp_path / "in"), ("compare", tmp_path / "in", tmp_path / "in")):
+        result = run(*arguments)
+        assert result.exit_code == 2 and "quanto_qmap.json: " in result.output, result.output
+
+
+def test_hqqs_own_directories(tmp_path: Path) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    (tmp_path / "qmodel.pt").write_bytes(b"pickle")
+    with pytest.raises(ValueError, match=r"weights of hqq in another form: qmodel\.pt: .*quantise the float model"):
+        models.from_directory(tmp_path)
 
 
 def test_a_directory_is_no_gguf_file(tmp_path: Path) -> None:

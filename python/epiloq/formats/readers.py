@@ -161,6 +161,12 @@ def parse(found: Mapping[str, Any]) -> Rules:
 
     Raises FormatError, which names key and value, for unsupported entries.
     """
+    check_method(found)
+    return CONFIGS[found["quant_method"]](found)
+
+
+def check_method(found: Mapping[str, Any]) -> None:
+    """Raise FormatError, with what to do, for the ``quantization_config`` of a method that epiloq does not read."""
     method = found.get("quant_method")
     if isinstance(method, str) and method in others.METHODS:
         raise FormatError(f"quantization_config: quant_method: {others.METHODS[method]}")
@@ -171,7 +177,6 @@ def parse(found: Mapping[str, Any]) -> Rules:
             f"quantization_config: quant_method: expected one of {expected}, got {method!r}{likely}; "
             "quantise the float model instead"
         )
-    return CONFIGS[method](found)
 
 
 def leaving(found: Mapping[str, Any], layers: Mapping[str, type[nn.Module]]) -> dict[str, Any]:
@@ -253,6 +258,11 @@ def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Descri
 def _of_torchao(checkpoint: Checkpoint, layer: str) -> Description:
     """The description that a layer's own metadata has."""
     weight, zeros = f"{layer}._weight_qdata", f"{layer}._weight_zero_point"
+    if weight not in checkpoint.entries:
+        raise FormatError(
+            f"{checkpoint.where(layer)}: torchao: expected _weight_qdata, found none: install torchao, with which "
+            "transformers opens it, or quantise the float model with epiloq"
+        )
     shape = checkpoint.entries[weight].shape
     has_zeros = zeros in checkpoint.files and bool(checkpoint.tensor(zeros).any())
     metadata = checkpoint.metadata(weight).get(f"{checkpoint.stored_layer(layer)}.weight")

@@ -28,7 +28,7 @@ from transformers.quantizers.auto import (
     AutoQuantizationConfig,
 )
 
-from epiloq.formats.configs import bitsandbytes, torchao
+from epiloq.formats.configs import bitsandbytes, others, torchao
 from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.described import KEY, described_beside, hoisted, lacks_layers
@@ -61,6 +61,8 @@ def _supports(config: Any) -> Any:
         return True
     method = config.get("quant_method")
     if isinstance(method, str) and not _ORIGINAL_METHODS[0].__func__(config):
+        if method in others.METHODS:
+            raise ValueError(f"{__name__}: quantization_config: quant_method: {others.METHODS[method]}")
         raise ValueError(
             f"{__name__}: quantization_config: quant_method: neither epiloq nor transformers opens {method!r}; "
             f"quantise the float model instead, or call {__name__}.unregister() if the model's own code reads it"

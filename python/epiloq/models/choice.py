@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from epiloq.layer_filter import EXPECTED, HELD, Filter, Reason, check_patterns, ignored, reasons, reasons_against_conv2d
 from epiloq.models.held_elsewhere import held_elsewhere
+from epiloq.models.subclasses import why_quantised
 from epiloq.weights.computed import NotFiniteError
 
+_SHOWN = 3
 _WORDS: dict[type[nn.Module], str] = {nn.Linear: "linear layer", nn.Conv2d: "convolution"}
 
 
@@ -51,6 +53,8 @@ def choose(
         if id(layer) in elsewhere:
             raise ValueError(f"quantize_: layer {name!r}: cannot be replaced, as {elsewhere[id(layer)]}{HELD}")
         try:
+            if reason := why_quantised(layer):
+                raise ValueError(reason)
             check(layer)
         except ValueError as error:
             if filter_fn is not None or isinstance(error, NotFiniteError):
@@ -60,13 +64,27 @@ def choose(
     if filter_fn is None:
         left |= _scripted(modules, kind)
     if not names:
-        skipped = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+        skipped = "; ".join(f"{_some(names)}: {reason}" for reason, names in by_reason(left).items())
         raise ValueError(
             f"quantize_: filter_fn: expected at least one torch.nn.{kind.__name__} to be chosen, got none; "
             f"{skipped or 'layers that are quantised already do not count'}"
         )
     # Names only, so that the float layers are not kept alive.
     return list(names.values()), left
+
+
+def by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of layers by the reason why they stay in floating point."""
+    found: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names and how many others there are."""
+    more = len(names) - _SHOWN
+    return f"{', '.join(names[:_SHOWN])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _scripted(modules: Sequence[tuple[str, nn.Module]], kind: type[nn.Module]) -> dict[str, str]:

@@ -18,6 +18,35 @@ _SIZES = (1.0, 1e-3, 30.0, 1e6)
 # parameters from which hooks of torch.nn.utils compute a weight
 _OF_HOOKS = ("weight_g", "weight_v", "weight_orig", "weight_mask", "weight_u", "bias_orig", "bias_mask")
 
+_QUANTISERS = (
+    "auto_round",
+    "bitsandbytes",
+    "brevitas",
+    "compressed_tensors",
+    "modelopt",
+    "neural_compressor",
+    "optimum.quanto",
+    "quark",
+    "torch.ao",
+    "torchao",
+    "transformers.integrations",
+)
+"""Packages whose subclasses of torch's layers hold integers as weights, or round float weights in each call."""
+
+
+def why_not_plain(module: nn.Module, kind: str) -> str:
+    """The reason why a layer that is not plain stays as it is; `kind` is "linear layer" or "convolution"."""
+    return why_quantised(module) or f"{type(module).__name__} is not a plain {kind}"
+
+
+def why_quantised(module: nn.Module) -> str | None:
+    """The reason why a layer of another quantiser stays as it is, even if it was chosen; None for other layers."""
+    place = f"{type(module).__module__}."
+    tool = next((name for name in _QUANTISERS if place.startswith(f"{name}.")), None)
+    if tool is None:
+        return None
+    return f"{type(module).__name__} of {tool} quantises by itself: quantise the float model"
+
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear``, or a subclass that computes the same from its weight and bias only.

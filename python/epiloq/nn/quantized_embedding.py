@@ -236,8 +236,9 @@ def factor_of(embedding: nn.Module) -> tuple[float, bool]:
             raise ValueError(f"{where}: {name}: expected False, because a quantised weight has no gradient")
     check_readable("QuantizedEmbedding", embedding, "embedding")
     parameters = [name for name, _ in embedding.named_parameters()]
-    if parameters != ["weight"] or list(embedding.children()) or torch.nn.utils.parametrize.is_parametrized(embedding):
-        raise ValueError(f"{where}: expected no parameter except weight, got {', '.join(parameters)}")
+    held = [*parameters, *(name for name, _ in embedding.named_children())]
+    if held != ["weight"] or torch.nn.utils.parametrize.is_parametrized(embedding):
+        raise ValueError(f"{where}: expected no parameters and modules but weight, got {', '.join(held)}")
     if type(embedding) is nn.Embedding:
         return 1.0, False
     found = _probed(embedding)

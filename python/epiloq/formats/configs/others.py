@@ -27,6 +27,8 @@ METHODS: Mapping[str, str] = {
     "metal": _itself("metal", "integers with real offsets, for Apple's GPUs", "with the package kernels on such a GPU"),
     "nvfp4": "expected one that epiloq reads, got 'nvfp4', by which transformers only quantises float models while it "
     "loads them: save the weights in compressed-tensors or by ModelOpt, whose NVFP4 epiloq reads",
+    "optimum-quanto": "expected one that epiloq reads, got 'optimum-quanto' (integers or FP8 in its own tensors, which "
+    f"transformers does not open): open it by its QuantizedModelForCausalLM, {_FLOAT}",
     "quanto": _package("quanto", "integers or FP8 in a package's own tensors", "optimum-quanto"),
     "sinq": _package("sinq", "integers with scales of rows and of columns", "sinq"),
     "spqr": _package("spqr", "3-bit weights with outliers in sparse float16", "spqr_quant"),

@@ -28,6 +28,7 @@ SINGLE = "model.safetensors"
 LARGEST_SHARD = 5 * 10**9
 # Weights in any form, and descriptions of weights. All other files are copied to a new directory.
 WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors"}
+_OF_HQQ = "qmodel.pt"
 PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 DESCRIPTIONS = {"config.json", *SEPARATE_FILES}
 
@@ -214,6 +215,8 @@ class Checkpoint:
             return f", but shards ({found[0]}): expected the index that lists their tensors, too"
         config = self.config.get(KEY)
         method = config.get("quant_method") if isinstance(config, dict) else None
+        if found[0] == _OF_HQQ:
+            return f", but weights of hqq in another form: {found[0]}: open it by hqq, or quantise the float model"
         pickled = Path(found[0]).suffix in PICKLES
         advice = ": pickles are never opened: save the model again as safetensors" if pickled else ""
         return f", but weights{f' of {method}' if isinstance(method, str) else ''} in another form: {found[0]}{advice}"

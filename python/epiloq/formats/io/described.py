@@ -11,8 +11,15 @@ from epiloq.formats.layouts.base import FormatError
 
 KEY = "quantization_config"
 _OF_MODELOPT = "hf_quant_config.json"
-SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", _OF_MODELOPT: "modelopt"}
-"""Separate files that older AutoGPTQ, AutoAWQ and ModelOpt wrote, and their methods."""
+SEPARATE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    _OF_MODELOPT: "modelopt",
+    "quanto_qmap.json": "optimum-quanto",
+}
+"""Separate files that older AutoGPTQ, AutoAWQ, ModelOpt and optimum-quanto itself wrote, and their methods."""
+_OF_LAYERS = (".qweight", ".weight_scale", ".weight._scale")
+"""Ends of names of their tensors."""
 _OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _FORMER, _FORMER_METHOD = "compression_config", "compressed-tensors"
 
@@ -108,7 +115,7 @@ def description(folder: Path, config: dict[str, Any], names: Any) -> tuple[str, 
         return "config.json", {**found, "quant_method": "bitsandbytes"}
     if lacks_layers(found) and status(folder / _OF_MODELOPT) is not None:
         return _OF_MODELOPT, {"quant_method": "modelopt"} | read_json(folder / _OF_MODELOPT)
-    if found is None and any(name.endswith((".qweight", ".weight_scale")) for name in names):
+    if found is None and any(name.endswith(_OF_LAYERS) for name in names):
         for file, method in SEPARATE_FILES.items():
             if status(folder / file) is not None:
                 found = read_json(folder / file)

@@ -18,8 +18,9 @@ from epiloq.formats.io.described import KEY
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
+from epiloq.formats.layouts import gguf
 from epiloq.formats.layouts.base import FormatError, Quantization
-from epiloq.formats.readers import UNUSED
+from epiloq.formats.readers import UNUSED, check_method
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
@@ -30,12 +31,21 @@ from epiloq.weights.grid import QuantizedWeight
 
 def check_float(checkpoint: Checkpoint) -> None:
     """Raise FormatError for a model that is quantised, or described as quantised."""
-    if checkpoint.quantization is None:
+    found = checkpoint.quantization
+    if found is None:
         return
+    if found.get("quant_method") not in (epiloq_modules.METHOD, gguf.METHOD):
+        try:
+            check_method(found)
+        except FormatError as error:
+            raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from None
     if all(entry.is_float for entry in checkpoint.entries.values()):
         unused = UNUSED.format(checkpoint.described_by)
         raise FormatError(f"{checkpoint.folder}: {unused}: expected a config.json without {KEY}")
-    raise FormatError(f"{checkpoint.folder}: expected a model in floating point, but it is quantised already")
+    raise FormatError(
+        f"{checkpoint.folder}: expected a model in floating point, but it is quantised already: quantise the model "
+        "that it was made from"
+    )
 
 
 def load_float(checkpoint: Checkpoint) -> nn.Module:
