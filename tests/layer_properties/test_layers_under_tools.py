@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import epiloq
+from epiloq.nn.experts.expert_linears import ExpertLinears, Projections
 from epiloq.ops.attention.decode_attention import decode_attention
 from every_layer import LAYERS, LINEAR, SIZES, arguments, run
 from every_operation import OPERATIONS
@@ -27,6 +29,34 @@ def test_make_fx(name: str, seed: int) -> None:
     layer, given = LAYERS[name](*SIZES[1]), arguments(name, SIZES[1][0])
     graph = make_fx(lambda *x: run(name, layer, x))(*given)
     assert torch.equal(graph(*given), run(name, layer, given))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("rows")])
+def test_traced_programs(name: str, size: tuple[int, int], seed: int, tmp_path: Path) -> None:
+    """Also saved and loaded, and with other numbers of rows. TorchScript has no views of another type, and compares
+    constants that a program has twice."""
+    layer, given = LAYERS[name](*size), arguments(name, size[0])
+    assert_traced(layer, given, arguments(name, size[0]), tuple(part[:1] for part in given), folder=tmp_path)
+
+
+def test_traced_experts_one_by_one(seed: int, tmp_path: Path) -> None:
+    """A trace must not hold for the routing alone that it was recorded with."""
+    each = [{name: LAYERS["w8a16"](32, 32) for name in Projections().names} for _ in range(4)]
+    layer = ExpertLinears(each, nn.SiLU())
+    routed = [(torch.randn(m, 32), torch.randint(4, (m, 2)), torch.rand(m, 2)) for m in (6, 6, 1, 9)]
+    first = (routed[0][0], torch.zeros_like(routed[0][1]), routed[0][2])  # the others have no rows
+    assert_traced(layer, first, *routed, folder=tmp_path)
+
+
+def assert_traced(layer: nn.Module, given: tuple[Any, ...], *others: tuple[Any, ...], folder: Path) -> None:
+    """`torch.jit.trace` records a program that does what the layer does, also for other inputs."""
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, given, check_trace=False)  # type: ignore[no-untyped-call]
+        traced.save(str(folder / "traced.pt"))
+        loaded = torch.jit.load(str(folder / "traced.pt"))  # type: ignore[no-untyped-call]
+        for each in (given, *others):
+            assert torch.equal(loaded(*each), layer(*each))
 
 
 class _Twice(nn.Module):

@@ -100,7 +100,8 @@ class Fp8BlockLinear(PreparedLinear):
         weight_q, bias, weight_scale_inv = tensors
         if not multiplies_float8(x.device):
             self._check_width(x)
-            return fp8_weight_product(x, weight_q, weight_scale_inv, bias, (self.rows, FP8_BLOCK), self.out_features)
+            padding, block = self.padded_in_features - self.in_features, (self.rows, FP8_BLOCK)
+            return fp8_weight_product(x, weight_q, weight_scale_inv, bias, block, padding, self.out_features)
         q, scale = fp8_tokens(self._tokens(x), "group", scale_layout="column")
         bias = None if bias is None else bias.to(x.dtype)
         y = epiloq.groupwise_mm(

@@ -146,7 +146,8 @@ class Fp8Linear(PreparedLinear):
         if not multiplies_float8(x.device):
             self._check_width(x)
             block = (1, -1) if self.weight_scales == "channel" else (-1, -1)
-            return fp8_weight_product(x, weight_q, weight_scale, bias, block, self.out_features)
+            padding = self.padded_in_features - self.in_features
+            return fp8_weight_product(x, weight_q, weight_scale, bias, block, padding, self.out_features)
         out_dtype = kernel_dtype(x, x.dtype)
         granularity = "token" if self.activation == "token" else "tensor"
         q, scale = fp8_tokens(self._tokens(x), granularity, scale=input_scale)

@@ -107,7 +107,8 @@ class Fp8WeightOnlyLinear(PreparedLinear):
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         refuse_batch_invariant("epiloq.nn.Fp8WeightOnlyLinear", DENSE_PRODUCT)
         weight_q, bias, scale = tensors
-        return fp8_weight_product(x, weight_q, scale, bias, self.block, self.out_features)
+        padding = self.padded_in_features - self.in_features
+        return fp8_weight_product(x, weight_q, scale, bias, self.block, padding, self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}"

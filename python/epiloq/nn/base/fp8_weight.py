@@ -10,13 +10,20 @@ from epiloq.nn.base.dense_rows import dense_rows
 
 
 def fp8_weight_product(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block: tuple[int, int], out_features: int
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    block: tuple[int, int],
+    padding: int,
+    out_features: int,
 ) -> Tensor:
-    """Product ``[…, out_features]`` with an FP8 weight that may be zero-padded along both dimensions."""
-    columns = x.shape[-1]
-    tokens = dense_rows(x.reshape(-1, columns))
-    if weight.shape[1] > columns:
-        tokens = torch.nn.functional.pad(tokens, (0, weight.shape[1] - columns))
+    """Product ``[…, out_features]`` with an FP8 weight that may be zero-padded along both dimensions, by `padding`
+    columns."""
+    tokens = dense_rows(x.reshape(-1, x.shape[-1]))
+    # Not from the weight's shape: torch.jit.load compares constants that a trace uses twice, and cannot compare FP8.
+    if padding:
+        tokens = torch.nn.functional.pad(tokens, (0, padding))
     bias = None if bias is None else bias.to(x.dtype)
     y = epiloq.fp8_weight_mm(tokens, weight, scale, bias, block=block)
     return y[:, :out_features].contiguous().view(*x.shape[:-1], out_features)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epiloq._torch.library import reads_values
-from epiloq._torch.tracing import is_exporting
+from epiloq._torch.tracing import is_exporting, is_jit_tracing
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.experts.gating import gated
@@ -137,12 +137,13 @@ def gathered(q: Tensor, scale: Tensor | None, rows: Tensor, column: bool) -> tup
     """Gather rows and their scales, keeping the layout of the scales."""
     if scale is None:
         return q[rows], None
-    # float8 is gathered as bytes, because some backends cannot gather it.
-    gathered = q.view(torch.uint8)[rows].view(q.dtype)
+    # float8 is gathered as bytes, because some backends cannot gather it; TorchScript has no views of another type.
+    as_bytes = q.dtype != torch.int8 and not is_jit_tracing()
+    taken = q.view(torch.uint8)[rows].view(q.dtype) if as_bytes else q[rows]
     if not column:
-        return gathered, scale[rows]
+        return taken, scale[rows]
     filled = functional.pad(rows, (0, -rows.shape[0] % 4))
-    return gathered, scale.t()[:, filled].t()[: rows.shape[0]]
+    return taken, scale.t()[:, filled].t()[: rows.shape[0]]
 
 
 class ExpertLinears(nn.Module):
@@ -154,8 +155,9 @@ class ExpertLinears(nn.Module):
     ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``
     (or those of `experts`: gate, up and down, or up and down, in this order), and may be of any kind, quantised or
     not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. A program that
-    ``torch.export`` traces cannot: there each expert multiplies all tokens, with zeros for those of others. Raises
-    ValueError for other shapes, and for invalid expert indices (which are not checked on a GPU).
+    ``torch.export`` or ``torch.jit.trace`` records cannot: there each expert multiplies all tokens, with zeros for
+    those of others. Raises ValueError for other shapes, and for invalid expert indices (which are not checked on a
+    GPU).
 
     identities
         Number of experts after those with layers that return their tokens (LongCat's zero experts).
