@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -114,6 +115,39 @@ def test_deleted_source_file_is_reported(
         result = run("convert", source, tmp_path / "out", "--format", "epiloq")
     assert result.exit_code == 2 and f"{source / file}: was there when the run began" in result.output, result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "more/notes.txt"])
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_a_source_file_that_may_not_be_read(
+    teacher: Path, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, file: str
+) -> None:
+    """Found before the work, at the end of which it would be copied. The tests' user may be one who may read all."""
+    source = shutil.copytree(teacher if command == "quantize" else quantised, tmp_path / "model")
+    (source / "more").mkdir()
+    (source / "more" / "notes.txt").write_text("notes")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != source / file and access(path, mode))
+    if command == "quantize":
+        result = run("quantize", source, "--output", tmp_path / "out", *W8)
+    else:
+        result = run("convert", source, tmp_path / "out", "--format", "epiloq")
+    assert result.exit_code == 2, result.output
+    assert result.output.splitlines()[-1] == f"epiloq {command}: {source / file}: Permission denied"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert run("inspect", source).exit_code == 0  # which does not copy it
+
+
+def test_input_that_may_not_be_read(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is invalid input, rather than a failed disk, and leaves no blocks to continue from."""
+
+    def refused(self: Path, *_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    result = run("quantize", teacher, "--output", tmp_path / "out", *W8)
+    assert result.exit_code == 2, result.output
+    assert result.output.splitlines()[-1] == f"epiloq quantize: {teacher / 'config.json'}: Permission denied"
 
 
 MADE_UP = [transformers.Qwen3Config, transformers.GemmaConfig, transformers.T5Config, transformers.BertConfig]

@@ -18,6 +18,8 @@ from epiloq.files import described, why_in_no_folder, why_not_named, why_not_wri
 
 REQUIRED = ("transformers", "safetensors")
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+INVALID = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""Numbers of errors of a name, or of rights, rather than of a disk."""
 
 
 JSON_HELP = "Also write the figures to FILE, - for standard output."
@@ -84,7 +86,7 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
     except BrokenPipeError:  # the reader has closed the pipe (`epiloq … | head`): click ends without a message
         raise
     except _disk_failures() as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        if isinstance(error, OSError) and error.errno in INVALID:
             complain(command, described(error))
             raise typer.Exit(BAD_INPUT) from None
         complain(command, f"{described(error) if isinstance(error, OSError) else error}{hint}")

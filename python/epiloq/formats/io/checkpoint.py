@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -324,7 +325,8 @@ def _remove_abandoned(folder: Path) -> None:
 def other_files(source: Path) -> list[Path]:
     """A model's files other than weights and configuration, relative to its directory: tokenizer, generation settings,
     templates, notes, code. Hidden files, linked folders and folders with separate models are excluded. Raises
-    FormatError for a special file, a dangling link, or a directory that has vanished.
+    FormatError for a special file, a dangling link, or a directory that has vanished, and PermissionError for a file
+    that may not be read.
     """
     found: list[Path] = []
     for place, folders, files in os.walk(source, onerror=_raise):
@@ -336,7 +338,10 @@ def other_files(source: Path) -> list[Path]:
         for name in sorted(files):
             described = here == Path() and (name in DESCRIPTIONS or name.endswith(".index.json"))
             if not described and not name.startswith(".") and Path(name).suffix not in WEIGHTS:
-                check_regular(source / here / name)
+                file = source / here / name
+                check_regular(file)
+                if not os.access(file, os.R_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
                 found.append(here / name)
     return found
 
