@@ -160,12 +160,6 @@ std::string described(Checked const& c, std::optional<GroupedPackedMmKernel> con
   return grouped::describe(choice_of(c, kernel, target));
 }
 
-}  // namespace
-
-void check(GroupedPackedMm const& call) { checked(call); }
-
-namespace {
-
 bool is_for_cpu(GroupedPackedMm const& call) {
   if (call.x.device.type != Device::Type::kCpu) return false;
   Checker const check("grouped_packed_mm", call.x.device);
@@ -175,6 +169,8 @@ bool is_for_cpu(GroupedPackedMm const& call) {
 }
 
 }  // namespace
+
+void check(GroupedPackedMm const& call) { checked(call); }
 
 bool grouped_packed_mm(GroupedPackedMm const& call, Stream stream) {
   Checked const c = checked(call);

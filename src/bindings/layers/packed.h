@@ -22,7 +22,7 @@ class Packed {
   PackedWeight weight_;
 };
 
-// The tensors and sizes of a layer with FP4 weights, whose codes only CUDA kernels read.
+// The tensors and sizes of a layer with FP4 weights, for its kernels on CUDA.
 class PackedFp4 {
  public:
   // `static_scale`: receives the scale of activations that layers with quantised ones may have.

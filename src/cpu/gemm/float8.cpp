@@ -141,7 +141,8 @@ void multiply_columns(Tokens const& x, ScaledFloat8 const& w, int threads, Finis
             });
 }
 
-void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
+template <class Tokens>
+void multiply_tiles(Tokens const& x, ScaledFloat8 const& w, int threads, FinishPanel<float> const& finish) {
   TokenTiles const tiles{Float8InTiles::lines(w.columns), static_cast<int>(x.rows)};
   std::vector<Line> lines(tiles.size());
   std::vector<float> const scales = scales_of(x);
@@ -161,15 +162,19 @@ void multiply_tiles(ScaledFloat8 const& x, ScaledFloat8 const& w, int threads, F
 #endif
 
 constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max(), kFewestForColumns = 5, kMostInRegisters = 8;
+constexpr std::int64_t kFewestForTiles = 2;
+constexpr char const* kTiles = "float8 as pairs of bfloat16, AMX";
 constexpr char const* kColumns = "16 rows of float8 at a time as pairs of bfloat16, AVX-512 BF16 and VBMI";
 constexpr char const* kPairs = "float8 as pairs of bfloat16, AVX-512 BF16 and VBMI";
 constexpr char const* kRegisters = "float8 widened in registers";
 constexpr char const* kWidened = "16 rows of float8 widened at a time";
 
+bool has_lookups_and_tiles() { return has_lookups() && has_pair_tiles(); }
+
 constexpr Float8Routine kRoutines[] = {
 #ifdef EPILOQ_HAS_CLONES
     // (One token is as fast without AMX, and its scales are applied faster.)
-    {"float8 as pairs of bfloat16, AMX", [] { return has_lookups() && has_pair_tiles(); }, 2, kAny, multiply_tiles},
+    {kTiles, has_lookups_and_tiles, kFewestForTiles, kAny, multiply_tiles},
     // (Slower for three and four tokens, except in groups of 128.)
     {kColumns, has_lookups, kFewestForColumns, kAny, multiply_columns},
     {kPairs, has_lookups, 0, kAny, multiply_pairs},
@@ -189,6 +194,8 @@ bool is_for_pairs(DType dtype) { return dtype == DType::kBFloat16 && has_lookups
 bool is_for_any(DType) { return true; }
 constexpr FloatsRoutine kOfFloats[] = {
 #ifdef EPILOQ_HAS_CLONES
+    {kTiles, [](DType dtype) { return dtype == DType::kBFloat16 && has_lookups_and_tiles(); }, kFewestForTiles, kAny,
+     multiply_tiles},
     {kColumns, is_for_pairs, kFewestForColumns, kAny, multiply_columns},
     {kPairs, is_for_pairs, 0, kAny, multiply_pairs},
 #endif

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <vector>
 
 #include "core/float8.h"
 #include "cpu/gemm/float8.h"
@@ -238,6 +239,20 @@ struct Float8InTiles {
                     Tiled::arrange(words[0], tiles, tile, column / kOfLine, out);
                     Tiled::arrange(words[1], tiles, tile, column / kOfLine + 1, out);
                   });
+  }
+
+  // The same of bfloat16; zeros past the end.
+  [[gnu::target("arch=x86-64-v4")]] static void arrange(FloatRows const& x, TokenTiles const& tiles, int tile,
+                                                        Line* out) {
+    std::vector<Line> rows(kTokens * tiles.lines_of_row);
+    for (int i = 0; i < kTokens && tile * kTokens + i < x.rows; ++i) {
+      RowsByTokens::arrange(x, tile * kTokens + i, rows.data() + i * tiles.lines_of_row);
+    }
+    for (std::int64_t line = 0; line < tiles.lines_of_row; ++line) {
+      Words words[kTokens];
+      for (int i = 0; i < kTokens; ++i) load(words[i], rows[i * tiles.lines_of_row + line].values);
+      Tiled::arrange(words, tiles, tile, line, out);
+    }
   }
 
   // 32 rows from `row` on by tiles of tokens from an even one on, as many as hold `count` tokens; sums [tokens] of 32

@@ -94,7 +94,7 @@ PackedPanel::PackedPanel(Weight const& w, WeightFormat format, bool in_fours)
   scale.assign(count, 0.f), offset.assign(count, 0.f);
   bool const has_middle = w.offset == nullptr && format == WeightFormat::kInteger;
   zero.assign(count, has_middle ? static_cast<float>(1 << (w.bits - 1)) : 0.f);
-  zero_bytes.assign(count, kInEachByte << (w.bits - 1));
+  zero_bytes.assign(count, format == WeightFormat::kInteger ? kInEachByte << (w.bits - 1) : 0);
   if (read_bits(w.bits) != w.bits) widened_.resize(static_cast<std::size_t>(w.padded_k) * kPanelRows / 2);
 }
 

@@ -10,9 +10,8 @@ namespace epiloq::ops::weight_only_mm {
 
 namespace {
 
-// (E2M1 numbers have no lines of their own yet.)
 bool has_groups_of_lines(HostProblem const& p) {
-  return !p.is_fp4() && has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
+  return has_pair_tiles() && has_lookups() && p.weight.group % kOfLine == 0;
 }
 
 }  // namespace
@@ -87,7 +86,8 @@ void multiply_tiles(HostProblem const& p, TiledTokens const& tokens, PackedPanel
   MultiplyInTiles::run({.weight = p.weight,
                         .panels = {panels, panels + how_many - 1},  // or the last one again
                         .groups = tokens.groups.data(),
-                        .rounds = tokens.rounds},
+                        .rounds = tokens.rounds,
+                        .is_fp4 = p.is_fp4()},
                        {tokens.x.data(), tokens.tiles, tokens.parts}, first / TokenTiles::kTokens, count, sums);
 }
 #else

@@ -2,14 +2,15 @@
 
 // W4A16 GEMM with AMX for large M, two weight panels at a time. The 64 bytes of rows g and g + 8 in a packed tile
 // become lines of bfloat16, 32 columns of a row in the order in which they lie, and tokens come in that order: integers
-// less their zero points, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in float32. Or, for
-// even larger M, weights rounded with their scales.
+// less their zero points or E2M1 numbers, which bfloat16 holds exactly. A group's sums are multiplied by its scale, in
+// float32. Or, for even larger M, weights rounded with their scales.
 
 #include <array>
 #include <bit>
 
 #include "cpu/isa/amx_row_tiles.h"
 #include "cpu/isa/avx512_bf16.h"
+#include "cpu/w4a16/e2m1.h"
 #include "cpu/w4a16/rounded_weights.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -39,27 +40,32 @@ struct PanelsInTiles {
   Weight const& weight;
   PackedPanel const* panels[2];
   int const* groups;  // where the parameters of each line's columns begin
-  bool rounds;
+  bool rounds, is_fp4;
 };
 
-// Small integers as bfloat16: 64 bytes from -32 to 31 become two lines.
-struct SmallIntegers {
+// Small numbers as bfloat16, by bytes: integers from -32 to 31, or E2M1 numbers by their codes. 64 become two lines.
+struct SmallNumbers {
   typedef std::int8_t Bytes __attribute__((vector_size(64)));
   struct alignas(64) Table {
     std::uint8_t lower[64], upper[64];
   };
+  template <bool kIsFp4>
   static constexpr Table kTable = [] {
     Table table{};
-    for (int value = -32; value < 32; ++value) {
-      auto const bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
-      table.lower[value & 63] = static_cast<std::uint8_t>(bits >> 16);
-      table.upper[value & 63] = static_cast<std::uint8_t>(bits >> 24);
+    for (int byte = 0; byte < 64; ++byte) {
+      float const integer = static_cast<float>(byte < 32 ? byte : byte - 64);
+      auto const bits = std::bit_cast<std::uint32_t>(kIsFp4 ? kE2m1[byte % 16] : integer);
+      table.lower[byte] = static_cast<std::uint8_t>(bits >> 16);
+      table.upper[byte] = static_cast<std::uint8_t>(bits >> 24);
     }
     return table;
   }();
   Bytes lower, upper;
 
-  [[gnu::always_inline]] SmallIntegers() { load(lower, kTable.lower), load(upper, kTable.upper); }
+  [[gnu::always_inline]] explicit SmallNumbers(bool is_fp4) {
+    Table const& table = is_fp4 ? kTable<true> : kTable<false>;
+    load(lower, table.lower), load(upper, table.upper);
+  }
   // Bytes 0 to 7 of each 16, and the others.
   [[gnu::always_inline]] void widen(Line& first, Line& second, Bytes const& values) const {
     Bytes low, high, lines[2];
@@ -75,7 +81,7 @@ struct MultiplyInTiles {
   using Tiled = RowTiles<RowTileKind::kPairs>;
   using Floats = Vectors<16>::Floats;
   using Ints = Vectors<16>::Ints;
-  using Bytes = SmallIntegers::Bytes;
+  using Bytes = SmallNumbers::Bytes;
   static constexpr int kRows = Tiled::kRows, kTokens = Tiled::kTokens;
   // Columns that are widened at a time: they stay in L1. Of rounded ones equal parts.
   static constexpr int kAtOnce = 256, kUnit = 64;
@@ -102,7 +108,7 @@ struct MultiplyInTiles {
 
   // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher.
   [[gnu::always_inline]] static void widen4(std::uint8_t const* q, std::uint64_t const* zero, std::uint64_t const* next,
-                                            SmallIntegers const& integers, Line* out) {
+                                            SmallNumbers const& numbers, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));
 #pragma GCC unroll 8
     for (int g = 0; g < kPanelRows / 2; ++g) {
@@ -113,7 +119,7 @@ struct MultiplyInTiles {
         int const row = g + half * kPanelRows / 2;
         std::uint64_t const a = zero[parameter_of(row)], b = next[parameter_of(row)];
         Bytes const zeros = zero == next ? (Bytes)(a - Quads{}) : (Bytes)Quads{a, b, a, b, a, b, a, b};
-        integers.widen(out[row], out[kRows + row], (Bytes)((half == 0 ? pair : pair >> 4) & 0x0f0f0f0f) - zeros);
+        numbers.widen(out[row], out[kRows + row], (Bytes)((half == 0 ? pair : pair >> 4) & 0x0f0f0f0f) - zeros);
       }
     }
   }
@@ -140,7 +146,7 @@ struct MultiplyInTiles {
   // Columns `begin` to `end` of a panel, to every other 16 lines of `out`.
   [[gnu::always_inline]] static void widen(PanelsInTiles const& s, int panel, int begin, int end, Line* out) {
     PackedPanel const& p = *s.panels[panel];
-    SmallIntegers const integers;
+    SmallNumbers const numbers(s.is_fp4);
     int const bits = read_bits(s.weight.bits), columns = depth(bits), tile_bytes = 8 * kTileRowBytes;
     std::uint8_t const* q = p.q + std::int64_t{begin} / columns * tile_bytes;
     for (int column = begin; column < end; column += columns, out += columns / kOfLine * kRows, q += tile_bytes) {
@@ -148,9 +154,9 @@ struct MultiplyInTiles {
       if (bits == 8) {
         s.rounds ? RoundedWeights::widen8(q, p, groups[0], out) : widen8(q, &p.zero[groups[0]], out);
       } else if (s.rounds) {
-        RoundedWeights::widen4(q, p, groups[0], groups[1], kRows, out);
+        RoundedWeights::widen4(q, p, s.is_fp4, groups[0], groups[1], kRows, out);
       } else {
-        widen4(q, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], integers, out);
+        widen4(q, &p.zero_bytes[groups[0]], &p.zero_bytes[groups[1]], numbers, out);
       }
     }
   }

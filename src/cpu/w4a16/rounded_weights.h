@@ -4,6 +4,7 @@
 // lie. For many tokens of that type, whose products then need no sums of their groups.
 
 #include "cpu/isa/vectors.h"
+#include "cpu/w4a16/e2m1.h"
 #include "cpu/w4a16/weight_only.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -16,7 +17,7 @@ struct RoundedWeights {
   typedef std::uint16_t Halves __attribute__((vector_size(64)));
   static constexpr int kRowBytes = 64;
 
-  // Converts a row's integers of a group to weights.
+  // Converts a row's integers or E2M1 numbers of a group to weights.
   struct Meaning {
     float scale, zero, offset;
     [[gnu::always_inline]] Meaning(PackedPanel const& p, int at)
@@ -35,12 +36,12 @@ struct RoundedWeights {
   // 4 bits, 64 columns: rows g in the lower halves of bytes, g + 8 in the higher. Groups of eight bytes belong
   // alternately to the first and the last 32 columns. A row's weights of a group have one of 16 values, which are
   // looked up for both groups, lower and upper bytes separately.
-  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PackedPanel const& p, int group, int next,
-                                            int stride, Line* out) {
+  [[gnu::always_inline]] static void widen4(std::uint8_t const* q, PackedPanel const& p, bool is_fp4, int group,
+                                            int next, int stride, Line* out) {
     typedef std::uint64_t Quads __attribute__((vector_size(64)));
     constexpr std::uint64_t kSecond = 0x1010101010101010u;
-    Floats integers;
-    for (int i = 0; i < 16; ++i) integers[i] = static_cast<float>(i);
+    Floats numbers;
+    for (int i = 0; i < 16; ++i) numbers[i] = is_fp4 ? kE2m1[i] : static_cast<float>(i);
 #pragma GCC unroll 2
     for (int g = 0; g < kPanelRows / 2; ++g) {
       Ints pair;
@@ -48,7 +49,7 @@ struct RoundedWeights {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         int const row = g + half * kPanelRows / 2;
-        Floats of_group = integers, of_next = integers;
+        Floats of_group = numbers, of_next = numbers;
         Meaning(p, group + parameter_of(row)).of(of_group), Meaning(p, next + parameter_of(row)).of(of_next);
         Halves values;
         round(values, of_group, of_next);

@@ -37,7 +37,7 @@ std::string describe(HostProblem const& p, DType dtype) {
   if (rounds_weights(p, dtype)) return "cpu, weights of 32 rows rounded to bfloat16 at a time, AMX";
   if (by_tiles(p, dtype)) {
     constexpr char const* kWords[] = {"", ", tokens in two parts", ", tokens in three parts"};
-    return std::string("cpu, integers of 32 rows as bfloat16 at a time, AMX") + kWords[tile_parts(dtype) - 1];
+    return std::string("cpu, ") + numbers + " of 32 rows as bfloat16 at a time, AMX" + kWords[tile_parts(dtype) - 1];
   }
   return by_pairs(p, dtype) ? std::string("cpu, ") + numbers + " of 16 rows as bfloat16 at a time, AVX-512 BF16"
                             : "cpu, 16 rows of the weight dequantised at a time";

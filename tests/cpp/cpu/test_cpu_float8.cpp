@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/gemm/float8_avx512_bf16.h"
+#include "cpu/gemm/float8_avx512_columns.h"
 #include "cpu/gemm/float8_vectors.h"
 
 namespace epiloq {
@@ -190,6 +192,46 @@ void test_every_code() {
   }
 }
 
+#ifdef EPILOQ_HAS_CLONES
+// bfloat16 tokens of float8 numbers lie in every kernel's order as float8 tokens do, so that kernels multiply them
+// alike.
+void test_bfloat16_lies_as_float8() {
+  auto random = test::generator();
+  constexpr int kTokens = 3 * 16 * kPairBlock;  // whole blocks and tiles
+  for (int columns : {1, 31, 64, 65, 127, 128, 200}) {
+    Operand const codes(random, kTokens, columns, false);
+    std::vector<std::uint16_t> numbers(kTokens * (columns + 3), 0x7fc0);  // NaN beside a row
+    for (int m = 0; m < kTokens; ++m) {
+      for (int k = 0; k < columns; ++k) {
+        auto const bits = std::bit_cast<std::uint32_t>(static_cast<float>(codes.at(m, k)));
+        numbers[m * (columns + 3) + k] = static_cast<std::uint16_t>(bits >> 16);
+      }
+    }
+    ScaledFloat8 const x = codes.view();
+    FloatRows const rows{numbers.data(), DType::kBFloat16, kTokens, columns, columns + 3};
+    auto const are_equal = [](auto const& a, auto const& b) {
+      return std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
+    };
+    for (int m = 0; m < kTokens; ++m) {
+      std::vector<Line> one(RowsByTokens::lines(columns)), other(one.size());
+      RowsByTokens::arrange(x, m, one.data()), RowsByTokens::arrange(rows, m, other.data());
+      CHECK(are_equal(one, other));
+    }
+    for (int block = 0; block < kTokens / kPairBlock; ++block) {
+      std::vector<std::uint32_t> one(ColumnsByTokenBlocks::words(columns) * kPairBlock), other(one.size());
+      ColumnsByTokenBlocks::arrange(x, block, one.data()), ColumnsByTokenBlocks::arrange(rows, block, other.data());
+      CHECK(are_equal(one, other));
+    }
+    TokenTiles const tiles{Float8InTiles::lines(columns), kTokens};
+    std::vector<Line> one(tiles.size()), other(one.size());
+    for (int tile = 0; tile < tiles.count(); ++tile) {
+      Float8InTiles::arrange(x, tiles, tile, one.data()), Float8InTiles::arrange(rows, tiles, tile, other.data());
+    }
+    CHECK(are_equal(one, other));
+  }
+}
+#endif
+
 }  // namespace
 }  // namespace epiloq
 
@@ -202,5 +244,8 @@ int main() {
   epiloq::test_width<epiloq::E5M2, 16>();
   epiloq::test_ways();
   epiloq::test_every_code();
+#ifdef EPILOQ_HAS_CLONES
+  if (epiloq::has_lookups()) epiloq::test_bfloat16_lies_as_float8();
+#endif
   return test::failures != 0;
 }

@@ -45,7 +45,7 @@ struct Operands {
 
   PackedPanel panel() const {
     PackedPanel all;
-    all.q = q.data(), all.scale = scale, all.zero = zero;
+    all.q = q.data(), all.scale = scale, all.zero = zero, all.offset = offset;
     for (float value : zero) all.zero_bytes.push_back(static_cast<std::uint64_t>(value) * 0x0101010101010101u);
     return all;
   }
@@ -229,6 +229,41 @@ void many_pairs() {
   }
 }
 
+// E2M1 numbers as lines of bfloat16, without their scales or, rounded, with them: what tiles multiply.
+[[gnu::target("arch=x86-64-v4")]] void lines_of_fp4() {
+  for (bool rounds : {false, true}) {
+    Operands const o(4, 32, 1, true);
+    PackedPanel const panel = o.panel();
+    Weight weight{};
+    weight.bits = 4;
+    std::vector<int> const groups = o.groups(kOfLine);
+    std::vector<Line> lines(Operands::kK / kOfLine * MultiplyInTiles::kRows);
+    MultiplyInTiles::widen({weight, {&panel, &panel}, groups.data(), rounds, true}, 0, 0, Operands::kK, lines.data());
+    std::vector<int> codes(kPanelRows * Operands::kK);
+    for (int tile = 0, at = 0; tile < Operands::kK; tile += depth(4)) {
+      for (int lane = 0; lane < kLanes; ++lane, at += lane_bytes(4)) {
+        for (int i = 0; i < lane_values(4); ++i) {
+          TileCoord const coord = tile_coord_of(4, lane, i);
+          codes[coord.row * Operands::kK + tile + coord.column] = value_at(&o.q[at], 4, i);
+        }
+      }
+    }
+    auto const order = order_of_line(4);
+    for (int line = 0; line < Operands::kK / kOfLine; ++line) {
+      for (int row = 0; row < kPanelRows; ++row) {
+        std::uint16_t found[kOfLine];
+        std::memcpy(found, &lines[line * MultiplyInTiles::kRows + row], sizeof(found));
+        for (int i = 0; i < kOfLine; ++i) {
+          float const number = kE2m1[codes[row * Operands::kK + line * kOfLine + order[i]]];
+          float const scale = rounds ? o.scale[line * kPanelRows + parameter_of(row)] : 1.F;
+          float const as_float = std::bit_cast<float>(std::uint32_t{found[i]} << 16);
+          CHECK(std::abs(as_float - number * scale) <= std::ldexp(std::abs(number * scale), rounds ? -8 : -30));
+        }
+      }
+    }
+  }
+}
+
 // Two panels by the same tokens, in tiles, of one part or of a value and what it is less than another.
 void many_tiles() {
   for (int bits : {4, 8}) {
@@ -257,8 +292,8 @@ void many_tiles() {
       weight.bits = bits, weight.group = group, weight.groups = Operands::kK / group;
       PackedPanel const first = o.panel(), second = other.panel();
       std::vector<int> const groups = o.groups(kOfLine);
-      MultiplyInTiles::run({weight, {&first, &second}, groups.data(), false}, {x.data(), tiles, parts}, 0, tokens,
-                           sums.data());
+      MultiplyInTiles::run({weight, {&first, &second}, groups.data(), false, false}, {x.data(), tiles, parts}, 0,
+                           tokens, sums.data());
       std::vector<Line> halves[2] = {std::vector<Line>(tokens), std::vector<Line>(tokens)};
       for (int m = 0; m < 2 * tokens; ++m) halves[m % 2][m / 2] = sums[m];
       o.check_sums(halves[0].data(), false), other.check_sums(halves[1].data(), false);
@@ -288,6 +323,7 @@ int main() {
   many<16>();
 #ifdef EPILOQ_HAS_CLONES
   if (has_pairs()) many_pairs();
+  if (has_lookups()) lines_of_fp4();
   if (has_pair_tiles() && has_lookups()) many_tiles();
 #endif
   return test::failures != 0;
