@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from epiloq.cli import app, output
 from epiloq.formats.table import FORMATS
 from epiloq.quantize.algorithms.table import ALGORITHMS
 from epiloq.quantize.outputs import schemes
+from epiloq.quantize.targets import TARGETS
 
 QUANTIZE = ("--scheme", "w8a8-int8", "--algorithm", "rtn")
 
@@ -82,6 +84,16 @@ def test_help_is_whole_at_80_columns(command: str, monkeypatch: pytest.MonkeyPat
     """A word that is longer than its column would be cut."""
     monkeypatch.setenv("COLUMNS", "80")
     assert not re.findall(r"\S… +│$", run(command, "-h").output, re.MULTILINE)
+
+
+def test_help_names_each_scheme_s_default_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")  # one line per option
+    found = re.search(r"By default gptq, or rtn for ([^.]+)\.", run("quantize", "-h").output)
+    assert found is not None
+    patterns = re.split(r", | and ", found.group(1))
+    rounded = {name for name in TARGETS for pattern in patterns if fnmatchcase(name, pattern)}
+    assert rounded == {name for name, target in TARGETS.items() if target.algorithm == "rtn"}
+    assert {target.algorithm for target in TARGETS.values()} == {"rtn", "gptq"}
 
 
 def test_terminals_that_are_not_utf_8(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "blocks that are not there": ((*W4, "--blocks", "model.norm"), "ModuleList"),
     "windows beyond the positions": ((*W4, "--length", "1200"), "at most 1024 tokens"),
     "an alpha without use": ((*W4, "--algorithm", "awq", "--alpha", "0.3"), "--alpha: expected an algorithm with"),
+    "an alpha that is searched for": (
+        (*STATIC, "--algorithm", "smoothquant-search", "--alpha", "0.3"),
+        "--alpha: expected an algorithm with one alpha (smoothquant, smoothquant+gptq), got smoothquant-search; leave "
+        "the option out",
+    ),
     "slices without a guided algorithm": (
         (*W4, "--algorithm", "gptq+refine", "--slices", "2"),
         "--slices: expected an algorithm with guided Hessians (gptq-guided, awq+gptq-guided), got gptq+refine; leave "

@@ -131,11 +131,21 @@ def quantize(
     ] = None,
     algorithm: Annotated[
         str | None,
-        choices("How weights are rounded", ALGORITHMS, "--algorithm", "NAME", "gptq, or rtn for fp8* and *-block"),
+        choices(
+            "How weights are rounded",
+            ALGORITHMS,
+            "--algorithm",
+            "NAME",
+            "gptq, or rtn for w8a8-block, w4a8-block-g32, fp8* and w8a16-fp8*",
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Calibration text: a file or a folder. Not used by rtn.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Calibration text: a file or a folder. rtn needs it only for static scales, --tune or a budget.",
+            show_default=False,
+        ),
     ] = None,
     head: Annotated[
         str | None,

@@ -79,9 +79,11 @@ def check_request(settings: Settings, world: int = 1) -> None:
         raise ValueError(f"--tune: expected a scheme of integers, whose scales it trains, got {settings.scheme}")
     if not 0 <= settings.alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, got {settings.alpha}")
-    if settings.alpha != ALPHA and ALGORITHMS[settings.algorithm].fold != "smoothquant":
+    fixed = [name for name, algorithm in ALGORITHMS.items() if algorithm.fold == "smoothquant"]
+    if settings.alpha != ALPHA and settings.algorithm not in fixed:
         raise ValueError(
-            f"--alpha: expected an algorithm with SmoothQuant, got {settings.algorithm}; leave the option out"
+            f"--alpha: expected an algorithm with one alpha ({', '.join(fixed)}), got {settings.algorithm}; leave the "
+            "option out"
         )
     check_slices(settings)
     if needs_text(settings) and settings.calibration is None:
