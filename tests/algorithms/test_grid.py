@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import epiloq
 from epiloq.quantize import Grid, fit, rtn
+from epiloq.quantize.targets import TARGETS
 
 GRIDS = [Grid(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (-1, 32, 100) for symmetric in (0, 1)]
 
@@ -24,6 +26,23 @@ def dequantised(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> np
         offset = 0 if zero is None else zero[:, k // length].double().numpy()
         out[:, k] = scale[:, k // length].double().numpy() * (q[:, k].double().numpy() - offset)
     return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "scheme", ["w8a16", "w4a16", "w4a16-g128", "w4a16-g64", "w4a16-g32", "w4a8-fp8", "w4a8-int8", "w8a8-int8"]
+)
+def test_to_nearest_it_is_the_layer_s_weight(seed: int, scheme: str, dtype: torch.dtype) -> None:
+    """But the layers of w8a8-int8 do not use -128."""
+    linear = nn.Linear(256, 24, bias=False, dtype=dtype)
+    weight = linear.weight.detach().clone()
+    layer = epiloq.quantize_(nn.Sequential(linear), scheme)[0]
+    if scheme == "w8a8-int8":
+        assert torch.equal(layer.weight_scale.flatten(), weight.abs().amax(1).float() / 127)
+        return
+    value = rtn(weight, TARGETS[scheme].grid(scale_dtype=layer.weight_scale.dtype))
+    found = layer.dequantized_weight()
+    assert torch.equal(found, value.dequantize().to(found.dtype))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
