@@ -172,7 +172,11 @@ def test_autoround_is_never_worse_than_its_start(layer: Layer) -> None:
     assert error(found) <= error(start["layer"]) * (1 + ROUNDING) + ROUNDING**2
 
 
-WITHOUT_COMPENSATION = {"awq+gptq": "awq", "smoothquant+gptq": "smoothquant"}
+WITHOUT_COMPENSATION = {
+    "awq+gptq": "awq",
+    "smoothquant+gptq": "smoothquant",
+    "smoothquant-search+gptq": "smoothquant-search",
+}
 
 
 @pytest.mark.parametrize("name", WITHOUT_COMPENSATION)

@@ -155,7 +155,9 @@ def walk(model: nn.Module, algorithm: str, static: Static | None, **options: Any
     return {block.name: block for block in walked}
 
 
-@pytest.mark.parametrize("algorithm", ["rtn", "smoothquant", "smoothquant-search", "smoothquant+gptq"])
+@pytest.mark.parametrize(
+    "algorithm", ["rtn", "smoothquant", "smoothquant-search", "smoothquant+gptq", "smoothquant-search+gptq"]
+)
 def test_a_walk_fixes_the_scales_of_the_quantised_model(seed: int, algorithm: str) -> None:
     """The model ends with its quantised weights, so running it again shows the inputs that the scales are for."""
     model = LanguageModel().eval()

@@ -41,6 +41,7 @@ ROWS = (
     *(Row("w4a16-g64", algorithm) for algorithm in ("gptq+refine", "gptq-guided", "awq+gptq-guided")),
     Row("w8a8-int8-static", "smoothquant-search"),
     Row("w8a8-int8-static", "smoothquant-search", TUNED),
+    *(Row("w8a8-int8-static", f"smoothquant{more}+gptq") for more in ("", "-search")),
     Row("w8a8-int8", "smoothquant", TUNED),
     Row("w4a16-g32", "gptq"),
     Row("w4a16-g32", "awq+gptq"),

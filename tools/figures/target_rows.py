@@ -81,7 +81,10 @@ TARGETS = (
     Target(
         f"`{STATIC}`, no layer dynamic, perplexity",
         "+1.5 %",
-        tuple(Row(STATIC, "smoothquant-search", options).name for options in ((), TUNED)),
+        (
+            *(Row(STATIC, algorithm).name for algorithm in ("smoothquant-search", "smoothquant-search+gptq")),
+            Row(STATIC, "smoothquant-search", TUNED).name,
+        ),
         _change,
         lambda value: value <= 1.5,
         "{:+.1f} %",

@@ -93,5 +93,12 @@ _TABLE = (
         slices=1,
     ),
     Algorithm("smoothquant+gptq", "SmoothQuant, then GPTQ", fold="smoothquant", compensate=True, clip="weighted"),
+    Algorithm(
+        "smoothquant-search+gptq",
+        "smoothquant-search, then GPTQ",
+        fold="smoothquant-search",
+        compensate=True,
+        clip="weighted",
+    ),
 )
 ALGORITHMS = {algorithm.name: algorithm for algorithm in _TABLE}
