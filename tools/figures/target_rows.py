@@ -51,7 +51,7 @@ TARGETS = (
         "`w4a16-g64`, gap closed",
         "92 %",
         (
-            *(Row("w4a16-g64", algorithm).name for algorithm in ("gptq", "awq+gptq")),
+            *(Row("w4a16-g64", algorithm).name for algorithm in ("gptq", "awq+gptq", "gptq-guided", "awq+gptq-guided")),
             Row("w4a16-g64", "gptq", SHORTLY_TUNED).name,
             *(Row("w4a16-g64", algorithm, TUNED).name for algorithm in ("gptq", "awq+gptq")),
         ),
