@@ -72,6 +72,16 @@ def test_weights_are_squared_gradients(seed: int, slices: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_weights_of_a_window_are_one_tensor(seed: int) -> None:
+    """A small tensor for each layer, allocated between activations that are freed, would fragment the heap: memory
+    grew with the number of windows."""
+    model = llama().eval()
+    _, layers = parts(model)
+    for weights in token_weights(model, *parts(model), texts(3), 2):
+        assert len(weights) == len(layers) > 1
+        assert len({part.untyped_storage().data_ptr() for part in weights.values()}) == 1
+
+
 def test_weighted_sums(seed: int) -> None:
     x, weights, scale = torch.randn(60, 10), torch.rand(60, 2), torch.rand(10) + 0.5
     whole, part, rest = (InputStatistics(10, weightings=2, dtype=torch.float64) for _ in range(3))

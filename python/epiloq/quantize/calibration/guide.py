@@ -50,21 +50,22 @@ def token_weights(
     """
     if slices < 1:
         raise ValueError(f"token_weights: slices: expected at least 1, got {slices}")
-    found: list[TokenWeights] = []
+    # One tensor per window, allocated beforehand: small ones that outlive the window's activations fragment the heap.
+    found = [torch.empty(len(layers), window.numel(), slices, dtype=torch.float32) for window in windows]
     device = parameter_device(model)
     with evaluating(model), without_cache(model), torch.enable_grad(), _differentiable(model, blocks):
-        for window in windows:
+        for window, kept in zip(windows, found, strict=True):
             weights: dict[str, Tensor] = {}
             with _watched(layers, partial(_note, weights, slices)):
                 _loss(model, window.to(device)).backward()
-            for name in layers:
+            for name, place in zip(layers, kept, strict=True):
                 if name not in weights or len(weights[name]) != window.numel():
                     raise ValueError(
                         f"calibrate: {name}: expected each token of a window to reach it once for guided Hessians, got "
                         f"{len(weights.get(name, ()))} of {window.numel()}: choose an algorithm that is not guided"
                     )
-            found.append(weights)
-    return found
+                place.copy_(weights[name])
+    return [dict(zip(layers, kept, strict=True)) for kept in found]
 
 
 def _note(weights: dict[str, Tensor], slices: int, name: str, gradient: Tensor) -> None:
