@@ -63,7 +63,7 @@ TARGETS = (
         "`w8a8-int8`, perplexity",
         "+0.5 %",
         (
-            *(Row("w8a8-int8", f"smoothquant{more}").name for more in ("", "+gptq", "-search")),
+            *(Row("w8a8-int8", f"smoothquant{more}").name for more in ("", "+gptq", "-search", "-search+gptq")),
             Row("w8a8-int8", "smoothquant", TUNED).name,
         ),
         _change,
