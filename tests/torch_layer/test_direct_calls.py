@@ -64,12 +64,14 @@ def is_direct(layer: nn.Module, x: Tensor) -> bool:
     """What layers promise for dense tokens.
 
     CUDA kernels have 16-bit outputs; those of packed weights read rows of a multiple of 16 bytes, and do nothing for no
-    rows of float32. Products of 4-bit weights with 8-bit tokens are of few tokens. FP4 has no kernel on a CPU, and none
-    of tokens in groups.
+    rows of float32. Products of 4-bit weights with 8-bit tokens are of few tokens. FP4 has no kernel for tokens in
+    groups, and on a CPU none for 8-bit ones.
     """
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
     if not x.is_cuda:
-        return not isinstance(layer, Fp4Linear) and (not isinstance(layer, W4A8Linear) or 0 < tokens <= 16)
+        if isinstance(layer, Fp4Linear):
+            return tokens > 0 and not isinstance(layer, W4A8Fp4Linear)
+        return not isinstance(layer, W4A8Linear) or 0 < tokens <= 16
     if isinstance(layer, W4A8Linear | W4A8Fp4Linear):
         takes_tokens = layer.activation != "fp8-group"
         return takes_tokens and 0 < tokens < 256 and x.dtype == torch.bfloat16 and k % 8 == 0

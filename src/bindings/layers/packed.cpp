@@ -49,15 +49,15 @@ PackedFp4::PackedFp4(LayerCall& call, Optional* static_scale) {
 }
 
 bool PackedFp4::suits(LayerCall const& call) const {
-  bool const is_half_on_cuda = call.is_direct() && !call.is_cpu() && call.is_half();
-  return is_half_on_cuda && suits_kernels(call, bias_) && q_ && scale_ && call.x().view.numel() > 0;
+  bool const has_type = call.is_cpu() ? call.is_float() : call.is_half();
+  return call.is_direct() && has_type && suits_kernels(call, bias_) && q_ && scale_ && call.x().view.numel() > 0;
 }
 
-bool PackedFp4::multiply(TensorView const& out, TensorView const& tokens, Stream stream) const {
+GroupedPackedMm PackedFp4::product(TensorView const& out, TensorView const& tokens) const {
   GroupedPackedMm product{out, tokens, weight_};
   if (bias_) product.bias = TensorView(bias_->view.data, bias_->view.dtype, bias_->view.device, {1, n()});
   product.factor = view_of(factor_);
-  return grouped_packed_mm(product, stream);
+  return product;
 }
 
 bool suits_kernels(LayerCall const& call, Optional const& bias) {

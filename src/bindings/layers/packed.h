@@ -22,20 +22,21 @@ class Packed {
   PackedWeight weight_;
 };
 
-// The tensors and sizes of a layer with FP4 weights, for its kernels on CUDA.
+// The tensors and sizes of a layer with FP4 weights.
 class PackedFp4 {
  public:
   // `static_scale`: receives the scale of activations that layers with quantised ones may have.
   explicit PackedFp4(LayerCall& call, Optional* static_scale = nullptr);
 
-  // Whether C++ suffices: the call is direct, on CUDA, of at least one 16-bit token, and `suits_kernels` holds.
+  // Whether C++ suffices: the call is direct, of at least one token, which on CUDA has 16 bits, and `suits_kernels`
+  // holds.
   bool suits(LayerCall const& call) const;
 
   std::int64_t n() const { return weight_.n; }
   std::int64_t k() const { return weight_.k; }
 
-  // out = tokens W^T + bias, [M, N] and [M, K]; false if no kernel does this.
-  bool multiply(TensorView const& out, TensorView const& tokens, Stream stream) const;
+  // out = tokens W^T + bias, [M, N] and [M, K].
+  GroupedPackedMm product(TensorView const& out, TensorView const& tokens) const;
 
  private:
   Optional q_, bias_, scale_, factor_;

@@ -45,9 +45,17 @@ py::object online_quant_linear(py::handle layer, py::handle x) {
   });
 }
 
-// Whether a CUDA kernel may read x.
-bool suits_cuda(LayerCall const& call, Optional const& bias) {
-  return call.is_direct() && !call.is_cpu() && call.is_half() && suits_kernels(call, bias);
+// Whether a kernel may read x: of 16 bits, or on the CPU any floating-point type.
+bool suits(LayerCall const& call, Optional const& bias) {
+  return call.is_direct() && (call.is_cpu() ? call.is_float() : call.is_half()) && suits_kernels(call, bias);
+}
+
+// Whether `multiply`, an operation of both devices, computed the product.
+template <class Product>
+bool is_done(LayerCall const& call, Product const& product, bool (*multiply)(Product const&, Stream)) {
+  bool done = false;
+  run_with_threads(product, call.x(), [&](Product const& here, Stream stream) { done = multiply(here, stream); });
+  return done;
 }
 
 py::object fp4_linear(py::handle layer, py::handle x) {
@@ -55,11 +63,11 @@ py::object fp4_linear(py::handle layer, py::handle x) {
   PackedFp4 const packed(call);
   if (!packed.suits(call)) return py::none();
   return call.output(packed.n(), [&](TensorArg const& out) {
-    return packed.multiply(rows_of(out.view), rows_of(call.x().view), current_stream(call.x()));
+    GroupedPackedMm const product = packed.product(rows_of(out.view), rows_of(call.x().view));
+    return is_done(call, product, &grouped_packed_mm);
   });
 }
 
-// On CUDA; the CPU dequantises a few rows of the weight at a time for torch's product.
 py::object fp8_weight_linear(py::handle layer, py::handle x) {
   static Name const out_features("out_features"), block("block");
   LayerCall call(layer, x);
@@ -67,26 +75,26 @@ py::object fp8_weight_linear(py::handle layer, py::handle x) {
   call.read_made({&weight, &bias, &scale});
   std::int64_t const n = call.number(out_features);
   py::handle const sizes = call.attribute(block);
-  if (!suits_cuda(call, bias) || !weight || !scale || !sizes || batch_invariant()) return py::none();
-  if (weight->view.rank != 2 || weight->view.shape[1] != call.x().view.size(-1)) return py::none();
+  if (!suits(call, bias) || !weight || !scale || !sizes || batch_invariant()) return py::none();
+  TensorView const& q = weight->view;
+  if (q.rank != 2 || q.shape[0] != n || q.shape[1] != call.x().view.size(-1)) return py::none();
   auto const [rows, columns] = sizes.cast<std::pair<std::int64_t, std::int64_t>>();
   return call.output(n, [&](TensorArg const& out) {
-    Fp8WeightMm const product{out.view, call.x().view, {weight->view, scale->view, rows, columns}, view_of(bias)};
-    return fp8_weight_mm(product, current_stream(call.x()));
+    Fp8WeightMm const product{out.view, call.x().view, {q, scale->view, rows, columns}, view_of(bias)};
+    return is_done(call, product, &fp8_weight_mm);
   });
 }
 
-// Likewise.
 py::object table_linear(py::handle layer, py::handle x) {
   static Name const out_features("out_features"), in_features("in_features"), block_size("block_size");
   LayerCall call(layer, x);
   Optional codes, bias, table, scale;
   call.read_made({&codes, &bias, &table, &scale});
   std::int64_t const n = call.number(out_features), k = call.number(in_features), block = call.number(block_size);
-  if (!suits_cuda(call, bias) || !codes || !table || !scale || batch_invariant()) return py::none();
+  if (!suits(call, bias) || !codes || !table || !scale || batch_invariant()) return py::none();
   return call.output(n, [&](TensorArg const& out) {
     TableMm const product{out.view, call.x().view, {codes->view, table->view, scale->view, n, k, block}, view_of(bias)};
-    return table_mm(product, current_stream(call.x()));
+    return is_done(call, product, &table_mm);
   });
 }
 

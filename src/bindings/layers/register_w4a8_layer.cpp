@@ -164,9 +164,9 @@ py::object w4a8_fp4_linear(py::handle layer, py::handle x) {
   Optional static_scale;
   PackedFp4 const packed(call, &static_scale);
   std::int64_t const below = tokens_below(call);
-  if (!packed.suits(call) || (below > 0 && batch_invariant())) return py::none();
+  if (call.is_cpu() || !packed.suits(call) || (below > 0 && batch_invariant())) return py::none();
   auto const multiply = [&](TensorView const& out, TensorView const& tokens, Stream stream) {
-    return packed.multiply(out, tokens, stream);
+    return grouped_packed_mm(packed.product(out, tokens), stream);
   };
   TensorView const tokens = rows_of(call.x().view);
   if (tokens.shape[0] < below) {
