@@ -26,6 +26,7 @@ from transformers.quantizers import quantizers_utils
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
+import foreign_layers
 import foreign_variants as variants
 from command_line import run
 from epiloq.formats import convert
@@ -164,9 +165,9 @@ def test_activations_are_limited(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json"])
 def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str) -> None:
     """What older AutoGPTQ and AutoAWQ wrote; the first names the file of weights too."""
-    pack, message = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
+    pack, message = (foreign_layers.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
     if beside == "quant_config.json":
-        pack, message = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        pack, message = foreign_layers.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     exact = foreign.write_as(tmp_path / "in", foreign.llama(), pack, None, shards=1)
     if beside == "quantize_config.json":
         message["model_file_base_name"] = "gptq_model-4bit-32g"
@@ -182,10 +183,10 @@ def test_descriptions_beside_config_json(seed: int, tmp_path: Path, beside: str)
 @pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json"])
 def test_transformers_opens_what_is_described_beside(seed: int, tmp_path: Path, beside: str) -> None:
     """The same logits as with the description in config.json; a directory in floating point is opened as ever."""
-    pack, message = (variants.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
+    pack, message = (foreign_layers.gptq(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False})
     method: dict[str, Any] = {"quant_method": "gptq"}
     if beside == "quant_config.json":
-        pack, message = variants.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+        pack, message = foreign_layers.awq, {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
         method = {"quant_method": "awq"}
     model, tokens = foreign.llama(), torch.randint(0, 256, (1, 9))
     foreign.write_as(tmp_path / "usual", model, pack, message | method)
@@ -272,62 +273,6 @@ def test_a_quantised_head(seed: int, tmp_path: Path, tied: bool) -> None:
             torch.testing.assert_close(found.lm_head(hidden), hidden @ packed[1].t(), rtol=1e-4, atol=1e-5)
     results[1].save_pretrained(tmp_path / "again")
     assert torch.equal(logits(opened(tmp_path / "again")), logits(results[0]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pack_dtype": "int16"}, "pack_dtype: expected int32 .*got 'int16'"),
-        ({"checkpoint_format": "marlin"}, "checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
-        ({"bits": 5}, "bits: expected"),
-    ],
-)
-def test_what_gptq_packs_otherwise(seed: int, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    pack, config = variants.VARIANTS["gptq without g_idx"]
-    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | change)
-    with pytest.raises(ValueError, match=message):
-        models.from_directory(tmp_path / "in")
-
-
-def test_exponents_that_are_none(seed: int, tmp_path: Path) -> None:
-    """E8M0's last byte is NaN."""
-
-    def pack(name: str, linear: nn.Linear) -> foreign.Layer:
-        parts, weight = variants.mxfp8(name, linear)
-        parts["weight_scale_inv"][0, 0] = 255
-        return parts, weight
-
-    foreign.write_as(tmp_path / "in", foreign.llama(), pack, variants.VARIANTS["mxfp8"][1])
-    with pytest.raises(ValueError, match="weight_scale_inv: expected finite numbers, got NaN"):
-        models.from_directory(tmp_path / "in")
-
-
-def test_blocks_that_mxfp8_does_not_have(seed: int, tmp_path: Path) -> None:
-    config = variants.VARIANTS["mxfp8"][1] | {"weight_block_size": [128, 128]}
-    foreign.write_as(tmp_path / "in", foreign.llama(), variants.mxfp8, config)
-    with pytest.raises(ValueError, match=r"weight_block_size: expected \[1, 32\] with mxfp8"):
-        models.from_directory(tmp_path / "in")
-
-
-def test_an_order_that_is_missing(seed: int, tmp_path: Path) -> None:
-    pack, config = variants.VARIANTS["gptq without g_idx"]
-    foreign.write_as(tmp_path / "in", foreign.llama(), pack, config | {"desc_act": True})
-    with pytest.raises(ValueError, match=r"g_idx: expected a tensor with desc_act, found none"):
-        models.from_directory(tmp_path / "in")
-
-
-def test_zero_points_of_a_symmetric_group_that_are_some(seed: int, tmp_path: Path) -> None:
-    pack, config = variants.VARIANTS["zero points of a symmetric group"]
-
-    def wrong(name: str, linear: nn.Linear) -> foreign.Layer | None:
-        packed = pack(name, linear)
-        assert packed is not None
-        packed[0]["weight_zero_point"][0, 0] = 1
-        return packed
-
-    foreign.write_as(tmp_path / "in", foreign.llama(), wrong, config)
-    with pytest.raises(ValueError, match="weight_zero_point: expected zeros of a symmetric layer"):
-        models.from_directory(tmp_path / "in")
 
 
 def test_files_lack_what_a_model_computes(seed: int, tmp_path: Path) -> None:

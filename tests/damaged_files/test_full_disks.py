@@ -215,21 +215,22 @@ def test_a_file_that_cannot_be_created(tmp_path: Path) -> None:
     assert raised.value.filename == str(file)
 
 
-def test_a_tokenizer_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No directory appears that has a part of it, or none."""
+def tiny_gguf(folder: Path) -> Path:
+    """A GGUF file with a tokenizer."""
     pytest.importorskip("gguf")
     import gguf_files
 
-    gguf_files.write(
-        tmp_path / "tiny.gguf",
-        gguf_files.reference("qwen2"),
-        "qwen2",
-        gguf_files.MIXED,
-        tokenizer=gguf_files.letter_tokenizer,
-    )
+    file, model = folder / "tiny.gguf", gguf_files.reference("qwen2")
+    gguf_files.write(file, model, "qwen2", gguf_files.MIXED, tokenizer=gguf_files.letter_tokenizer)
+    return file
+
+
+def test_a_tokenizer_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory appears that has a part of it, or none."""
+    tiny = tiny_gguf(tmp_path)
     out = tmp_path / "out"
     with full_after_the_weights(monkeypatch, 1000):
-        result = run("convert", tmp_path / "tiny.gguf", out, "--format", "epiloq")
+        result = run("convert", tiny, out, "--format", "epiloq")
     assert result.exit_code == 1, result.output
     assert sentence(result.output) == f"epiloq convert: {out}: File too large"
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
@@ -237,18 +238,10 @@ def test_a_tokenizer_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_demos_teacher(quantised: Path, tmp_path: Path) -> None:
     """Which transformers writes, with errors of its own."""
-    pytest.importorskip("gguf")
-    import gguf_files
+    tiny = tiny_gguf(tmp_path)
     from epiloq.demo import teacher
 
-    gguf_files.write(
-        tmp_path / "tiny.gguf",
-        gguf_files.reference("qwen2"),
-        "qwen2",
-        gguf_files.MIXED,
-        tokenizer=gguf_files.letter_tokenizer,
-    )
     with largest_file(20_000), pytest.raises(OSError) as raised:
-        teacher.convert(tmp_path / "tiny.gguf", tmp_path / "teacher")
+        teacher.convert(tiny, tmp_path / "teacher")
     assert raised.value.filename == str(tmp_path / "teacher")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

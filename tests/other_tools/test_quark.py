@@ -18,7 +18,7 @@ from torch import nn
 
 import epiloq.integrations.transformers as integration
 import foreign_checkpoints as foreign
-import foreign_variants
+import foreign_layers
 from command_line import run
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -94,24 +94,24 @@ def test_the_first_rule_counts_also_when_saved(seed: int, tmp_path: Path) -> Non
     assert torch.equal(logits(opened(tmp_path / "saved")), logits(theirs))
 
 
-FP8_KINDS: dict[str, tuple[foreign_variants.Pack, dict[str, Any], type[nn.Module]]] = {
+FP8_KINDS: dict[str, tuple[foreign_layers.Pack, dict[str, Any], type[nn.Module]]] = {
     "static": (
-        foreign_variants.fp8("weight_scale", -1, -1, shape=("", ()), inputs=("input_scale", ())),
+        foreign_layers.fp8("weight_scale", -1, -1, shape=("", ()), inputs=("input_scale", ())),
         LAYER | {"weight": FP8, "input_tensors": FP8},
         Fp8Linear,
     ),
     "dynamic": (
-        foreign_variants.fp8("weight_scale", -1, -1, shape=("", ())),
+        foreign_layers.fp8("weight_scale", -1, -1, shape=("", ())),
         LAYER | {"weight": FP8, "input_tensors": FP8 | {"is_dynamic": True}},
         Fp8Linear,
     ),
     "per channel and token": (
-        foreign_variants.fp8("weight_scale", 1, -1, shape=("", (-1,))),
+        foreign_layers.fp8("weight_scale", 1, -1, shape=("", (-1,))),
         LAYER | {"weight": FP8 | {"qscheme": "per_channel", "ch_axis": 0}, "input_tensors": TOKENS},
         Fp8Linear,
     ),
     "weights alone": (
-        foreign_variants.fp8("weight_scale", -1, -1, shape=("", ())),
+        foreign_layers.fp8("weight_scale", -1, -1, shape=("", ())),
         LAYER | {"weight": FP8, "input_tensors": None},
         Fp8WeightOnlyLinear,
     ),

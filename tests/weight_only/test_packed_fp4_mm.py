@@ -1,4 +1,4 @@
-"""`packed_fp4_mm` against float64, of one matrix and of experts, and packed FP4 weights, which lose nothing."""
+"""`packed_fp4_mm` against float64, of one matrix and of experts."""
 
 from __future__ import annotations
 
@@ -6,31 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 import epiloq
 import fp4_reference
 from epiloq import _core
 from epiloq.ops.experts import few_rows
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
+from fp4_reference import KINDS, packed
 from reference import assert_rounded_product, poisoned
 
-E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
-KINDS = {"mxfp4": E8M0, "nvfp4": E4M3}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = [(1, 1, 16), (1, 300, 1024), (7, 33, 576), (64, 40, 128), (65, 130, 96), (4, 7, 33), (2, 3, 1), (0, 8, 64)]
 SIZES += [(2, 0, 64), (2, 4, 0), (200, 48, 160)]
-
-
-def packed(n: int, k: int, form: str, device: str, matrices: int = 1) -> tuple[PackedFp4Weight, Tensor]:
-    """A weight, perhaps of several stacked matrices, and W in float64."""
-    codes, scale, _ = fp4_reference.weight(n, k, KINDS[form], device)
-    factor = torch.rand(matrices, device=device) + 0.1 if form == "nvfp4" else None
-    each = None if factor is None else factor.repeat_interleave(n // matrices)
-    weight = fp4_reference.dequantized(codes, scale, each, k)
-    return epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor), weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,36 +95,16 @@ def reads_many(form: str, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or (form == "nvfp4" and dtype == torch.float16)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k", "matrices"), [(1, 1, 1), (33, 100, 1), (64, 4096, 4), (1029, 33, 1), (16, 640, 1)])
-def test_dequantised_on_a_gpu(n: int, k: int, matrices: int, form: str, dtype: torch.dtype, seed: int) -> None:
-    """By one kernel: the bits of `fp4_dequantize` on the CPU."""
-    codes, scale, _ = fp4_reference.weight(n, k, KINDS[form])
-    scale.view(torch.uint8).flatten()[-1] = 255 if form == "mxfp4" else 127
-    factor = torch.rand(matrices) + 0.1 if form == "nvfp4" else None
-    each = None if factor is None else factor.repeat_interleave(n // matrices)
-    expected = epiloq.fp4_dequantize(codes, scale, in_features=k, global_scale=each, dtype=dtype)
-    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor).to("cuda")
-    found = weight.dequantize(dtype).cpu()
-    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
-    assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", KINDS)
 def test_every_code_by_every_scale_on_a_cpu(form: str, dtype: torch.dtype) -> None:
     """Rows of the unit matrix pick the weight's numbers, one at a time or all at once."""
     kind = KINDS[form]
     block = fp4_reference.BLOCK[kind]
-    codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(256, block // 16)
-    scale = torch.arange(256).to(torch.uint8).view(256, 1)
-    if form == "nvfp4":
-        codes, scale = codes[:128], scale[:128]
-    weight = epiloq.pack_fp4_weight(codes, scale.view(kind), in_features=block)
+    codes, scale = fp4_reference.every_code(kind)
+    weight = epiloq.pack_fp4_weight(codes, scale, in_features=block)
     x = torch.eye(block, dtype=dtype)
-    picked = epiloq.fp4_dequantize(codes, scale.view(kind), in_features=block, dtype=dtype).t()
+    picked = epiloq.fp4_dequantize(codes, scale, in_features=block, dtype=dtype).t()
     one_by_one = torch.cat([epiloq.packed_fp4_mm(row[None], weight) for row in x])
     for found in (one_by_one, epiloq.packed_fp4_mm(x, weight)):
         # An infinite number times another token's zero is NaN.
@@ -165,14 +132,11 @@ def test_every_code_by_every_scale_among_many_rows(form: str, seed: int) -> None
     """Rows of the unit matrix pick the weight's numbers, which bfloat16 represents."""
     kind = KINDS[form]
     block = fp4_reference.BLOCK[kind]
-    codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(256, block // 16)
-    scale = torch.arange(256).to(torch.uint8).view(256, 1)
-    if form == "nvfp4":
-        codes, scale = codes[:128], scale[:128]
-    weight = epiloq.pack_fp4_weight(codes.cuda(), scale.cuda().view(kind), in_features=block)
+    codes, scale = fp4_reference.every_code(kind)
+    weight = epiloq.pack_fp4_weight(codes.cuda(), scale.cuda(), in_features=block)
     x = torch.eye(block, device="cuda", dtype=torch.bfloat16).repeat(5, 1)
     found = epiloq.packed_fp4_mm(x, weight).float().view(5, block, -1)
-    picked = epiloq.fp4_dequantize(codes, scale.view(kind), in_features=block).bfloat16().float().cuda().t()
+    picked = epiloq.fp4_dequantize(codes, scale, in_features=block).bfloat16().float().cuda().t()
     # Of others products with zeros are NaN, or they are smaller than what some products take for 0.
     fits = (picked == 0) | (picked.abs() > 2.0**-100) & (picked.abs() < 2.0**120)
     rows = fits.all(0) & picked.isfinite().all(0)
@@ -212,41 +176,10 @@ def test_experts(rows: list[int], form: str, masked: bool, dtype: torch.dtype, d
     assert epiloq.explain("packed_fp4_mm", x, weight, bias, **where)
 
 
-@given(
-    n=st.integers(0, 70),
-    k=st.integers(0, 300),
-    form=st.sampled_from(sorted(KINDS)),
-    random=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=60, deadline=None)
-def test_packing_loses_nothing(n: int, k: int, form: str, random: int) -> None:
-    torch.manual_seed(random)
-    codes = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8)
-    blocks = (n, -(-k // fp4_reference.BLOCK[KINDS[form]]))
-    # Of NVFP4 all bytes but those of negative numbers and of 0.
-    low, high = (0, 256) if form == "mxfp4" else (1, 128)
-    scale = torch.randint(low, high, blocks, dtype=torch.uint8).view(KINDS[form])
-    factor = None if form == "mxfp4" else torch.rand(1)
-    weight = epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor)
-    again = weight.unpack()
-    if k % 2 and n:
-        codes[:, -1] &= 15
-    assert torch.equal(again[0], codes) and torch.equal(again[1].view(torch.uint8), scale.view(torch.uint8))
-    assert again[2] is factor or torch.equal(again[2], factor)
-    expected = epiloq.fp4_dequantize(codes, scale, in_features=k, global_scale=factor)
-    for dtype in DTYPES:
-        found = weight.dequantize(dtype)
-        assert found.dtype == dtype and torch.equal(found.nan_to_num(nan=3.5), expected.to(dtype).nan_to_num(nan=3.5))
-
-
 def test_every_code_by_every_scale(device: str) -> None:
     for kind in KINDS.values():
         block = fp4_reference.BLOCK[kind]
-        codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(256, block // 16)
-        scale = torch.arange(256).to(torch.uint8).view(256, 1).view(kind)
-        if kind == E4M3:
-            codes, scale = codes[:128], scale.view(torch.uint8)[:128].view(kind)
-        codes, scale = codes.to(device), scale.to(device)
+        codes, scale = (part.to(device) for part in fp4_reference.every_code(kind))
         weight = epiloq.pack_fp4_weight(codes, scale, in_features=block)
         expected = epiloq.fp4_dequantize(codes, scale, in_features=block)
         assert torch.equal(weight.dequantize().nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0))
@@ -266,20 +199,6 @@ def test_every_code_by_every_scale(device: str) -> None:
             fits = (picked == 0) | (picked.abs() > low) & (picked.abs() < high)
             rows = fits.all(1) & expected.isfinite().all(1)
             assert torch.equal(found[rows], picked[rows])
-
-
-def test_scales_of_zero_and_below(seed: int, device: str) -> None:
-    codes, scale, _ = fp4_reference.weight(20, 70, E4M3, device)
-    scale.view(torch.uint8)[3, 1], scale.view(torch.uint8)[18, 4] = 0, 0x80
-    weight = epiloq.pack_fp4_weight(codes, scale, in_features=70)
-    expected = epiloq.fp4_dequantize(codes, scale, in_features=70)
-    assert torch.equal(weight.dequantize(), expected)
-    x = torch.randn(3, 70, device=device).bfloat16()
-    assert_rounded_product(epiloq.packed_fp4_mm(x, weight), x, expected.double(), None)
-    assert (epiloq.weights.fp4.code_values(weight.unpack()[0], 70)[3, 16:32] == 0).all()
-    scale.view(torch.uint8)[0, 0], scale.view(torch.uint8)[0, 1] = 0xB8, 0x7F  # -1 beside NaN, which is allowed
-    with pytest.raises(ValueError, match=r"epiloq\.pack_fp4_weight: scale: expected no negative numbers, got -1"):
-        epiloq.pack_fp4_weight(codes, scale, in_features=70)
 
 
 @pytest.mark.parametrize("form", KINDS)
@@ -305,14 +224,6 @@ def test_gradients(form: str, seed: int, device: str) -> None:
     compiled = torch.compile(epiloq.packed_fp4_mm, fullgraph=True, backend="aot_eager")
     (again,) = torch.autograd.grad(compiled(x, one).square().sum(), x)
     torch.testing.assert_close(again, dx)
-
-
-def test_rows_share_memory(seed: int) -> None:
-    weight, _ = packed(64, 40, "nvfp4", "cpu", 2)
-    part = weight.row_slice(32, 55)
-    assert part.q.data_ptr() == weight.q[2].data_ptr() and part.n == 23
-    assert torch.equal(part.dequantize(), weight.dequantize()[32:55])
-    assert weight.nbytes == weight.q.nbytes + weight.scale.nbytes + 8 and "nvfp4" in repr(weight)
 
 
 def test_refused(seed: int) -> None:
@@ -344,7 +255,7 @@ def test_refused(seed: int) -> None:
             epiloq.packed_fp4_mm(**{"x": x, "weight": weight, **arguments})
     with pytest.raises(TypeError, match="weight: expected a PackedFp4Weight, got Tensor"):
         epiloq.packed_fp4_mm(x, x)  # type: ignore[arg-type]
-    codes, scale, _ = fp4_reference.weight(40, 40, E4M3)
+    codes, scale, _ = fp4_reference.weight(40, 40, KINDS["nvfp4"])
     for factor, message in (
         (torch.ones(2), "global_scale: expected one element"),
         (torch.ones(1).double(), "global_scale: expected"),

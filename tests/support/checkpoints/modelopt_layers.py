@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import foreign_checkpoints as foreign
-import foreign_variants as variants
+import foreign_layers
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -58,7 +58,7 @@ def fp8_blocks(linear: nn.Linear, squeezed: bool = False) -> foreign.Layer:
 
 
 def mxfp8(linear: nn.Linear) -> foreign.Layer:
-    return variants.mxfp8_of_compressed_tensors("", linear)
+    return foreign_layers.mxfp8_of_compressed_tensors("", linear)
 
 
 def int4(linear: nn.Linear, group_size: int = 32) -> foreign.Layer:

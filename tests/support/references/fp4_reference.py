@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import epiloq
+from epiloq.weights.packed_fp4_weight import PackedFp4Weight
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+KINDS = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}
+"""Types of scales."""
 BLOCK = {torch.uint8: 32, torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
 
 
@@ -36,6 +41,14 @@ def dequantized(codes: Tensor, scale: Tensor, global_scale: Tensor | None, k: in
     return (values * of_blocks).to(codes.device)
 
 
+def every_code(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes ``[S, block / 2]`` with all 16 in each block, and scales ``[S, 1]``: all bytes of E8M0, or those of E4M3
+    without a sign."""
+    block, scales = BLOCK[dtype], 128 if dtype == torch.float8_e4m3fn else 256
+    codes = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(scales, block // 16)
+    return codes, torch.arange(scales).to(torch.uint8).view(scales, 1).view(dtype)
+
+
 def weight(
     n: int, k: int, dtype: torch.dtype, device: str = "cpu", global_scale: str = "none"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -48,3 +61,12 @@ def weight(
         scale = torch.randint(119, 130, blocks, dtype=torch.uint8, device=device).view(dtype)
     count = {"none": 0, "one": 1, "rows": n}[global_scale]
     return codes, scale, torch.rand(count, device=device) + 0.1 if count or global_scale == "rows" else None
+
+
+def packed(n: int, k: int, form: str, device: str, matrices: int = 1) -> tuple[PackedFp4Weight, Tensor]:
+    """A weight, perhaps of several stacked matrices, and W in float64."""
+    codes, scale, _ = weight(n, k, KINDS[form], device)
+    factor = torch.rand(matrices, device=device) + 0.1 if form == "nvfp4" else None
+    each = None if factor is None else factor.repeat_interleave(n // matrices)
+    exact = dequantized(codes, scale, each, k)
+    return epiloq.pack_fp4_weight(codes, scale, in_features=k, global_scale=factor), exact
