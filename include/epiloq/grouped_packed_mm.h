@@ -20,9 +20,8 @@ struct GroupedPackedMmKernel {
 // For each expert e: out = factor[e] * X_e W_e^T + bias[e], summed in fp32 and rounded once. Without counts there is
 // one expert with all rows. On a CUDA device; on the CPU one FP4 matrix.
 struct GroupedPackedMm {
-  TensorView out;  // [M, N], masked [E, M, N], of x's dtype, rows dense
-  TensorView
-      x;  // [M, K], rows sorted by expert; masked [E, M, K]; float16 or bfloat16 (on the CPU float32 too), rows dense
+  TensorView out;       // [M, N], masked [E, M, N], of x's dtype, rows dense
+  TensorView x;         // [M, K], rows sorted by expert; masked [E, M, K]; 16 bits (on the CPU float32 too), rows dense
   PackedWeight weight;  // [E N, K]: the experts' weights stacked, N a multiple of 16 if there are several
   std::optional<TensorView> counts{};  // int32 [E]: where each expert's rows end, ascending; masked: how many it has
   bool masked = false;

@@ -48,7 +48,7 @@ struct Table {
 struct Rows {
   Weight const& weight;
   std::int64_t first, count;
-  float const* x;  // [kTokens up to a multiple, stride]
+  float const* x;  // [tokens up to a multiple of kTokens, stride]
   std::int64_t stride;
   int tokens;
 };
