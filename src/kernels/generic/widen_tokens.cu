@@ -26,8 +26,8 @@ __device__ __forceinline__ float value_of(std::uint8_t byte) {
 
 template <class Q>
 __global__ __launch_bounds__(kThreads) void widen_kernel(__grid_constant__ WidenProblem const p) {
+  pdl_trigger();  // the product then loads its first weights while tokens are widened
   pdl_wait();
-  pdl_trigger();
   int const first = (blockIdx.x * kThreads + threadIdx.x) * kRun;
   if (first >= p.columns) return;
   bool const whole = p.aligned && first + kRun <= p.columns;
