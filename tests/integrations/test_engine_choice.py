@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         ("all", tuple(KERNELS)),
         ("none", ()),
         ("", ()),
+        ("fp8-block-experts,w4a16", ("w4a16", "fp8-block-experts")),
         (" w8a16 ,int8,", ("int8", "w8a16")),
     ],
 )
@@ -52,10 +53,13 @@ def test_unknown_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPa
         ("int8", 75, None),
         ("w8a16", 89, None),
         ("fp8-block", 90, None),
+        ("w4a16-experts", 75, None),
+        ("int8-experts", 75, "int8-experts needs compute capability 8.0 or newer, this is 7.5"),
+        ("fp8-block-experts", 80, "fp8-block-experts needs compute capability 8.9 or newer, this is 8.0"),
     ],
 )
 def test_gpus(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int, reason: str | None) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "all")
     monkeypatch.setattr(_core, "built_archs", lambda: ["sm75", "sm80", "sm89", "sm90"])
     assert runs_on(kind, capability) == (reason is None, reason)
     monkeypatch.setattr(_core, "built_archs", lambda: ["sm90"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import pytest
@@ -13,34 +13,23 @@ vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from epiloq import nn as modules
 from epiloq.compat import vllm as compat
-from epiloq.formats.layouts import awq, gptq, words
+from epiloq.formats.layouts import awq, gptq
 from epiloq.integrations.vllm import kernels
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
 from epiloq.integrations.vllm.quantizer import EpiloqQuantFP8
 from epiloq.weights.packed_weight import pack_weight
+from vllm_checkpoints import arguments, compressed_tensors, words_of_compressed_tensors
 from vllm_kernel_lists import only_epiloq
 
 Tensors: TypeAlias = dict[str, Tensor]
 K, SIZES = 256, [128, 64]
 
 pytestmark = pytest.mark.usefixtures(only_epiloq.__name__)
-
-
-def compressed_tensors(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> Any:
-    """The engine's configuration of such a checkpoint."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    found = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": []}
-    return CompressedTensorsConfig.from_config(found)
-
-
-def arguments(bits: int, kind: str, strategy: str, dynamic: bool = False, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": dynamic, "symmetric": True, **more}
 
 
 def floats(n: int, k: int = K) -> nn.Linear:
@@ -182,17 +171,6 @@ def test_fp8_blocks_as_deepseek_has_them(seed: int) -> None:
 def weight_only(n: int, bits: int, group_size: int, zeros: str) -> modules.WeightOnlyLinear:
     """Scales in the model's type, as the engine holds them."""
     return modules.WeightOnlyLinear.from_linear(floats(n), bits=bits, group_size=group_size, zeros=zeros)
-
-
-def words_of_compressed_tensors(module: modules.WeightOnlyLinear) -> Tensors:
-    q, scale, zero = module.packed.unpack()
-    bits = module.bits
-    middle = 1 << (bits - 1)
-    codes = (q.to(torch.int16) + (middle if zero is None else 0)).to(torch.uint8)
-    found = {"weight_packed": words.pack(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor(q.shape)}
-    if zero is not None:
-        found["weight_zero_point"] = words.pack(zero.t().contiguous(), bits).t().contiguous()
-    return found
 
 
 @pytest.mark.parametrize("bits", [4, 8])

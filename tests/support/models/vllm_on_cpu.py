@@ -21,23 +21,33 @@ pytest.importorskip("vllm.model_executor.layers.linear")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 DTYPE = torch.bfloat16
+EXPERTS = "model.layers.0.mlp.experts"
 
 
 @contextmanager
-def engine(rank: int = 0, ranks: int = 1, dtype: torch.dtype = DTYPE) -> Iterator[None]:
+def engine(
+    rank: int = 0, ranks: int = 1, dtype: torch.dtype = DTYPE, expert_parallel: bool = False
+) -> Iterator[VllmConfig]:
     """What layers ask for when they are made: the configuration, the rank, the default type."""
-    before, default = parallel_state._TP, torch.get_default_dtype()
+    groups, default = ("_TP", "_DP", "_PCP"), torch.get_default_dtype()
+    before = {group: getattr(parallel_state, group) for group in groups}
     config = VllmConfig()
+    config.parallel_config.enable_expert_parallel = expert_parallel
     object.__setattr__(config, "model_config", SimpleNamespace(dtype=dtype, enforce_eager=True))
-    parallel_state._TP = SimpleNamespace(world_size=ranks, rank_in_group=rank)
+    for group in groups:
+        here = (ranks, rank) if group == "_TP" else (1, 0)
+        setattr(parallel_state, group, SimpleNamespace(world_size=here[0], rank_in_group=here[1]))
     torch.set_default_dtype(dtype)
     try:
         with set_current_vllm_config(config):
-            yield
+            yield config
     finally:
-        parallel_state._TP = before
+        for group, found in before.items():
+            setattr(parallel_state, group, found)
         torch.set_default_dtype(default)
 
 
@@ -53,6 +63,25 @@ def load(layer: nn.Module, tensors: Mapping[str, Tensor], shard: str | int | Non
         parameter = parameters[name]
         arguments = () if shard is None else (shard,)
         parameter.weight_loader(parameter, tensor, *arguments)
+
+
+def top_k_of_softmax(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
+    """A router's choice; the engine's own is a kernel for GPUs."""
+    weights, ids = gating_output.float().softmax(-1).topk(topk)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
+
+
+def experts(config: Any, count: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> MoERunner:
+    """A layer of experts, whose outputs ranks do not add up."""
+    usual = {"custom_routing_function": top_k_of_softmax, "reduce_results": False, "prefix": EXPERTS}
+    return FusedMoE(
+        num_experts=count,
+        top_k=top_k,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        quant_config=config,
+        **(usual | options),
+    )
 
 
 def settle(layer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chooses which of an engine's linear layers run on epiloq, by the user's choice and the GPU."""
+"""Chooses which of an engine's linear layers and experts run on epiloq, by the user's choice and the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from epiloq import _core
 
 VARIABLE = "EPILOQ_ENGINE_LAYERS"
-_INTEGER, _FLOAT8 = (75, 80, 90), (89, 90)
+_INTEGER, _GROUPED, _FLOAT8 = (75, 80, 90), (80, 90), (89, 90)
 KERNELS: Mapping[str, tuple[int, ...]] = {
     "int8": _INTEGER,
     "fp8": _FLOAT8,
@@ -17,11 +17,16 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "w8a16": _INTEGER,
     "w8a16-fp8": _INTEGER,
     "w4a16-fp4": _INTEGER,
+    "w4a16-experts": _INTEGER,
+    "w8a16-experts": _INTEGER,
+    "fp8-block-experts": _FLOAT8,
+    "fp8-experts": _FLOAT8,
+    "int8-experts": _GROUPED,
 }
 """Kinds of layers, with the architectures that have tensor-core kernels for them."""
 BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16")
-"""The kinds that epiloq runs by default. The others dequantise the whole weight in each call with more than 64 tokens,
-so the engine's own kernels may be faster for long prompts."""
+"""The kinds that epiloq runs by default. Other linear layers dequantise the whole weight in each call with more than 64
+tokens, so the engine's own kernels may be faster for long prompts. Experts were not compared with the engine's."""
 _NEWEST = 90
 
 

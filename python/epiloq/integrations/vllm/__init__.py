@@ -12,8 +12,8 @@ __all__ = ["register"]
 def register() -> None:
     """Register ``quantization="epiloq"``, and epiloq's kernels before vLLM's own for the layers that are chosen.
 
-    On a CPU the kernels come after vLLM's own, for what those do not run. With ``VLLM_BATCH_INVARIANT`` epiloq's sums
-    are batch-invariant, too, in this process. It may be called any number of times.
+    On a CPU the linear kernels come after vLLM's own, for what those do not run. With ``VLLM_BATCH_INVARIANT``
+    epiloq's sums are batch-invariant, too, in this process. It may be called any number of times.
 
     Raises ValueError for an ``EPILOQ_ENGINE_LAYERS`` that names no kinds of layers.
     """
@@ -22,7 +22,7 @@ def register() -> None:
     import epiloq
     from epiloq import _core
     from epiloq.integrations.engines.choice import VARIABLE, chosen_layers
-    from epiloq.integrations.vllm import checkpoint, kernels
+    from epiloq.integrations.vllm import checkpoint, experts, kernels
 
     chosen_layers()
     # vLLM keeps compiled graphs on disk under a digest of these variables. Without this entry, a graph compiled with
@@ -31,4 +31,5 @@ def register() -> None:
     if envs.VLLM_BATCH_INVARIANT:
         epiloq.set_batch_invariant()
     kernels.register()
+    experts.register()
     checkpoint.register()

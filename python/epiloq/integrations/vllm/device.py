@@ -29,13 +29,16 @@ def supported(kind: str, capability: int | None = None) -> Answer:
     if kind in _FASTER_COMPILED and VARIABLE not in os.environ and _compiles():
         return False, f"vLLM's own {kind} kernels are faster in compiled models; {VARIABLE}={kind} selects epiloq's"
     if current_platform.is_cuda():
-        if capability is None:
-            found = current_platform.get_device_capability()
-            capability = None if found is None else found.to_int()
-        return runs_on(kind, capability)
+        return runs_on(kind, capability_here() if capability is None else capability)
     if current_platform._enum not in (PlatformEnum.CPU, PlatformEnum.UNSPECIFIED):
         return False, "epiloq runs on CUDA devices and CPUs"
     return runs_on(kind, None)
+
+
+def capability_here() -> int | None:
+    """The CUDA device's compute capability, 90 for 9.0; None for a CPU."""
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if found is None else found.to_int()
 
 
 def _compiles() -> bool:

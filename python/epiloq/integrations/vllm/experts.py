@@ -1,0 +1,303 @@
+"""Mixtures of experts in vLLM on epiloq's grouped products: compressed-tensors, GPTQ, AWQ and FP8 checkpoints.
+
+vLLM's own method creates and loads the weights. After loading they become an ``epiloq.nn.GatedExperts``, and the
+original tensors are released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from torch import Tensor, nn
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMoEMethod
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_int8 as compressed_int8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as compressed_words,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16_marlin as compressed_words_marlin,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.platforms import current_platform
+
+from epiloq.formats.layouts.awq import ORDER
+from epiloq.integrations.engines.experts import (
+    Sizes,
+    fp8_block_experts,
+    matrix_of_words,
+    packed_experts,
+    reason_against_graphs,
+    routed_to_part,
+    row_experts,
+)
+from epiloq.integrations.vllm.device import capability_here, supported
+from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.experts.gated_experts import GatedExperts
+from epiloq.weights.packed_weight import PackedWeight
+
+# Below "vllm", so that it has the level and the handler of vLLM's loggers.
+logger = init_logger("vllm.epiloq.experts")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """How epiloq would run the experts of one of vLLM's methods.
+
+    kind
+        The kind of layers, as in ``EPILOQ_ENGINE_LAYERS``.
+    read
+        Returns the experts of a loaded layer, given their sizes.
+    reason
+        Why it does not; None if it does.
+    """
+
+    kind: str
+    read: Callable[[Any, Sizes], GatedExperts]
+    reason: str | None
+
+
+class EpiloqRoutedExperts(RoutedExperts):
+    """vLLM's experts, with methods that run on epiloq where it supports them."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        method = super()._get_quant_method(prefix, quant_config, moe_config)
+        describe = _OFFERS.get(type(method))
+        if describe is None:
+            return method
+        sizes = Sizes(moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
+        offer, name = describe(method, sizes), type(method).__name__
+        possible, reason = supported(offer.kind)
+        if not possible:
+            logger.debug_once("epiloq leaves experts to vLLM's %s: %s", name, reason)
+            return method
+        reason = reason_against(self, moe_config) or sizes.reason_against() or offer.reason
+        if reason is not None:
+            logger.warning_once("epiloq leaves %s to vLLM's %s: %s", offer.kind, name, reason)
+            return method
+        logger.info_once("Selected epiloq's %s for the experts of vLLM's %s", offer.kind, name)
+        # vLLM's loaders look at the name of the method's class, so it is kept.
+        own: Any = method
+        theirs: Any = type(method)
+        own.__class__, own.epiloq = _subclass(theirs), offer.read
+        return method
+
+
+def reason_against(layer: Any, moe: Any) -> str | None:
+    """Why epiloq cannot run a layer of experts, whatever their weights; None if it can."""
+    parallel = moe.moe_parallel_config
+    unsupported = {
+        f"the backend {moe.moe_backend} was asked for": moe.moe_backend != "auto",
+        f"expected silu, got the activation {moe.activation.value}": moe.activation != MoEActivation.SILU,
+        "expected silu without limits": any(
+            value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
+        ),
+        "expected no biases": moe.has_bias,
+        "expected router weights on outputs, not on inputs": layer.apply_router_weight_on_input,
+        "expected no LoRA adapters": moe.is_lora_enabled,
+        "expected no load balancing of experts": parallel.enable_eplb,
+        "expected tensor or expert parallelism alone": parallel.dp_size > 1
+        or parallel.pcp_size > 1
+        or parallel.is_sequence_parallel,
+        f"expected 16-bit activations, got {moe.in_dtype}": current_platform.is_cuda()
+        and moe.in_dtype not in (torch.float16, torch.bfloat16),
+    }
+    return next((reason for reason, applies in unsupported.items() if applies), None)
+
+
+class EpiloqExperts(FusedMoEMethodBase):
+    """Runs a layer of experts as an ``epiloq.nn.GatedExperts``."""
+
+    epiloq: Callable[[Any, Sizes], GatedExperts]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        sizes = Sizes(layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition)
+        settle(layer, self.epiloq(layer, sizes))
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: vLLM's kernels are not used."""
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """None, for the same reason."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        """False: vLLM's router chooses the experts."""
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int64
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: nn.Module | None = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, H]`` of `x` ``[T, H]`` and weights and expert numbers ``[T, top_k]``, without shared experts, which
+        vLLM's runner adds."""
+        ids = topk_ids.long()
+        if layer.expert_map is not None:
+            here = layer.expert_map[ids].long()
+            ids = torch.where(here < 0, layer.local_num_experts, here)
+        result: Tensor = layer.epiloq(x, ids, topk_weights)
+        return result
+
+
+def settle(layer: Any, module: GatedExperts) -> None:
+    """Let a layer run as `module`, and release the tensors that vLLM loaded."""
+    for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]:
+        delattr(layer, name)
+    layer.workspace = None
+    layer.epiloq = module if layer.expert_map is None else routed_to_part(module)
+
+
+@cache
+def _subclass(method: Any) -> Any:
+    """A method of vLLM's with weights of its own and everything else from `EpiloqExperts`, under the same name."""
+    return type(method.__name__, (EpiloqExperts, method), {"__module__": __name__})
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Names of packed experts' tensors without ``w13_`` and ``w2_``, and how they are packed."""
+
+    bits: int
+    group_size: int
+    q: str
+    scale: str
+    zero: str | None
+    by_output: bool = False
+
+    def read(self, layer: Any, sizes: Sizes) -> GatedExperts:
+        return packed_experts(sizes, self._matrices(layer, "w13"), self._matrices(layer, "w2"))
+
+    def _matrices(self, layer: Any, name: str) -> Iterator[PackedWeight]:
+        q, scale = (getattr(layer, f"{name}_{part}").data for part in (self.q, self.scale))
+        zero = None if self.zero is None else getattr(layer, f"{name}_{self.zero}").data
+        order = ORDER if self.by_output else None
+        options: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
+        for expert in range(len(q)):
+            points = None if zero is None else zero[expert]
+            yield matrix_of_words(q[expert], scale[expert], points, order=order, by_output=self.by_output, **options)
+
+    def offer(self, sizes: Sizes, dtype: torch.dtype, reason: str | None) -> Offer:
+        capability = capability_here()
+        if reason is None and envs.VLLM_MARLIN_INPUT_DTYPE is not None:
+            reason = "8-bit activations were asked for with VLLM_MARLIN_INPUT_DTYPE"
+        if reason is None and capability is not None:
+            reason = reason_against_graphs(sizes, self.bits, self.group_size, dtype, capability)
+            if envs.VLLM_BATCH_INVARIANT:
+                reason = "batch-invariant packed experts are multiplied one after the other, not in a CUDA graph"
+        return Offer(f"w{self.bits}a16-experts", self.read, reason)
+
+
+def _of_compressed_words(method: Any, sizes: Sizes) -> Offer:
+    # Channels have no group size.
+    words = _Words(
+        method.num_bits,
+        method.group_size or -1,
+        "weight_packed",
+        "weight_scale",
+        None if method.weight_quant.symmetric else "weight_zero_point",
+    )
+    backend = getattr(method, "wna16_backend", None)
+    reason = "expected no activation order" if method.weight_quant.actorder in ("group", "dynamic") else None
+    return words.offer(sizes, method.moe.in_dtype, reason or _reason_against_layout(backend))
+
+
+def _of_gptq(method: Any, sizes: Sizes) -> Offer:
+    config = method.quant_config
+    words = _Words(config.weight_bits, config.group_size, "qweight", "scales", None)
+    reason = "expected no activation order" if config.desc_act else None
+    reason = reason or (None if config.is_sym else "expected symmetric weights in GPTQ's format")
+    return words.offer(sizes, method.moe.in_dtype, reason or _reason_against_layout(method.wna16_moe_backend))
+
+
+def _of_awq(method: Any, sizes: Sizes) -> Offer:
+    config = method.quant_config
+    words = _Words(config.weight_bits, config.group_size, "qweight", "scales", "qzeros", by_output=True)
+    reason = None if config.zero_point else "expected zero points in AWQ's format"
+    return words.offer(sizes, method.moe.in_dtype, reason or _reason_against_layout(method.wna16_moe_backend))
+
+
+def _reason_against_layout(backend: WNA16MoEBackend | None) -> str | None:
+    """Why weights that vLLM loads for a backend cannot be read."""
+    if backend in (WNA16MoEBackend.FLASHINFER_TRTLLM, WNA16MoEBackend.HUMMING):
+        return f"expected weights in Marlin's layout, got those for {backend.value}"
+    return None
+
+
+def _of_fp8(method: Any, sizes: Sizes) -> Offer:
+    """The checkpoints of the method ``fp8``: in blocks or per tensor."""
+    static = method.quant_config.activation_scheme == "static"
+    return _of_float8(method.weight_block_size, method.weight_scale_name, static, sizes)
+
+
+def _of_compressed_fp8(method: Any, sizes: Sizes) -> Offer:
+    return _of_float8(method.weight_block_size, "weight_scale", method.static_input_scales, sizes)
+
+
+def _of_float8(block: Sequence[int] | None, scale: str, static: bool, sizes: Sizes) -> Offer:
+    if block is None:
+        reason = "expected a dynamic scale of activations, got a static one" if static else None
+        return Offer("fp8-experts", partial(_read_values, row_experts, scale), reason)
+    reason = None
+    if tuple(block) != (FP8_BLOCK, FP8_BLOCK):
+        reason = f"expected blocks of {FP8_BLOCK} x {FP8_BLOCK}, got {block[0]} x {block[1]}"
+    elif sizes.intermediate % FP8_BLOCK:
+        reason = f"expected multiples of {FP8_BLOCK} per rank, got an intermediate size of {sizes.intermediate}"
+    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, scale), reason)
+
+
+def _of_compressed_int8(method: Any, sizes: Sizes) -> Offer:
+    reason = None if method.input_quant.symmetric else "expected no zero points of activations"
+    return Offer("int8-experts", partial(_read_values, row_experts, "weight_scale"), reason)
+
+
+def _read_values(make: Callable[..., GatedExperts], scale: str, layer: Any, sizes: Sizes) -> GatedExperts:
+    tensors = ([getattr(layer, f"{name}_{part}").data for part in ("weight", scale)] for name in ("w13", "w2"))
+    return make(sizes, *tensors)
+
+
+_OFFERS: Mapping[type, Callable[[Any, Sizes], Offer]] = {
+    compressed_words_marlin.CompressedTensorsWNA16MarlinMoEMethod: _of_compressed_words,
+    compressed_words.CompressedTensorsWNA16MoEMethod: _of_compressed_words,
+    AutoGPTQMoEMethod: _of_gptq,
+    AutoAWQMoEMethod: _of_awq,
+    Fp8MoEMethod: _of_fp8,
+    compressed_fp8.CompressedTensorsW8A8Fp8MoEMethod: _of_compressed_fp8,
+    compressed_int8.CompressedTensorsW8A8Int8MoEMethod: _of_compressed_int8,
+}
+"""By vLLM's method; subclasses, which may load other tensors, are left to vLLM."""
+
+
+def register() -> None:
+    """Let vLLM create `EpiloqRoutedExperts`, unless another plug-in has a class of its own for experts. May be called
+    any number of times."""
+    if RoutedExperts.__name__ not in op_registry_oot:
+        RoutedExperts.register_oot(name=RoutedExperts.__name__)(EpiloqRoutedExperts)
