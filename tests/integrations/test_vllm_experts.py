@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.models.gpt_oss import GptOssModel
 
 import epiloq.integrations.vllm as integration
 from epiloq import nn as modules
@@ -317,8 +321,8 @@ def test_values_of_8_bits_are_not_copied(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("words of 4 bits", {"activation": "gelu"}, "expected silu, got the activation gelu"),
-        ("words of 4 bits", {"swiglu_limit": 7.0}, "expected silu without limits"),
+        ("words of 4 bits", {"activation": "gelu"}, "expected the activation silu, got gelu"),
+        ("words of 4 bits", {"swiglu_limit": 7.0}, "expected no limits of the activation"),
         ("FP8 in blocks", {"has_bias": True}, "expected no biases"),
         ("FP8 per channel", {"apply_router_weight_on_input": True}, "expected router weights on outputs"),
         ("FP8 per channel", {"intermediate_size": 72}, "expected multiples of 16, got hidden size 256 and 72 per rank"),
@@ -356,6 +360,73 @@ def test_unsupported_weights_are_left_to_the_engine(messages: list[str], config:
         layer = vllm_on_cpu.experts(config(), 4, 2, HIDDEN, INTERMEDIATE)
     assert not isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
     assert any(reason in message for message in messages), messages
+
+
+def gpt_oss(intermediate: int, rank: int, ranks: int, expert_parallel: bool, tensors: dict[str, Tensor]) -> Any:
+    """GPT-OSS's layer, loaded by the model's own function."""
+    count = tensors["w13_bias"].shape[0]
+    with vllm_on_cpu.engine(rank, ranks, expert_parallel=expert_parallel) as config:
+        layer = vllm_on_cpu.experts(
+            GptOssMxfp4Config(), count, 2, HIDDEN, intermediate, has_bias=True, activation="swigluoai"
+        )
+        assert isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
+        model: Any = nn.Module()
+        model.experts, model.parallel_config = layer, config.parallel_config
+        model.config = SimpleNamespace(num_local_experts=count, intermediate_size=intermediate)
+        part = count // ranks if expert_parallel else count
+        first = rank * part if expert_parallel else 0
+        weights = [(f"experts.routed_experts.{name}", tensor.clone()) for name, tensor in tensors.items()]
+        loaded = GptOssModel._load_weights_mxfp4(model, first + part, first, 0, 0, weights, [])
+        assert len(loaded) == len(tensors)
+        vllm_on_cpu.settle(layer.routed_experts)
+    return layer, config
+
+
+def of_gpt_oss(whole: modules.Fp4Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """In float64, from the dequantised weights."""
+    products = {}
+    for name in ("gate_up_proj", "down_proj"):
+        packed, bias = whole.packed(name), getattr(whole, f"{name}_bias")
+        products[name] = packed.dequantize().double().view(len(bias), -1, packed.k), bias.double()
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(whole.experts):
+        weight, bias = (tensor[expert] for tensor in products["gate_up_proj"])
+        both = x.double() @ weight.t() + bias
+        gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+        weight, bias = (tensor[expert] for tensor in products["down_proj"])
+        y = ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ weight.t() + bias
+        result += (weights.double() * (ids == expert)).sum(-1, keepdim=True) * y
+    return result
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "ranks", "expert_parallel"), [(96, 1, False), (96, 2, False), (224, 4, False), (96, 2, True)]
+)
+def test_gpt_oss(
+    seed: int, monkeypatch: pytest.MonkeyPatch, intermediate: int, ranks: int, expert_parallel: bool
+) -> None:
+    """The model divides 96 into ranks of 64 and 32, and 224 into three of 64 and one of 32."""
+    marlin = Mxfp4MoeBackend.MARLIN, MarlinExperts
+    monkeypatch.setattr("vllm.model_executor.layers.quantization.mxfp4.select_mxfp4_moe_backend", lambda *_: marlin)
+    outline, tensors = modules.Fp4Experts(4, HIDDEN, intermediate, dtype=vllm_on_cpu.DTYPE), {}
+    ranges = {"blocks": (0, 256), "scales": (119, 124)}
+    for name, shape in outline.shapes().items():
+        kind = name.rpartition("_")[2]
+        values = torch.randn(shape) if kind == "bias" else torch.randint(*ranges[kind], shape)
+        tensors[name] = values.to(vllm_on_cpu.DTYPE if kind == "bias" else torch.uint8)
+    whole = outline.from_blocks(tensors)
+    given = {
+        f"{short}_{part}": tensors[f"{name}_{stored}"]
+        for short, name in (("w13", "gate_up_proj"), ("w2", "down_proj"))
+        for part, stored in (("weight", "blocks"), ("weight_scale", "scales"), ("bias", "bias"))
+    }
+    layers = [gpt_oss(intermediate, rank, ranks, expert_parallel, given) for rank in range(ranks)]
+    for tokens in (0, 1, 7, 100):
+        x, logits = inputs(tokens, 4)
+        weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
+        parts = torch.stack([run(*layer, x, logits) for layer in layers])
+        assert ranks > 1 or torch.equal(parts[0], whole(x, ids.long(), weights))
+        assert error(parts.double().sum(0), of_gpt_oss(whole, x, weights, ids)) < 2**-6
 
 
 def test_experts_are_not_taken_by_default(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:

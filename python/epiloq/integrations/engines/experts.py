@@ -1,4 +1,4 @@
-"""Experts of other formats, as engines hold them after loading, as ``epiloq.nn.GatedExperts``; imports no engine.
+"""Experts of other formats as epiloq's, from the tensors that engines hold after loading; imports no engine.
 
 Engines stack the matrices of a rank's experts: `gate_up` ``[E, 2 I, H]``, gate before up, and `down` ``[E, H, I]``.
 """
@@ -15,13 +15,17 @@ from epiloq import _core
 from epiloq.formats.layouts.words import unpack
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, WeightOnlyLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.kind import Kind
 from epiloq.nn.experts.packed_experts import PackedExperts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
+from epiloq.weights.fp4 import FORMATS
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
+
+MXFP4_BLOCK = FORMATS["mxfp4"].block_size
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,27 @@ def row_experts(
     return _assigned(kind, sizes, tensors, act_fn)
 
 
+def gpt_oss_experts(sizes: Sizes, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Fp4Experts:
+    """GPT-OSS's experts in MXFP4, from the codes, scales and biases of each product.
+
+    They are uint8 ``[E, N, K / 2]`` and ``[E, N, K / 32]``, and floating-point ``[E, N]``; rows of gate and up
+    alternate.
+    """
+    tensors = {}
+    for name, (codes, scales, bias) in (("gate_up_proj", gate_up), ("down_proj", down)):
+        tensors[f"{name}_blocks"] = codes.unflatten(-1, (-1, MXFP4_BLOCK // 2))
+        tensors |= {f"{name}_scales": scales, f"{name}_bias": bias}
+    outline = Fp4Experts(sizes.experts, sizes.hidden, sizes.intermediate, device="meta", dtype=gate_up[2].dtype)
+    return outline.from_blocks(tensors).eval()
+
+
 def _assigned(kind: Kind, sizes: Sizes, tensors: Mapping[str, Tensor], act_fn: nn.Module | None) -> GatedExperts:
     module = GatedExperts(kind, sizes.experts, sizes.hidden, sizes.intermediate, act_fn=act_fn, device="meta")
     module.load_state_dict({name: tensor.detach() for name, tensor in tensors.items()}, assign=True)
     return module.eval()
 
 
-def routed_to_part(module: GatedExperts) -> GatedExperts:
+def routed_to_part(module: GatedExperts | Fp4Experts) -> nn.Module:
     """The module for expert parallelism: it accepts the index E as well, for rows of experts in other processes."""
     module.part, module.whole = range(module.experts), module.experts + 1
     return module

@@ -1,15 +1,15 @@
-"""Mixtures of experts in vLLM on epiloq's grouped products: compressed-tensors, GPTQ, AWQ and FP8 checkpoints.
+"""Mixtures of experts in vLLM on epiloq's grouped products: compressed-tensors, GPTQ, AWQ, FP8 and GPT-OSS checkpoints.
 
-vLLM's own method creates and loads the weights. After loading they become an ``epiloq.nn.GatedExperts``, and the
-original tensors are released.
+vLLM's own method creates and loads the weights. After loading they become an ``epiloq.nn.GatedExperts`` (GPT-OSS:
+`Fp4Experts`), and the original tensors are released.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import vllm.envs as envs
@@ -35,12 +35,16 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_wna16_marlin as compressed_words_marlin,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import round_up
 
 from epiloq.formats.layouts.awq import ORDER
 from epiloq.integrations.engines.experts import (
+    MXFP4_BLOCK,
     Sizes,
     fp8_block_experts,
+    gpt_oss_experts,
     matrix_of_words,
     packed_experts,
     reason_against_graphs,
@@ -49,8 +53,11 @@ from epiloq.integrations.engines.experts import (
 )
 from epiloq.integrations.vllm.device import capability_here, supported
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.weights.packed_weight import PackedWeight
+
+Reader: TypeAlias = "Callable[[Any, Sizes], GatedExperts | Fp4Experts]"
 
 # Below "vllm", so that it has the level and the handler of vLLM's loggers.
 logger = init_logger("vllm.epiloq.experts")
@@ -66,11 +73,18 @@ class Offer:
         Returns the experts of a loaded layer, given their sizes.
     reason
         Why it does not; None if it does.
+    activation, has_bias
+        The layer's, which must be these.
+    multiple
+        Of which the intermediate size is made one, by zeros.
     """
 
     kind: str
-    read: Callable[[Any, Sizes], GatedExperts]
+    read: Reader
     reason: str | None
+    activation: MoEActivation = MoEActivation.SILU
+    has_bias: bool = False
+    multiple: int = 1
 
 
 class EpiloqRoutedExperts(RoutedExperts):
@@ -83,11 +97,12 @@ class EpiloqRoutedExperts(RoutedExperts):
             return method
         sizes = Sizes(moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         offer, name = describe(method, sizes), type(method).__name__
+        sizes = replace(sizes, intermediate=round_up(sizes.intermediate, offer.multiple))
         possible, reason = supported(offer.kind)
         if not possible:
             logger.debug_once("epiloq leaves experts to vLLM's %s: %s", name, reason)
             return method
-        reason = reason_against(self, moe_config) or sizes.reason_against() or offer.reason
+        reason = reason_against(self, moe_config, offer) or sizes.reason_against() or offer.reason
         if reason is not None:
             logger.warning_once("epiloq leaves %s to vLLM's %s: %s", offer.kind, name, reason)
             return method
@@ -95,20 +110,21 @@ class EpiloqRoutedExperts(RoutedExperts):
         # vLLM's loaders look at the name of the method's class, so it is kept.
         own: Any = method
         theirs: Any = type(method)
-        own.__class__, own.epiloq = _subclass(theirs), offer.read
+        own.__class__, own.epiloq = _subclass(theirs), offer
         return method
 
 
-def reason_against(layer: Any, moe: Any) -> str | None:
-    """Why epiloq cannot run a layer of experts, whatever their weights; None if it can."""
+def reason_against(layer: Any, moe: Any, offer: Offer) -> str | None:
+    """Why epiloq cannot run a layer of experts, apart from its weights; None if it can."""
     parallel = moe.moe_parallel_config
     unsupported = {
         f"the backend {moe.moe_backend} was asked for": moe.moe_backend != "auto",
-        f"expected silu, got the activation {moe.activation.value}": moe.activation != MoEActivation.SILU,
-        "expected silu without limits": any(
+        f"expected the activation {offer.activation.value}, got {moe.activation.value}": moe.activation
+        != offer.activation,
+        "expected no limits of the activation in the configuration": any(
             value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
         ),
-        "expected no biases": moe.has_bias,
+        f"expected {'biases' if offer.has_bias else 'no biases'}": moe.has_bias != offer.has_bias,
         "expected router weights on outputs, not on inputs": layer.apply_router_weight_on_input,
         "expected no LoRA adapters": moe.is_lora_enabled,
         "expected no load balancing of experts": parallel.enable_eplb,
@@ -122,13 +138,19 @@ def reason_against(layer: Any, moe: Any) -> str | None:
 
 
 class EpiloqExperts(FusedMoEMethodBase):
-    """Runs a layer of experts as an ``epiloq.nn.GatedExperts``."""
+    """Runs a layer of experts as an ``epiloq.nn.GatedExperts`` or ``Fp4Experts``."""
 
-    epiloq: Callable[[Any, Sizes], GatedExperts]
+    epiloq: Offer
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """The sizes, without the padding that vLLM's kernels need."""
+        return hidden_size, round_up(intermediate_size_per_partition, self.epiloq.multiple)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         sizes = Sizes(layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition)
-        settle(layer, self.epiloq(layer, sizes))
+        settle(layer, self.epiloq.read(layer, sizes))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: vLLM's kernels are not used."""
@@ -143,6 +165,14 @@ class EpiloqExperts(FusedMoEMethodBase):
 
     @property
     def supports_eplb(self) -> bool:
+        return False
+
+    @property
+    def skip_forward_padding(self) -> bool:
+        return False
+
+    @property
+    def has_unpadded_output(self) -> bool:
         return False
 
     @property
@@ -168,7 +198,7 @@ class EpiloqExperts(FusedMoEMethodBase):
         return result
 
 
-def settle(layer: Any, module: GatedExperts) -> None:
+def settle(layer: Any, module: GatedExperts | Fp4Experts) -> None:
     """Let a layer run as `module`, and release the tensors that vLLM loaded."""
     for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]:
         delattr(layer, name)
@@ -265,23 +295,32 @@ def _of_compressed_fp8(method: Any, sizes: Sizes) -> Offer:
 def _of_float8(block: Sequence[int] | None, scale: str, static: bool, sizes: Sizes) -> Offer:
     if block is None:
         reason = "expected a dynamic scale of activations, got a static one" if static else None
-        return Offer("fp8-experts", partial(_read_values, row_experts, scale), reason)
+        return Offer("fp8-experts", partial(_read_values, row_experts, ("weight", scale)), reason)
     reason = None
     if tuple(block) != (FP8_BLOCK, FP8_BLOCK):
         reason = f"expected blocks of {FP8_BLOCK} x {FP8_BLOCK}, got {block[0]} x {block[1]}"
     elif sizes.intermediate % FP8_BLOCK:
         reason = f"expected multiples of {FP8_BLOCK} per rank, got an intermediate size of {sizes.intermediate}"
-    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, scale), reason)
+    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, ("weight", scale)), reason)
 
 
 def _of_compressed_int8(method: Any, sizes: Sizes) -> Offer:
     reason = None if method.input_quant.symmetric else "expected no zero points of activations"
-    return Offer("int8-experts", partial(_read_values, row_experts, "weight_scale"), reason)
+    return Offer("int8-experts", partial(_read_values, row_experts, ("weight", "weight_scale")), reason)
 
 
-def _read_values(make: Callable[..., GatedExperts], scale: str, layer: Any, sizes: Sizes) -> GatedExperts:
-    tensors = ([getattr(layer, f"{name}_{part}").data for part in ("weight", scale)] for name in ("w13", "w2"))
-    return make(sizes, *tensors)
+def _read_values(make: Callable[..., Any], parts: Sequence[str], layer: Any, sizes: Sizes) -> Any:
+    return make(sizes, *([getattr(layer, f"{name}_{part}").data for part in parts] for name in ("w13", "w2")))
+
+
+def _of_gpt_oss(method: Any, sizes: Sizes) -> Offer:
+    reason = None
+    if sizes.hidden % MXFP4_BLOCK:
+        reason = f"expected a multiple of {MXFP4_BLOCK}, got a hidden size of {sizes.hidden}"
+    elif method.moe.in_dtype != torch.bfloat16:
+        reason = f"expected bfloat16 activations, got {method.moe.in_dtype}"
+    read = partial(_read_values, gpt_oss_experts, ("weight", "weight_scale", "bias"))
+    return Offer("mxfp4-experts", read, reason, MoEActivation.SWIGLUOAI, has_bias=True, multiple=MXFP4_BLOCK)
 
 
 _OFFERS: Mapping[type, Callable[[Any, Sizes], Offer]] = {
@@ -292,6 +331,7 @@ _OFFERS: Mapping[type, Callable[[Any, Sizes], Offer]] = {
     Fp8MoEMethod: _of_fp8,
     compressed_fp8.CompressedTensorsW8A8Fp8MoEMethod: _of_compressed_fp8,
     compressed_int8.CompressedTensorsW8A8Int8MoEMethod: _of_compressed_int8,
+    GptOssMxfp4MoEMethod: _of_gpt_oss,
 }
 """By vLLM's method; subclasses, which may load other tensors, are left to vLLM."""
 
