@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
@@ -31,6 +30,7 @@ from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
 from epiloq.integrations.vllm import experts as plugin
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
+from mixture_references import error, mixture_in_float64
 from vllm_checkpoints import arguments, compressed_tensors, words_of_compressed_tensors
 
 Layers = list[dict[str, Any]]
@@ -213,28 +213,6 @@ def made(form: Format, layers: Layers, top_k: int = 2, rank: int = 0, ranks: int
     return layer, config
 
 
-def run(layer: Any, config: Any, x: Tensor, logits: Tensor) -> Tensor:
-    with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x)):
-        result: Tensor = layer(x.clone(), logits)
-    return result
-
-
-def expected(layers: Layers, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
-    """In float64, from the dequantised weights."""
-    weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, top_k, renormalize)
-    result = torch.zeros(x.shape, dtype=torch.float64)
-    for expert, each in enumerate(layers):
-        gate, up, down = (module.dequantized_weight().double() for module in each.values())
-        share = (weights.double() * (ids == expert)).sum(-1, keepdim=True)
-        rows = x.double()
-        result += share * (nn.functional.silu(rows @ gate.t()) * (rows @ up.t()) @ down.t())
-    return result
-
-
-def error(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference).norm() / reference.norm()) if reference.numel() else 0.0
-
-
 def inputs(tokens: int, count: int = COUNT, uneven: bool = False) -> tuple[Tensor, Tensor]:
     logits = torch.randn(tokens, count)
     if uneven:  # nearly all tokens go to the first two experts, and none to the last
@@ -252,10 +230,10 @@ def test_every_format(seed: int, name: str) -> None:
     assert own is not None
     for tokens, uneven in ((0, False), (1, False), (7, True), (100, False), (100, True)):
         x, logits = inputs(tokens, uneven=uneven)
-        y = run(layer, config, x, logits)
+        y = vllm_on_cpu.run_experts(layer, config, x, logits)
         weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
         assert y.dtype == x.dtype and torch.equal(y, own(x, ids.long(), weights))
-        assert error(y, expected(layers, x, logits, 2, True)) < form.error
+        assert error(y, mixture_in_float64(layers, x, weights, ids)) < form.error
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 8])
@@ -267,8 +245,8 @@ def test_numbers_of_experts_per_token(seed: int, name: str, top_k: int, renormal
     layer, config = made(form, layers, top_k, renormalize=renormalize)
     for tokens in (1, 7, 100):
         x, logits = inputs(tokens, uneven=tokens == 7)
-        reference = expected(layers, x, logits, top_k, renormalize)
-        assert error(run(layer, config, x, logits), reference) < form.error
+        reference = mixture_in_float64(layers, x, *vllm_on_cpu.top_k_of_softmax(x, logits, top_k, renormalize))
+        assert error(vllm_on_cpu.run_experts(layer, config, x, logits), reference) < form.error
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -280,8 +258,8 @@ def test_tensor_parallel_ranks_add_up(seed: int, name: str) -> None:
     for rank in range(2):
         layer, config = made(form, layers, rank=rank, ranks=2)
         assert layer.routed_experts.epiloq.intermediate == INTERMEDIATE // 2
-        total += run(layer, config, x, logits).double()
-    assert error(total, expected(layers, x, logits, 2, True)) < form.error
+        total += vllm_on_cpu.run_experts(layer, config, x, logits).double()
+    assert error(total, mixture_in_float64(layers, x, *vllm_on_cpu.top_k_of_softmax(x, logits, 2, True))) < form.error
 
 
 @pytest.mark.parametrize("name", ["words of 4 bits", "FP8 in blocks", "int8"])
@@ -295,8 +273,10 @@ def test_expert_parallel_ranks_add_up(seed: int, name: str) -> None:
         for rank in range(2):
             layer, config = made(form, layers, rank=rank, ranks=2, expert_parallel=True)
             assert layer.routed_experts.epiloq.experts == 3 - rank
-            total += run(layer, config, x, logits).double()
-        assert error(total, expected(layers, x, logits, 2, True)) < form.error
+            total += vllm_on_cpu.run_experts(layer, config, x, logits).double()
+        assert (
+            error(total, mixture_in_float64(layers, x, *vllm_on_cpu.top_k_of_softmax(x, logits, 2, True))) < form.error
+        )
 
 
 def test_loaded_tensors_are_released(seed: int) -> None:
@@ -424,7 +404,7 @@ def test_gpt_oss(
     for tokens in (0, 1, 7, 100):
         x, logits = inputs(tokens, 4)
         weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
-        parts = torch.stack([run(*layer, x, logits) for layer in layers])
+        parts = torch.stack([vllm_on_cpu.run_experts(*layer, x, logits) for layer in layers])
         assert ranks > 1 or torch.equal(parts[0], whole(x, ids.long(), weights))
         assert error(parts.double().sum(0), of_gpt_oss(whole, x, weights, ids)) < 2**-6
 

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm.model_executor.layers.linear")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -82,6 +83,13 @@ def experts(config: Any, count: int, top_k: int, hidden: int, intermediate: int,
         quant_config=config,
         **(usual | options),
     )
+
+
+def run_experts(layer: MoERunner, config: VllmConfig, x: Tensor, logits: Tensor) -> Tensor:
+    """A call as the engine makes it, with the configuration that the layer was made with."""
+    with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x)):
+        result: Tensor = layer(x.clone(), logits)
+    return result
 
 
 def settle(layer: Any) -> None:

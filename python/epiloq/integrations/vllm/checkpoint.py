@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -22,6 +23,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from epiloq.formats.epiloq_modules import METHOD, Group
 from epiloq.integrations.engines.checkpoint import FormatConfig, PartsMethod, StoredTensor
 from epiloq.integrations.engines.parts import Part, layers_by_name
+from epiloq.integrations.vllm.checkpoint_experts import EpiloqExpertsMethod
 
 
 class EpiloqConfig(FormatConfig, QuantizationConfig):
@@ -42,15 +44,25 @@ class EpiloqConfig(FormatConfig, QuantizationConfig):
         self.layers = dict(zip(hf_to_vllm_mapper.apply_list(names), self.layers.values(), strict=True))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """The method of a linear layer; None for other layers, which stay as they are.
+        """The method of a linear layer or of experts; None for other layers, which stay as they are.
 
-        Raises ValueError for quantised layers of other kinds: experts, embeddings, output heads.
+        Raises ValueError for quantised layers of other kinds: embeddings, output heads, stacked experts.
         """
+        if isinstance(layer, RoutedExperts):
+            return self._method_of_experts(layer, prefix)
         if not isinstance(layer, LinearBase):
             return self.check_not_quantised(layer, prefix)
         names = self.names(prefix)
         groups = [self.layers.get(name) for name in names]
         return UnquantizedLinearMethod() if not any(groups) else EpiloqLinearMethod(names, groups)
+
+    def _method_of_experts(self, layer: Any, prefix: str) -> Any:
+        projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        names = [[f"{prefix}.{expert}.{name}" for name in projections] for expert in range(layer.global_num_experts)]
+        groups = [[self.layers.get(name) for name in each] for each in names]
+        if any(group is not None for each in groups for group in each):
+            return EpiloqExpertsMethod(layer, names, groups)
+        return self.check_not_quantised(layer, prefix)
 
 
 @register_weight_loader_v2_supported_method

@@ -6,7 +6,7 @@ vLLM's own method creates and loads the weights. After loading they become an ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -102,7 +102,8 @@ class EpiloqRoutedExperts(RoutedExperts):
         if not possible:
             logger.debug_once("epiloq leaves experts to vLLM's %s: %s", name, reason)
             return method
-        reason = reason_against(self, moe_config, offer) or sizes.reason_against() or offer.reason
+        reason = reason_against(self, moe_config, offer.activation, offer.has_bias)
+        reason = reason or sizes.reason_against() or offer.reason
         if reason is not None:
             logger.warning_once("epiloq leaves %s to vLLM's %s: %s", offer.kind, name, reason)
             return method
@@ -113,18 +114,23 @@ class EpiloqRoutedExperts(RoutedExperts):
         own.__class__, own.epiloq = _subclass(theirs), offer
         return method
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        own = getattr(self.quant_method, "load_weights", None)
+        return super().load_weights(weights) if own is None else own(self, weights)
 
-def reason_against(layer: Any, moe: Any, offer: Offer) -> str | None:
+
+def reason_against(
+    layer: Any, moe: Any, activation: MoEActivation = MoEActivation.SILU, has_bias: bool = False
+) -> str | None:
     """Why epiloq cannot run a layer of experts, apart from its weights; None if it can."""
     parallel = moe.moe_parallel_config
     unsupported = {
         f"the backend {moe.moe_backend} was asked for": moe.moe_backend != "auto",
-        f"expected the activation {offer.activation.value}, got {moe.activation.value}": moe.activation
-        != offer.activation,
+        f"expected the activation {activation.value}, got {moe.activation.value}": moe.activation != activation,
         "expected no limits of the activation in the configuration": any(
             value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
         ),
-        f"expected {'biases' if offer.has_bias else 'no biases'}": moe.has_bias != offer.has_bias,
+        f"expected {'biases' if has_bias else 'no biases'}": moe.has_bias != has_bias,
         "expected router weights on outputs, not on inputs": layer.apply_router_weight_on_input,
         "expected no LoRA adapters": moe.is_lora_enabled,
         "expected no load balancing of experts": parallel.enable_eplb,
@@ -137,20 +143,14 @@ def reason_against(layer: Any, moe: Any, offer: Offer) -> str | None:
     return next((reason for reason, applies in unsupported.items() if applies), None)
 
 
-class EpiloqExperts(FusedMoEMethodBase):
-    """Runs a layer of experts as an ``epiloq.nn.GatedExperts`` or ``Fp4Experts``."""
-
-    epiloq: Offer
+class ExpertsMethod(FusedMoEMethodBase):
+    """Runs a layer of experts as its module `epiloq`. Base class."""
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
     ) -> tuple[int, int]:
         """The sizes, without the padding that vLLM's kernels need."""
-        return hidden_size, round_up(intermediate_size_per_partition, self.epiloq.multiple)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        sizes = Sizes(layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition)
-        settle(layer, self.epiloq.read(layer, sizes))
+        return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: vLLM's kernels are not used."""
@@ -196,6 +196,21 @@ class EpiloqExperts(FusedMoEMethodBase):
             ids = torch.where(here < 0, layer.local_num_experts, here)
         result: Tensor = layer.epiloq(x, ids, topk_weights)
         return result
+
+
+class EpiloqExperts(ExpertsMethod):
+    """Runs experts that another method of vLLM's creates and loads."""
+
+    epiloq: Offer
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        return hidden_size, round_up(intermediate_size_per_partition, self.epiloq.multiple)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        sizes = Sizes(layer.local_num_experts, layer.hidden_size, layer.intermediate_size_per_partition)
+        settle(layer, self.epiloq.read(layer, sizes))
 
 
 def settle(layer: Any, module: GatedExperts | Fp4Experts) -> None:
