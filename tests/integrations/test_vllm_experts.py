@@ -409,6 +409,19 @@ def test_gpt_oss(
         assert error(parts.double().sum(0), of_gpt_oss(whole, x, weights, ids)) < 2**-6
 
 
+def test_gpt_oss_with_8_bit_activations_is_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    asked = Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8, None
+    monkeypatch.setattr("vllm.model_executor.layers.quantization.mxfp4.select_mxfp4_moe_backend", lambda *_: asked)
+    with vllm_on_cpu.engine():
+        layer = vllm_on_cpu.experts(
+            GptOssMxfp4Config(), 2, 1, HIDDEN, 128, has_bias=True, activation="swigluoai"
+        ).routed_experts
+    assert not isinstance(layer.quant_method, plugin.EpiloqExperts)
+    assert messages[-1].endswith("expected bfloat16 activations, got the backend FLASHINFER_CUTLASS_MXFP4_MXFP8")
+
+
 def test_experts_are_not_taken_by_default(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
     for chosen, ours in ((None, False), ("int8,fp8-block", False), ("fp8-block-experts", True), ("none", False)):
         monkeypatch.delenv("EPILOQ_ENGINE_LAYERS")

@@ -19,6 +19,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
@@ -328,12 +329,25 @@ def _read_values(make: Callable[..., Any], parts: Sequence[str], layer: Any, siz
     return make(sizes, *([getattr(layer, f"{name}_{part}").data for part in parts] for name in ("w13", "w2")))
 
 
+_OF_16_BITS = (
+    Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16,
+    Mxfp4MoeBackend.FLASHINFER_TRTLLM_MXFP4_BF16,
+    Mxfp4MoeBackend.MARLIN,
+    Mxfp4MoeBackend.TRITON,
+    Mxfp4MoeBackend.TRITON_UNFUSED,
+    Mxfp4MoeBackend.CPU,
+)
+"""vLLM's kernels whose activations stay in bfloat16; the user can ask for others."""
+
+
 def _of_gpt_oss(method: Any, sizes: Sizes) -> Offer:
     reason = None
     if sizes.hidden % MXFP4_BLOCK:
         reason = f"expected a multiple of {MXFP4_BLOCK}, got a hidden size of {sizes.hidden}"
     elif method.moe.in_dtype != torch.bfloat16:
         reason = f"expected bfloat16 activations, got {method.moe.in_dtype}"
+    elif method.mxfp4_backend not in _OF_16_BITS:
+        reason = f"expected bfloat16 activations, got the backend {method.mxfp4_backend.value}"
     read = partial(_read_values, gpt_oss_experts, ("weight", "weight_scale", "bias"))
     return Offer("mxfp4-experts", read, reason, MoEActivation.SWIGLUOAI, has_bias=True, multiple=MXFP4_BLOCK)
 
