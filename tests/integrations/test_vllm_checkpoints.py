@@ -14,6 +14,7 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.layer import fused_moe_make_expert_params_mapping
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import WeightsMapper
 
 import epiloq.integrations.vllm as integration
 from engine_schemes import LAYERS_OF_ENGINES, converted, keeps_inputs, products_of
@@ -336,6 +337,13 @@ def test_experts_in_floating_point_stay_as_they_are(seed: int) -> None:
     config = configured(model__layers__0__mlp__experts__gate_up_proj=quantised("w8a16", 24))
     with vllm_on_cpu.engine(), pytest.raises(ValueError, match=r"experts.gate_up_proj: expected only quantised linear"):
         vllm_on_cpu.experts(config, 2, 1, K, 64)
+
+
+def test_names_as_the_engine_maps_them(seed: int) -> None:
+    """It renames modules, and drops those that it does not run, such as layers for multi-token prediction."""
+    config = configured(model__layers__0__mlp__gate=quantised("w8a16", 24), mtp__layers__0__gate=quantised("w8a16", 24))
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"mtp.": None, "model.": "language_model.model."}))
+    assert list(config.layers) == ["language_model.model.layers.0.mlp.gate"]
 
 
 def test_other_formats_are_not_taken() -> None:

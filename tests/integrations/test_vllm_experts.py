@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, nn
 
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
-from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
-from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
-from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
@@ -32,6 +29,7 @@ from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
 from mixture_references import error, mixture_in_float64
 from vllm_checkpoints import arguments, compressed_tensors, words_of_compressed_tensors
+from vllm_kernel_lists import backends_of_gpus
 
 Layers = list[dict[str, Any]]
 HIDDEN, INTERMEDIATE, COUNT = 256, 256, 8
@@ -149,21 +147,11 @@ FORMATS = {
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All kinds of experts, and the backends that vLLM chooses on GPUs for integers; on a CPU it has none."""
+def _all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     integration.register()
     integration.register()
     monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "all")
-    layers = "vllm.model_executor.layers.quantization"
-    compressed = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
-    for module in ("auto_gptq", "auto_awq", f"{compressed}_wna16_marlin"):
-        marlin = WNA16MoEBackend.MARLIN, MarlinExperts
-        monkeypatch.setattr(f"{layers}.{module}.select_wna16_moe_backend", lambda *_, marlin=marlin, **__: marlin)
-    triton = Int8MoeBackend.TRITON, None
-    monkeypatch.setattr(f"{layers}.{compressed}_w8a8_int8.select_int8_moe_backend", lambda *_, **__: triton)
-    for module in ("auto_gptq", "auto_awq"):
-        monkeypatch.setattr(f"{layers}.{module}.marlin_make_workspace_new", lambda *_: torch.empty(0))
-    yield
+    backends_of_gpus(monkeypatch)
 
 
 @pytest.fixture
@@ -386,8 +374,6 @@ def test_gpt_oss(
     seed: int, monkeypatch: pytest.MonkeyPatch, intermediate: int, ranks: int, expert_parallel: bool
 ) -> None:
     """The model divides 96 into ranks of 64 and 32, and 224 into three of 64 and one of 32."""
-    marlin = Mxfp4MoeBackend.MARLIN, MarlinExperts
-    monkeypatch.setattr("vllm.model_executor.layers.quantization.mxfp4.select_mxfp4_moe_backend", lambda *_: marlin)
     outline, tensors = modules.Fp4Experts(4, HIDDEN, intermediate, dtype=vllm_on_cpu.DTYPE), {}
     ranges = {"blocks": (0, 256), "scales": (119, 124)}
     for name, shape in outline.shapes().items():

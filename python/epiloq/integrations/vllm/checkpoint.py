@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,7 @@ class EpiloqConfig(FormatConfig, QuantizationConfig):
         return cls(layers_by_name(config))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        names = list(self.layers)
-        self.layers = dict(zip(hf_to_vllm_mapper.apply_list(names), self.layers.values(), strict=True))
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a linear layer or of experts; None for other layers, which stay as they are.
@@ -58,11 +58,25 @@ class EpiloqConfig(FormatConfig, QuantizationConfig):
 
     def _method_of_experts(self, layer: Any, prefix: str) -> Any:
         projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        prefix = self._experts(prefix, projections)
         names = [[f"{prefix}.{expert}.{name}" for name in projections] for expert in range(layer.global_num_experts)]
         groups = [[self.layers.get(name) for name in each] for each in names]
         if any(group is not None for each in groups for group in each):
             return EpiloqExpertsMethod(layer, names, groups)
         return self.check_not_quantised(layer, prefix)
+
+    def _experts(self, prefix: str, projections: Sequence[str]) -> str:
+        """What the configuration calls the experts that the files, and vLLM, call `prefix`.
+
+        It has the names of transformers' modules, where the parent may have another one: Mixtral's block_sparse_moe is
+        called mlp there.
+        """
+        above, _, leaf = prefix.rpartition(".")
+        above = above.rpartition(".")[0]
+        matrices = "|".join(map(re.escape, projections))
+        pattern = re.compile(rf"({re.escape(above)}\.[^.]+\.{re.escape(leaf)})\.\d+\.(?:{matrices})")
+        found = {match[1] for match in map(pattern.fullmatch, self.layers) if match}
+        return found.pop() if len(found) == 1 else prefix
 
 
 @register_weight_loader_v2_supported_method
