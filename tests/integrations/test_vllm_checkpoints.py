@@ -304,7 +304,7 @@ def test_experts_that_are_refused_by_name(seed: int, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"down_proj: expected whole scale groups in each rank's part"):
         mixture(experts, 0, 2)
     for options, reason in (
-        ({"activation": "gelu"}, "expected the activation silu, got gelu"),
+        ({"activation": "relu2"}, "expected the activation silu or gelu or gelu_tanh, got relu2"),
         ({"has_bias": True}, "expected no biases"),
     ):
         with pytest.raises(ValueError, match=f"epiloq: {first}: {reason}"):

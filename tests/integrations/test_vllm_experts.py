@@ -267,6 +267,19 @@ def test_expert_parallel_ranks_add_up(seed: int, name: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("activation", "approximate"), [("gelu", "none"), ("gelu_pytorch_tanh", "tanh")])
+@pytest.mark.parametrize("name", ["words of 4 bits", "FP8 in blocks"])
+def test_other_gates(seed: int, name: str, activation: str, approximate: str) -> None:
+    form = FORMATS[name]
+    layers = quantised(form, 4)
+    layer, config = made(form, layers, activation=activation)
+    own = GatedExperts.from_linears(ExpertLinears(layers, nn.GELU(approximate)))
+    assert own is not None
+    x, logits = inputs(7, 4)
+    weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
+    assert torch.equal(vllm_on_cpu.run_experts(layer, config, x, logits), own(x, ids.long(), weights))
+
+
 def test_loaded_tensors_are_released(seed: int) -> None:
     for name, form in FORMATS.items():
         layer, _ = made(form, quantised(form, 2))
@@ -289,7 +302,7 @@ def test_values_of_8_bits_are_not_copied(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("words of 4 bits", {"activation": "gelu"}, "expected the activation silu, got gelu"),
+        ("words of 4 bits", {"activation": "relu2"}, "expected the activation silu or gelu or gelu_tanh, got relu2"),
         ("words of 4 bits", {"swiglu_limit": 7.0}, "expected no limits of the activation"),
         ("FP8 in blocks", {"has_bias": True}, "expected no biases"),
         ("FP8 per channel", {"apply_router_weight_on_input": True}, "expected router weights on outputs"),
@@ -468,3 +481,21 @@ def test_experts_that_cuda_graphs_cannot_record_are_left_to_the_engine(
         layer = vllm_on_cpu.experts(words(4, 32, "none").config(), 4, 2, HIDDEN, INTERMEDIATE)
     assert not isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
     assert "batch-invariant packed experts are multiplied one after the other" in messages[-1]
+
+
+@pytest.mark.parametrize("name", ["words of 4 bits", "FP8 in blocks", "int8"])
+def test_traced_whole_for_any_number_of_tokens(seed: int, name: str) -> None:
+    """On a CPU the engine's compiled graphs contain the experts; on GPUs they call them as one operator."""
+    layer = made(FORMATS[name], quantised(FORMATS[name], 4))[0].routed_experts
+
+    def apply(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        result: Tensor = layer.quant_method.apply(layer, x, weights, ids)
+        return result
+
+    torch._dynamo.reset()
+    compiled = torch.compile(apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.inference_mode():
+        for tokens in (3, 17):
+            x, logits = inputs(tokens, 4)
+            weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
+            assert torch.equal(compiled(x, weights, ids), apply(x, weights, ids))

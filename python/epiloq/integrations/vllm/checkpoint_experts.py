@@ -15,7 +15,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
 from epiloq.integrations.engines.parts import Part
 from epiloq.integrations.vllm.device import capability_here
-from epiloq.integrations.vllm.experts import EpiloqRoutedExperts, ExpertsMethod, reason_against, settle
+from epiloq.integrations.vllm.experts import EpiloqRoutedExperts, ExpertsMethod, gate_of, reason_against, settle
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
 
@@ -141,7 +141,7 @@ class EpiloqExpertsMethod(ExpertsMethod):
             {part.name.rpartition(".")[2]: part.module(self.dtype) for part in parts.values()} for parts in self.parts
         ]
         del self.parts
-        module = GatedExperts.from_linears(ExpertLinears(experts, nn.SiLU()))
+        module = GatedExperts.from_linears(ExpertLinears(experts, gate_of(layer)))
         if module is None:
             expected = "a scheme whose experts are multiplied together (docs/guide/moe.md)"
             raise _unexpected(self.names[0][0], expected, _described(self.group))

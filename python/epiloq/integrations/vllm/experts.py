@@ -6,7 +6,7 @@ vLLM's own method creates and loads the weights. After loading they become an ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -63,6 +63,17 @@ Reader: TypeAlias = "Callable[[Any, Sizes], GatedExperts | Fp4Experts]"
 # Below "vllm", so that it has the level and the handler of vLLM's loggers.
 logger = init_logger("vllm.epiloq.experts")
 
+GATES: Mapping[MoEActivation, Callable[[], nn.Module]] = {
+    MoEActivation.SILU: nn.SiLU,
+    MoEActivation.GELU: nn.GELU,
+    MoEActivation.GELU_TANH: partial(nn.GELU, "tanh"),
+}
+"""Activations of gates, which are multiplied by ups."""
+
+
+def gate_of(layer: Any) -> nn.Module:
+    return GATES[layer.activation]()
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -74,8 +85,8 @@ class Offer:
         Returns the experts of a loaded layer, given their sizes.
     reason
         Why it does not; None if it does.
-    activation, has_bias
-        The layer's, which must be these.
+    activations, has_bias
+        The layer's must be one of these, and this.
     multiple
         Of which the intermediate size is made one, by zeros.
     """
@@ -83,7 +94,7 @@ class Offer:
     kind: str
     read: Reader
     reason: str | None
-    activation: MoEActivation = MoEActivation.SILU
+    activations: Collection[MoEActivation] = tuple(GATES)
     has_bias: bool = False
     multiple: int = 1
 
@@ -103,7 +114,7 @@ class EpiloqRoutedExperts(RoutedExperts):
         if not possible:
             logger.debug_once("epiloq leaves experts to vLLM's %s: %s", name, reason)
             return method
-        reason = reason_against(self, moe_config, offer.activation, offer.has_bias)
+        reason = reason_against(self, moe_config, offer.activations, offer.has_bias)
         reason = reason or sizes.reason_against() or offer.reason
         if reason is not None:
             logger.warning_once("epiloq leaves %s to vLLM's %s: %s", offer.kind, name, reason)
@@ -121,13 +132,14 @@ class EpiloqRoutedExperts(RoutedExperts):
 
 
 def reason_against(
-    layer: Any, moe: Any, activation: MoEActivation = MoEActivation.SILU, has_bias: bool = False
+    layer: Any, moe: Any, activations: Collection[MoEActivation] = tuple(GATES), has_bias: bool = False
 ) -> str | None:
     """Why epiloq cannot run a layer of experts, apart from its weights; None if it can."""
     parallel = moe.moe_parallel_config
     unsupported = {
         f"the backend {moe.moe_backend} was asked for": moe.moe_backend != "auto",
-        f"expected the activation {activation.value}, got {moe.activation.value}": moe.activation != activation,
+        f"expected the activation {' or '.join(known.value for known in activations)}, got "
+        f"{moe.activation.value}": moe.activation not in activations,
         "expected no limits of the activation in the configuration": any(
             value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
         ),
@@ -240,7 +252,7 @@ class _Words:
     by_output: bool = False
 
     def read(self, layer: Any, sizes: Sizes) -> GatedExperts:
-        return packed_experts(sizes, self._matrices(layer, "w13"), self._matrices(layer, "w2"))
+        return packed_experts(sizes, self._matrices(layer, "w13"), self._matrices(layer, "w2"), gate_of(layer))
 
     def _matrices(self, layer: Any, name: str) -> Iterator[PackedWeight]:
         q, scale = (getattr(layer, f"{name}_{part}").data for part in (self.q, self.scale))
@@ -311,22 +323,32 @@ def _of_compressed_fp8(method: Any, sizes: Sizes) -> Offer:
 def _of_float8(block: Sequence[int] | None, scale: str, static: bool, sizes: Sizes) -> Offer:
     if block is None:
         reason = "expected a dynamic scale of activations, got a static one" if static else None
-        return Offer("fp8-experts", partial(_read_values, row_experts, ("weight", scale)), reason)
+        return Offer("fp8-experts", partial(_read_values, row_experts, scale), reason)
     reason = None
     if tuple(block) != (FP8_BLOCK, FP8_BLOCK):
         reason = f"expected blocks of {FP8_BLOCK} x {FP8_BLOCK}, got {block[0]} x {block[1]}"
     elif sizes.intermediate % FP8_BLOCK:
         reason = f"expected multiples of {FP8_BLOCK} per rank, got an intermediate size of {sizes.intermediate}"
-    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, ("weight", scale)), reason)
+    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, scale), reason)
 
 
 def _of_compressed_int8(method: Any, sizes: Sizes) -> Offer:
     reason = None if method.input_quant.symmetric else "expected no zero points of activations"
-    return Offer("int8-experts", partial(_read_values, row_experts, ("weight", "weight_scale")), reason)
+    return Offer("int8-experts", partial(_read_values, row_experts, "weight_scale"), reason)
 
 
-def _read_values(make: Callable[..., Any], parts: Sequence[str], layer: Any, sizes: Sizes) -> Any:
-    return make(sizes, *([getattr(layer, f"{name}_{part}").data for part in parts] for name in ("w13", "w2")))
+def _read_values(make: Callable[..., GatedExperts], scale: str, layer: Any, sizes: Sizes) -> GatedExperts:
+    return make(sizes, *_tensors(layer, "weight", scale), gate_of(layer))
+
+
+def _read_gpt_oss(layer: Any, sizes: Sizes) -> Fp4Experts:
+    return gpt_oss_experts(sizes, *_tensors(layer, "weight", "weight_scale", "bias"))
+
+
+def _tensors(layer: Any, *parts: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of gate and up, and of down."""
+    gate_up, down = ([getattr(layer, f"{name}_{part}").data for part in parts] for name in ("w13", "w2"))
+    return gate_up, down
 
 
 _OF_16_BITS = (
@@ -348,8 +370,8 @@ def _of_gpt_oss(method: Any, sizes: Sizes) -> Offer:
         reason = f"expected bfloat16 activations, got {method.moe.in_dtype}"
     elif method.mxfp4_backend not in _OF_16_BITS:
         reason = f"expected bfloat16 activations, got the backend {method.mxfp4_backend.value}"
-    read = partial(_read_values, gpt_oss_experts, ("weight", "weight_scale", "bias"))
-    return Offer("mxfp4-experts", read, reason, MoEActivation.SWIGLUOAI, has_bias=True, multiple=MXFP4_BLOCK)
+    gates = (MoEActivation.SWIGLUOAI,)
+    return Offer("mxfp4-experts", _read_gpt_oss, reason, gates, has_bias=True, multiple=MXFP4_BLOCK)
 
 
 _OFFERS: Mapping[type, Callable[[Any, Sizes], Offer]] = {
