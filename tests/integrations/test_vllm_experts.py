@@ -93,6 +93,25 @@ def per_tensor(layer: nn.Linear) -> Any:
     return modules.Fp8Linear.from_linear(layer, weight="tensor")
 
 
+def fp4(form: str, inputs: dict[str, Any] | None = None) -> Format:
+    group = {"mxfp4": {"strategy": "group", "group_size": 32}, "nvfp4": {"strategy": "tensor_group", "group_size": 16}}
+    scale = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}[form]
+    weights = arguments(4, "float", **group[form]) | {"scale_dtype": scale}
+
+    def tensors(module: Any) -> dict[str, Tensor]:
+        state = module.file_state()
+        found = {"weight_packed": state["weight"], "weight_scale": state["weight_scale"]}
+        return found | ({"weight_global_scale": state["weight_global_scale"]} if form == "nvfp4" else {})
+
+    return Format(
+        f"{form}-experts",
+        lambda: compressed_tensors(weights, inputs, f"{form}-pack-quantized"),
+        lambda layer: modules.Fp4Linear.from_linear(layer, format=form),
+        tensors,
+        2**-6,
+    )
+
+
 FORMATS = {
     "words of 4 bits": words(4, 32, "none"),
     "words of 4 bits with zero points": words(4, 128, "zero"),
@@ -141,6 +160,11 @@ FORMATS = {
     ),
     "FP8 per tensor of compressed-tensors": Format(
         "fp8-experts", float8("tensor", "tensor"), per_tensor, lambda module: module.file_state(), 0.08
+    ),
+    "MXFP4": fp4("mxfp4"),
+    "NVFP4": fp4("nvfp4"),
+    "NVFP4 with activations": fp4(
+        "nvfp4", arguments(4, "float", "tensor_group", dynamic=True, group_size=16) | {"dynamic": "local"}
     ),
     "int8": Format("int8-experts", int8, modules.Int8Linear.from_linear, with_columns, 0.03),
 }

@@ -23,6 +23,7 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "fp8-experts": _FLOAT8,
     "int8-experts": _GROUPED,
     "mxfp4-experts": (90,),
+    "nvfp4-experts": (90,),
 }
 """Kinds of layers, with the architectures that have tensor-core kernels for them."""
 BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16")

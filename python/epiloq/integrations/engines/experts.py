@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from epiloq import _core
 from epiloq.formats.layouts.words import unpack
-from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, WeightOnlyLinear
+from epiloq.nn import Fp4Linear, Fp8BlockLinear, Fp8Linear, Int8Linear, WeightOnlyLinear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.nn.experts.fp4_experts import Fp4Experts
 from epiloq.nn.experts.fp8_block_experts import Fp8BlockExperts
 from epiloq.nn.experts.gated_experts import GatedExperts
 from epiloq.nn.experts.kind import Kind
 from epiloq.nn.experts.packed_experts import PackedExperts
+from epiloq.nn.experts.packed_fp4_experts import PackedFp4Experts
 from epiloq.nn.experts.row_experts import Fp8Experts, Int8Experts
 from epiloq.weights.fp4 import FORMATS
+from epiloq.weights.packed_fp4_weight import pack_fp4_weight
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
-MXFP4_BLOCK = FORMATS["mxfp4"].block_size
+MXFP4_BLOCK, NVFP4_BLOCK = (FORMATS[name].block_size for name in ("mxfp4", "nvfp4"))
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,25 @@ def row_experts(
         kind = Kind(Int8Linear, Int8Experts, {"activation": "dynamic", "symmetric": True})
     else:
         kind = Kind(Fp8Linear, Fp8Experts, {"activation": "token", "weight": "channel"})
+    return _assigned(kind, sizes, tensors, act_fn)
+
+
+def fp4_experts(
+    sizes: Sizes, gate_up: Sequence[Tensor], down: Sequence[Tensor], act_fn: nn.Module | None = None
+) -> GatedExperts:
+    """Experts of E2M1 codes uint8 ``[E, N, K / 2]`` and scales per block, uint8 (MXFP4) or float8_e4m3fn (NVFP4).
+
+    NVFP4 also has reciprocals of global scales, float32: ``[E, 2]`` for gate and up, ``[E]`` for down.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, (codes, scales, *divisor), k in (
+        ("gate_up", gate_up, sizes.hidden),
+        ("down", down, sizes.intermediate),
+    ):
+        packed = pack_fp4_weight(codes.flatten(0, 1), scales.flatten(0, 1), in_features=k)
+        tensors |= {f"{name}.weight_q": packed.q, f"{name}.weight_scale": packed.scale}
+        tensors |= {f"{name}.weight_global_scale": given.flatten() for given in divisor}
+    kind = Kind(Fp4Linear, PackedFp4Experts, {"format": packed.format, "reciprocal": True})
     return _assigned(kind, sizes, tensors, act_fn)
 
 

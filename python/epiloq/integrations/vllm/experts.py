@@ -24,6 +24,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_mxfp4 as compressed_mxfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_nvfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -43,7 +49,9 @@ from vllm.utils.math_utils import round_up
 from epiloq.formats.layouts.awq import ORDER
 from epiloq.integrations.engines.experts import (
     MXFP4_BLOCK,
+    NVFP4_BLOCK,
     Sizes,
+    fp4_experts,
     fp8_block_experts,
     gpt_oss_experts,
     matrix_of_words,
@@ -323,22 +331,38 @@ def _of_compressed_fp8(method: Any, sizes: Sizes) -> Offer:
 def _of_float8(block: Sequence[int] | None, scale: str, static: bool, sizes: Sizes) -> Offer:
     if block is None:
         reason = "expected a dynamic scale of activations, got a static one" if static else None
-        return Offer("fp8-experts", partial(_read_values, row_experts, scale), reason)
+        return Offer("fp8-experts", partial(_read_values, row_experts, ("weight", scale)), reason)
     reason = None
     if tuple(block) != (FP8_BLOCK, FP8_BLOCK):
         reason = f"expected blocks of {FP8_BLOCK} x {FP8_BLOCK}, got {block[0]} x {block[1]}"
     elif sizes.intermediate % FP8_BLOCK:
         reason = f"expected multiples of {FP8_BLOCK} per rank, got an intermediate size of {sizes.intermediate}"
-    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, scale), reason)
+    return Offer("fp8-block-experts", partial(_read_values, fp8_block_experts, ("weight", scale)), reason)
 
 
 def _of_compressed_int8(method: Any, sizes: Sizes) -> Offer:
     reason = None if method.input_quant.symmetric else "expected no zero points of activations"
-    return Offer("int8-experts", partial(_read_values, row_experts, "weight_scale"), reason)
+    return Offer("int8-experts", partial(_read_values, row_experts, ("weight", "weight_scale")), reason)
 
 
-def _read_values(make: Callable[..., GatedExperts], scale: str, layer: Any, sizes: Sizes) -> GatedExperts:
-    return make(sizes, *_tensors(layer, "weight", scale), gate_of(layer))
+def _of_mxfp4(method: Any, sizes: Sizes) -> Offer:
+    read = partial(_read_values, fp4_experts, ("weight_packed", "weight_scale"))
+    return Offer("mxfp4-experts", read, _reason_against_blocks(sizes, MXFP4_BLOCK))
+
+
+def _of_nvfp4(method: Any, sizes: Sizes) -> Offer:
+    read = partial(_read_values, fp4_experts, ("weight_packed", "weight_scale", "weight_global_scale"))
+    return Offer("nvfp4-experts", read, _reason_against_blocks(sizes, NVFP4_BLOCK))
+
+
+def _reason_against_blocks(sizes: Sizes, block: int) -> str | None:
+    if sizes.hidden % block or sizes.intermediate % block:
+        return f"expected multiples of {block}, got hidden size {sizes.hidden} and {sizes.intermediate} per rank"
+    return None
+
+
+def _read_values(make: Callable[..., GatedExperts], parts: Sequence[str], layer: Any, sizes: Sizes) -> GatedExperts:
+    return make(sizes, *_tensors(layer, *parts), gate_of(layer))
 
 
 def _read_gpt_oss(layer: Any, sizes: Sizes) -> Fp4Experts:
@@ -382,6 +406,8 @@ _OFFERS: Mapping[type, Callable[[Any, Sizes], Offer]] = {
     Fp8MoEMethod: _of_fp8,
     compressed_fp8.CompressedTensorsW8A8Fp8MoEMethod: _of_compressed_fp8,
     compressed_int8.CompressedTensorsW8A8Int8MoEMethod: _of_compressed_int8,
+    compressed_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod: _of_mxfp4,
+    compressed_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod: _of_nvfp4,
     GptOssMxfp4MoEMethod: _of_gpt_oss,
 }
 """By vLLM's method; subclasses, which may load other tensors, are left to vLLM."""
