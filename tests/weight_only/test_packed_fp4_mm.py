@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from fp4_reference import KINDS, packed
 from reference import assert_rounded_product, poisoned
 
+packed_fp4_mm = importlib.import_module("epiloq.ops.packed_fp4_mm")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = [(1, 1, 16), (1, 300, 1024), (7, 33, 576), (64, 40, 128), (65, 130, 96), (4, 7, 33), (2, 3, 1), (0, 8, 64)]
 SIZES += [(2, 0, 64), (2, 4, 0), (200, 48, 160)]
@@ -290,3 +293,15 @@ def test_kernel_is_used_without_synchronisation(
     for expert in range(8):
         rows = slice(5 * expert, 5 * expert + 5)
         assert_rounded_product(found[rows], x[rows], exact[expert * 256 : (expert + 1) * 256], None)
+    monkeypatch.setattr(few_rows, "multiplications", lambda *_, **__: 0)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # nothing may be read on the host
+        epiloq.packed_fp4_mm(many, weight, offs=20 * ends)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_graph_takes_the_kernel_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+    """Because the host cannot read the numbers of rows while it is captured."""
+    monkeypatch.setattr(packed_fp4_mm, "runs_kernels_of", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    x: Any = SimpleNamespace(is_cuda=True, shape=(80000, 4096), dtype=torch.float16, device=torch.device("cuda"))
+    assert packed_fp4_mm._takes_kernel(x, torch.zeros(8, dtype=torch.int32), 8 * 14336, "mxfp4") is captures

@@ -51,7 +51,7 @@ def packed_fp4_mm(
     Otherwise W is dequantised as by `epiloq.fp4_dequantize`, rounded once to x's dtype, and multiplied by torch, one
     expert at a time, whose number of rows is read on the host. The CPU multiplies as the kernels do, one expert at a
     time. docs/numerics.md has the bounds. The gradient of x is ``dy @ W``. With batch invariance
-    (`epiloq.set_batch_invariant`) CUDA always uses the kernel of few rows, for any number of rows.
+    (`epiloq.set_batch_invariant`), and for experts in a CUDA graph, the kernel of few rows is used for any number.
 
     Args:
         x: ``[…, M, K]`` float16, bfloat16 or float32, contiguous rows, leading dimensions that collapse into one; with
@@ -116,8 +116,8 @@ def run(
 
 
 def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool:
-    """Whether to ask for a kernel that reads codes: because it is faster, or for batch invariance. On a CPU it is for
-    one matrix. `n`: the rows of the matrices of all experts."""
+    """Whether to ask for a kernel that reads codes: because it is faster, for batch invariance, or because a CUDA graph
+    is captured. On a CPU it is for one matrix. `n`: the rows of the matrices of all experts."""
     if counts is None or not x.is_cuda:
         return counts is None
     if is_batch_invariant():
@@ -125,7 +125,7 @@ def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool
     experts = counts.numel()
     rows, by_wgmma = prod(x.shape[:-1]) / experts, is_exact(format, x.dtype) and runs_kernels_of(x.device, "sm90")
     most = few_rows.multiplications(True, by_wgmma, by_float8=False)
-    return few_rows.are_few(rows, n // experts, x.shape[-1], most)
+    return few_rows.are_few(rows, n // experts, x.shape[-1], most) or torch.cuda.is_current_stream_capturing()
 
 
 def is_exact(format: str, dtype: torch.dtype) -> bool:
