@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
 
 from epiloq.formats.epiloq_modules import Group
 from epiloq.formats.layouts.base import FormatError
-from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
+from epiloq.integrations.engines.experts import Sizes
 from epiloq.integrations.engines.parts import Part
-from epiloq.integrations.vllm.device import capability_here
-from epiloq.integrations.vllm.experts import EpiloqRoutedExperts, ExpertsMethod, gate_of, reason_against, settle
+from epiloq.integrations.vllm.experts import (
+    EpiloqRoutedExperts,
+    ExpertsMethod,
+    gate_of,
+    reason_against,
+    reason_against_recording,
+    settle,
+)
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
 
@@ -80,15 +87,15 @@ class EpiloqExpertsMethod(ExpertsMethod):
 
     def _check_graphs(self) -> None:
         """Raise ValueError if vLLM records CUDA graphs, and these experts cannot be recorded."""
-        config, capability = get_current_vllm_config_or_none(), capability_here()
+        config = get_current_vllm_config_or_none()
         eager = config is not None and config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
-        if eager or capability is None or self.group.module not in ("WeightOnlyLinear", "W4A8Linear"):
+        if eager or self.group.module not in ("WeightOnlyLinear", "W4A8Linear"):
             return
         options = self.group.options
         bits, group_size, zeros = options.get("bits", 4), options["group_size"], options["zeros"]
         dtype = torch.bfloat16 if self.group.module == "W4A8Linear" else self.moe.in_dtype
-        reason = reason_against_graphs(self.sizes, bits, group_size, dtype, capability)
-        if zeros == "offset":
+        reason = reason_against_recording(self.sizes, bits, group_size, dtype)
+        if zeros == "offset" and current_platform.is_cuda():
             reason = "no kernel multiplies all experts with real offsets"
         if reason is not None:
             raise ValueError(

@@ -272,14 +272,20 @@ class _Words:
             yield matrix_of_words(q[expert], scale[expert], points, order=order, by_output=self.by_output, **options)
 
     def offer(self, sizes: Sizes, dtype: torch.dtype, reason: str | None) -> Offer:
-        capability = capability_here()
         if reason is None and envs.VLLM_MARLIN_INPUT_DTYPE is not None:
             reason = "8-bit activations were asked for with VLLM_MARLIN_INPUT_DTYPE"
-        if reason is None and capability is not None:
-            reason = reason_against_graphs(sizes, self.bits, self.group_size, dtype, capability)
-            if envs.VLLM_BATCH_INVARIANT:
-                reason = "batch-invariant packed experts are multiplied one after the other, not in a CUDA graph"
+        reason = reason or reason_against_recording(sizes, self.bits, self.group_size, dtype)
         return Offer(f"w{self.bits}a16-experts", self.read, reason)
+
+
+def reason_against_recording(sizes: Sizes, bits: int, group_size: int, dtype: torch.dtype) -> str | None:
+    """Why a CUDA graph cannot record packed experts on the device here; None if it can, and on a CPU."""
+    capability = capability_here()
+    if capability is None:
+        return None
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch-invariant packed experts are multiplied one after the other, which CUDA graphs cannot record"
+    return reason_against_graphs(sizes, bits, group_size, dtype, capability)
 
 
 def _of_compressed_words(method: Any, sizes: Sizes) -> Offer:
