@@ -185,7 +185,7 @@ def reason_against_graphs(
     Otherwise they are multiplied one after the other, and the host reads how many rows each has. `capability` is that
     of the device, 90 for 9.0.
     """
-    arch = next(f"sm{known}" for known in (90, 80, 75) if known <= capability)
+    arch = next((f"sm{known}" for known in (90, 80) if known <= capability), "sm75")
     for n, k in ((2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)):
         found = _core.explain_grouped_packed_mm_problem(
             m=sizes.experts,
