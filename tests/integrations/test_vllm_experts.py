@@ -523,3 +523,19 @@ def test_traced_whole_for_any_number_of_tokens(seed: int, name: str) -> None:
             x, logits = inputs(tokens, 4)
             weights, ids = vllm_on_cpu.top_k_of_softmax(x, logits, 2, True)
             assert torch.equal(compiled(x, weights, ids), apply(x, weights, ids))
+
+
+def test_shared_experts_and_a_router_inside(seed: int) -> None:
+    """As Qwen2-MoE and DeepSeek have them: the engine's runner calls both, and adds what they return."""
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x[:, :4].float(), None
+
+    form = FORMATS["words of 4 bits"]
+    layers = quantised(form, 4)
+    layer, config = made(form, layers, gate=Gate(), shared_experts=nn.Identity())
+    x = torch.randn(7, HIDDEN, dtype=vllm_on_cpu.DTYPE)
+    weights, ids = vllm_on_cpu.top_k_of_softmax(x, x[:, :4].float(), 2, True)
+    reference = x.double() + mixture_in_float64(layers, x, weights, ids)
+    assert error(vllm_on_cpu.run_experts(layer, config, x, x), reference) < form.error
