@@ -16,14 +16,16 @@
 namespace epiloq::ops::weight_only_mm {
 
 inline constexpr double kCyclesPerUs = 1755;  // of an H100's clock
-inline constexpr double kStepOverhead = 80;  // cycles per K step in addition to its longest part; assumed, not measured
 
 // Per cycle of an SM: products of the tensor cores, weights converted by the integer pipes, bytes of weights that
-// memory delivers.
+// memory delivers, and bytes of the sums that split-K sends. Cycles: of a K step in addition to its longest part, and
+// of a tile's prologue and epilogue.
 struct WgmmaRates {
   double fma, conversions;
   bool overlaps;  // products and conversions
-  double weight_bytes = 14.5;
+  double weight_bytes = 14.5, sent_bytes = 12;
+  double step_overhead = 80, tile = 1500;
+  bool splits_in_waves = false;  // more clusters may split K than run at a time
 };
 
 // Cycles of a kernel, and what they are made of.
@@ -36,24 +38,23 @@ struct WgmmaCycles {
 
 inline WgmmaCycles wgmma_cycles(WgmmaConfig const& c, WgmmaRates const& rates, int split, std::int64_t m,
                                 std::int64_t n, std::int64_t k, Target const& t) {
-  // Assumed, not measured: cycles per tile for prologue and epilogue; bytes per cycle of the sums that split-K sends.
-  constexpr double kTile = 1500, kSentBytes = 12;
   WgmmaCycles cycles;
   cycles.tiles = ceil_div(n, c.rows()) * ceil_div(m, c.tokens);
-  if (split > 1 && cycles.tiles > clusters(split, 1, t)) return cycles;
+  std::int64_t const at_a_time = split > 1 ? clusters(split, 1, t) : t.sm_count;
+  if (split > 1 && cycles.tiles > at_a_time && !rates.splits_in_waves) return cycles;
   double const weights = static_cast<double>(c.rows()) * kPadding;
   cycles.products = weights * c.tokens / rates.fma;
   cycles.conversions = weights / rates.conversions;
   cycles.loads = weights / 2 / rates.weight_bytes;
   double const work = rates.overlaps ? std::max(cycles.products, cycles.conversions)
                                      : cycles.products + cycles.conversions / c.k_groups;
-  cycles.step = kStepOverhead + std::max(work, cycles.loads);
+  cycles.step = rates.step_overhead + std::max(work, cycles.loads);
   cycles.steps = ceil_div(ceil_div(k, kPadding), split);
-  cycles.waves = split > 1 ? 1 : ceil_div(cycles.tiles, t.sm_count);
-  cycles.tile = kTile;
-  cycles.sent = 4.0 * c.rows() * c.tokens * (split - 1) / split / kSentBytes;
-  cycles.total =
-      static_cast<double>(cycles.waves) * (static_cast<double>(cycles.steps) * cycles.step + kTile) + cycles.sent;
+  cycles.waves = ceil_div(cycles.tiles, at_a_time);
+  cycles.tile = rates.tile;
+  cycles.sent = 4.0 * c.rows() * c.tokens * (split - 1) / split / rates.sent_bytes;
+  cycles.total = static_cast<double>(cycles.waves) *
+                 (static_cast<double>(cycles.steps) * cycles.step + cycles.tile + cycles.sent);
   return cycles;
 }
 

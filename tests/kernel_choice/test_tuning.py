@@ -130,17 +130,19 @@ def test_the_problem_of_a_layer_is_the_one_that_dispatch_sees(scheme: str) -> No
 
 @pytest.mark.parametrize("activation", ["fp8", "int8"])
 @pytest.mark.parametrize("zeros", ["none", "zero"])
-@pytest.mark.parametrize("group_size", [64, 128, 256, -1])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 def test_w4a8_tunes_the_products_of_its_numbers_of_tokens(group_size: int, zeros: str, activation: str) -> None:
     n, k = 136, 272
     options: Any = {"group_size": group_size, "zeros": zeros, "activation": activation}
     layer = epiloq.nn.W4A8Linear(k, n, dtype=torch.bfloat16, **options)
-    found = [problems_of([layer], (m,))[0] for m in (100, 300, 1000)]
+    found = [problems_of([layer], (m,))[0] for m in (20, 100, 1000)]
     is_float8 = activation == "fp8"
     registers = "w4a8_mm" if is_float8 and zeros == "none" else "weight_only_mm"
     many = registers
     if group_size == -1:
         many = "scaled_mm"
+    elif group_size == 32:
+        many = "weight_only_mm"
     elif is_float8 and group_size != 64:
         many = "groupwise_mm"
     assert [problem.operation for problem in found] == ["weight_only_mm", registers, many]

@@ -8,6 +8,7 @@ import torch
 import epiloq
 from epiloq._torch import archs
 from epiloq.ops.w4a8 import unpacked
+from epiloq.ops.w4a8_mm import FLOAT8_TOKENS, float8_tokens
 from reference import poisoned
 from w4a8_reference import KINDS, assert_close, make_problem, run_and_assert_close
 
@@ -81,15 +82,15 @@ def test_large_m(seed: int, group_size: int, activations: torch.dtype, kind: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [-1, 32, 64, 128, 512])
 def test_the_kernel_of_groups(seed: int, group_size: int, kind: str) -> None:
-    """From 256 tokens on, for symmetric weights on SM90; any sizes."""
-    for m, n, k in ((256, 70, 640), (300, 520, 1040), (257, 129, 1000)):
+    """For symmetric weights on SM90; any sizes."""
+    for m, n, k in ((FLOAT8_TOKENS, 70, 640), (300, 520, 1040), (257, 129, 1000), (130, 1030, 136)):
         more = {"bias": torch.float16, "act_order": group_size == 64, "device": "cuda"}
         problem = make_problem(m, n, k, group_size, kind, **more)
         run_and_assert_close(problem, torch.float16)
         message = epiloq.explain("w4a8_mm", *problem.arguments, out_dtype=torch.float16)
         taken = "float8 in registers" in message
         on_sm90 = torch.cuda.get_device_capability() == (9, 0)
-        assert taken == (kind == "symmetric" and on_sm90)
+        assert taken == (kind == "symmetric" and on_sm90 and m in float8_tokens(group_size))
 
 
 @pytest.mark.gpu

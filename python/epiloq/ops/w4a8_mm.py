@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import inf, prod
 from typing import Any
 
@@ -44,8 +45,10 @@ from epiloq.weights.packed_weight import PackedWeight
 _AT_ONCE = 1 << 24
 # Elements of 16 bits in 16 bytes.
 _ALIGNED = 8
-# Number of tokens from which the float8 kernel of SM90 is faster; below, the time is that of reading the weight.
-FLOAT8_TOKENS = 256
+# Number of tokens from which the float8 kernel of SM90 is faster on an H200; below, the time is that of reading the
+# weight. And from which it is slower again in groups of 32, whose sums it scales four times as often.
+FLOAT8_TOKENS = 33
+_TOO_MANY_IN_GROUPS_OF_32 = 192
 
 
 def w4a8_mm(
@@ -167,7 +170,7 @@ def multiply(call: Call) -> None:
     scale_a = scale_a if len(scale_a) == m else scale_a.repeat(m, 1)
     if not is_batch_invariant() and unpacked.fits(x_q, weight):
         return unpacked.multiply(out, x_q, weight, scale_a, call.bias)
-    if isinstance(weight, PackedWeight) and _may_be_float8(x_q) and _by_float8_kernel(out, x_q, weight, call):
+    if isinstance(weight, PackedWeight) and _may_be_float8(x_q, weight) and _by_float8_kernel(out, x_q, weight, call):
         return
     step = max(_AT_ONCE // max(weight.n, weight.k), TOKENS)
     for first in range(0, m, step):
@@ -191,8 +194,14 @@ def _by_groups(out: Tensor, x_q: Tensor, weight: Weight, scale_a: Tensor, bias: 
         _write_product(out[rows], x if perm is None else x.index_select(-1, perm), weight, bias)
 
 
-def _may_be_float8(x_q: Tensor) -> bool:
-    return not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn and len(x_q) >= FLOAT8_TOKENS
+def float8_tokens(group_size: int) -> range:
+    """The numbers of tokens for which SM90 converts the weight to float8 in registers."""
+    return range(FLOAT8_TOKENS, _TOO_MANY_IN_GROUPS_OF_32 if group_size == 32 else sys.maxsize)
+
+
+def _may_be_float8(x_q: Tensor, weight: PackedWeight) -> bool:
+    may = not is_batch_invariant() and x_q.is_cuda and x_q.dtype == torch.float8_e4m3fn
+    return may and len(x_q) in float8_tokens(weight.group_size)
 
 
 def _by_float8_kernel(out: Tensor, x_q: Tensor, weight: PackedWeight, call: Call) -> bool:
@@ -298,7 +307,7 @@ def explain(given: Arguments, *, terms: bool = False) -> str:
         return f"{how}: {explain_fp4(x, w)}"
     if _multiplies_integers(x_q, w):
         return "CPU: int8 products of each group, summed in fp32"
-    if _may_be_float8(x_q.view(m, w.k)):
+    if _may_be_float8(x_q.view(m, w.k), w):
         padded_k = -(-w.k // PADDING) * PADDING
         scratch = x_q.new_empty((m, padded_k), dtype=torch.uint8)
         packed, numbers = (w.q, w.scale, w.zero), (w.n, w.k, w.group_size)

@@ -13,7 +13,7 @@ from epiloq import _core
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, OnlineQuantLinear, W4A8Linear, WeightOnlyLinear
 from epiloq.nn.base.packed_linear import PackedLinear
 from epiloq.ops.w4a8 import unpacked
-from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
+from epiloq.ops.w4a8_mm import float8_tokens
 from epiloq.schemes import SCHEMES
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
@@ -99,8 +99,8 @@ def _weight_only(layer: PackedLinear, dtype: str) -> _Product:
 
 
 def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
-    """Products with few tokens run in 16 bits, others in float8 if there is a kernel, and many with the weight
-    unpacked to 8 bits."""
+    """Products with few tokens run in 16 bits, others in float8 if there is a kernel that is faster, and many with the
+    weight unpacked to 8 bits."""
     few, sizes = _weight_only(layer, "bfloat16"), (layer.out_features, layer.in_features)
     is_float8 = layer.activation == "fp8"
     many = None
@@ -108,14 +108,18 @@ def _w4a8(layer: W4A8Linear) -> Iterator[_Product]:
         many = _Product("scaled_mm", *sizes, (("dtype", "float8_e4m3fn" if is_float8 else "int8"),))
     elif is_float8 and unpacked.keeps_groups(layer.group_size):
         many = _Product("groupwise_mm", *sizes, (("column_scales", True), ("whole_row_scales", True)))
-    from_registers = FLOAT8_TOKENS if is_float8 and layer.weight_zero is None else None
-    from_memory = unpacked.MANY_TOKENS if many and layer.in_features % unpacked.ALIGNED == 0 else None
     last = 1 << 31
-    yield replace(few, tokens=range(1, from_registers or from_memory or last))
-    if from_registers is not None:
-        options = (("group_size", layer.group_size),)
-        yield _Product("w4a8_mm", *sizes, options, range(from_registers, from_memory or last))
-    if many is not None and from_memory is not None:
+    from_memory = unpacked.MANY_TOKENS if many and layer.in_features % unpacked.ALIGNED == 0 else last
+    in_registers = range(from_memory, from_memory)
+    if is_float8 and layer.weight_zero is None:
+        kernel = float8_tokens(layer.group_size)
+        in_registers = range(kernel.start, min(kernel.stop, from_memory))
+    yield replace(few, tokens=range(1, in_registers.start))
+    if in_registers:
+        yield _Product("w4a8_mm", *sizes, (("group_size", layer.group_size),), in_registers)
+    if in_registers.stop < from_memory:
+        yield replace(few, tokens=range(in_registers.stop, from_memory))
+    if many is not None:
         yield replace(many, tokens=range(from_memory, last))
 
 

@@ -10,8 +10,15 @@
 namespace epiloq::ops::w4a8_mm {
 namespace {
 
-// About 1.4 instructions of the integer pipes per weight.
-constexpr weight_only_mm::WgmmaRates kRates{.fma = 4096, .conversions = 64 / 1.4, .overlaps = true};
+// About 1.4 instructions of the integer pipes per weight. Fitted to an H200: products and conversions together take as
+// long as products alone at about half of the tensor cores' rate.
+constexpr weight_only_mm::WgmmaRates kRates{.fma = 2200,
+                                            .conversions = 64 / 1.4,
+                                            .overlaps = true,
+                                            .sent_bytes = 22,
+                                            .step_overhead = 110,
+                                            .tile = 5200,
+                                            .splits_in_waves = true};
 
 weight_only_mm::WgmmaCycles cycles_of(Choice const& choice, W4a8Problem const& p, Target const& t) {
   return weight_only_mm::wgmma_cycles(kRows[choice.row], kRates, choice.split, p.m, p.n, p.k, t);
@@ -48,7 +55,7 @@ std::string Selection::terms(Choice const& choice, W4a8Problem const& p, Target 
        << "  " << c.waves << (c.waves == 1 ? " wave, " : " waves, each ") << c.steps << " K steps of "
        << fixed(c.step, 0) << " cycles + prologue and epilogue " << fixed(c.tile, 0) << '\n'
        << "  a K step: the longest of products " << fixed(c.products, 0) << ", conversions " << fixed(c.conversions, 0)
-       << " and loads " << fixed(c.loads, 0) << " cycles, + " << fixed(weight_only_mm::kStepOverhead, 0) << '\n';
+       << " and loads " << fixed(c.loads, 0) << " cycles, + " << fixed(kRates.step_overhead, 0) << '\n';
   if (choice.split > 1) text << "  partial sums to other CTAs " << fixed(c.sent, 0) << " cycles\n";
   return text.str();
 }

@@ -16,6 +16,7 @@ inline constexpr std::array kRows{
     weight_only_mm::WgmmaConfig{1, 2, 1, 64, false},
     weight_only_mm::WgmmaConfig{2, 1, 2, 128, false},
     weight_only_mm::WgmmaConfig{1, 2, 1, 128, false},
+    weight_only_mm::WgmmaConfig{2, 1, 1, 128, false},
 };
 
 using Launch = void (*)(Problem const&, int split, int device, Stream);

@@ -13,7 +13,7 @@ from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.experts import few_rows
 from epiloq.ops.packed_fp4_mm import dequantised_explanation, is_exact
 from epiloq.ops.w4a8 import unpacked
-from epiloq.ops.w4a8_mm import FLOAT8_TOKENS
+from epiloq.ops.w4a8_mm import float8_tokens
 from epiloq.weights.packed_layout import PANEL_ROWS
 
 _SIZES = ("m", "n", "k")
@@ -27,7 +27,7 @@ def _explain_w4a8_mm(**call: Any) -> str:
     invariant = is_batch_invariant()
     if not invariant and unpacked.fits_sizes(*sizes, torch.float8_e4m3fn, lambda archs: arch in archs):
         return unpacked.explanation("integers")
-    if invariant or call["m"] < FLOAT8_TOKENS or call["k"] == 0:
+    if invariant or call["m"] not in float8_tokens(call.get("group_size", 128)) or call["k"] == 0:
         return f"activations as bfloat16: {_core.explain_weight_only_mm_problem(bits=4, **call)}"
     return kernel
 
