@@ -10,7 +10,7 @@ namespace epiloq {
 // Routing of T tokens to top_k of E experts each, on a CUDA device. Rows are pairs of a token and one of its experts,
 // N = T top_k of them.
 
-inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 512;
+inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 16384;
 
 // What logits become before experts are chosen: softmax over all experts, a sigmoid of each, or themselves, with
 // softmax over the chosen ones.

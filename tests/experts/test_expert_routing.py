@@ -94,7 +94,19 @@ def test_not_a_number_and_infinities(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens,top_k,count", [(1, 8, 128), (16, 8, 128), (64, 8, 256), (7, 1, 3), (0, 4, 8), (40, 3, 1024)]
+    "tokens,top_k,count",
+    [
+        (1, 8, 128),
+        (16, 8, 128),
+        (64, 8, 256),
+        (7, 1, 3),
+        (0, 4, 8),
+        (40, 3, 1024),
+        (2048, 8, 128),
+        (1023, 16, 1024),
+        (4097, 3, 511),
+        (500, 2, 1),
+    ],
 )
 def test_sorted_rows(tokens: int, top_k: int, count: int, device: str, seed: int) -> None:
     experts = torch.randint(count, (tokens, top_k), device=device)
@@ -159,8 +171,8 @@ def test_invalid_choices_are_refused(argument: str, changed: dict[str, Any]) -> 
 
 
 def test_invalid_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected at most 512 rows"):
-        sort_expert_rows(torch.zeros(513, 1, dtype=torch.int64), 8)
+    with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected at most 16384 rows"):
+        sort_expert_rows(torch.zeros(16385, 1, dtype=torch.int64), 8)
     with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected int64"):
         sort_expert_rows(torch.zeros(2, 1, dtype=torch.int32), 8)
     rows, places, weights = torch.zeros(4, 8), torch.arange(4), torch.ones(2, 2)

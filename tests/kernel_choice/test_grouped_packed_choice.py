@@ -42,15 +42,15 @@ def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple
 @pytest.mark.parametrize(
     ("experts", "n", "k", "rows", "expected"),
     [
-        # CTAs of 128 weight rows by a tile, on 132 SMs with four each.
-        (128, 1536, 2048, 8, (8, 4)),  # 96: five slices would fit, of which 16 K steps make four
-        (8, 4096, 7168, 8, (8, 2)),  # 256
-        (8, 28672, 4096, 2, (8, 2)),  # 448: four on some SMs, and halves make seven
-        (8, 32768, 4096, 2, (8, 1)),  # 512: four on most
-        (8, 17408, 4096, 2, (8, 2)),  # 272: three on few, and halves make five
-        (8, 25344, 4096, 2, (8, 1)),  # 396: three on each
+        # CTAs of 128 weight rows by a tile, on 132 SMs with four each; the K steps of the SM with the most CTAs.
+        (128, 1536, 2048, 8, (8, 4)),  # 96: three of 4 steps, rather than four of 4 with five slices
+        (8, 4096, 7168, 8, (8, 4)),  # 256: two of 56; quarters follow each other, 7.8 of 14
+        (8, 28672, 4096, 2, (8, 2)),  # 448: four of 32 on some SMs; halves follow each other, 6.8 of 16
+        (8, 32768, 4096, 2, (8, 2)),  # 512: four of 32, 7.8 of 16
+        (8, 17408, 4096, 2, (8, 2)),  # 272: three of 32 on few; halves follow each other, 4.1 of 16
+        (8, 25344, 4096, 2, (8, 1)),  # 396: three of 32 on each
         (8, 28672, 4096, 16, (8, 1)),  # 1792: CTAs follow each other
-        (8, 28672, 896, 2, (8, 1)),  # seven K steps are too few for two slices
+        (8, 28672, 896, 2, (8, 1)),  # 448: four of 7; a prologue more would take as long
     ],
 )
 def test_slices_of_k(experts: int, n: int, k: int, rows: int, expected: tuple[int, int]) -> None:

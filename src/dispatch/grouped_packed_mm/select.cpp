@@ -113,22 +113,27 @@ Choice wgmma_of(Problem const& p, Format format, Target const& target) {
   return best;
 }
 
-// Slices of K that let as many CTAs run as the device holds. If they all run at a time, the SM with the most of them
-// takes the longest; so two slices where one has up to half as many CTAs more than a whole number per SM.
+// Slices of K. Where reading weights takes most of the time, those for which the SM with the most CTAs has the fewest K
+// steps, its CTAs' prologues and epilogues included; otherwise as many as let the device's CTAs all run at a time.
 int split_of(Problem const& p, Config const& c, Target const& target) {
   if (!has_clusters(target)) return 1;
   int const experts = p.counts == nullptr || p.product.m == 0 ? 1 : std::min(p.experts, p.product.m);
   int const tiles = experts * ceil_div(typical_rows(p), c.tokens);
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
   int const room = c.blocks * target.sm_count;
-  int wanted = std::max(1, room / ctas);
-  bool const reads_weights = c.tokens <= kMemoryBoundTokens;  // rather than multiplies, most of its time
-  if (wanted == 1 && ctas <= room && reads_weights) {
-    int const longest = ceil_div(ctas, target.sm_count), longest_of_halves = ceil_div(2 * ctas, target.sm_count);
-    if (longest_of_halves < 2 * longest) wanted = 2;
+  int const steps = p.product.weight.padded_k / kPadding;
+  if (c.tokens > kMemoryBoundTokens) return std::clamp(room / ctas, 1, std::clamp(steps / kStepsPerCta, 1, kMaxCluster));
+  constexpr double kEndSteps = 0.5;  // a CTA's prologue and epilogue; fitted on an H200
+  int best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (int split = 1; split <= std::min(steps, kMaxCluster); ++split) {
+    // CTAs that start as others end spread evenly.
+    double const of_sm = split * ctas <= room ? ceil_div(split * ctas, target.sm_count)
+                                              : static_cast<double>(split) * ctas / target.sm_count;
+    double const longest = of_sm * (ceil_div(steps, split) + kEndSteps);
+    if (longest < least) best = split, least = longest;
   }
-  int const most = std::max(1, p.product.weight.padded_k / kPadding / kStepsPerCta);
-  return std::min({wanted, most, kMaxCluster});
+  return best;
 }
 
 }  // namespace

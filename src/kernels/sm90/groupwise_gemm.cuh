@@ -147,6 +147,10 @@ struct GroupwiseGemm {
     GroupwiseParams params{};
     params.tokens = row_tiles_of(p.a, token_rows, p.k, p.stride_a, C::kM, p.m, is_dense(p));
     params.weights = row_tiles_of(p.b, std::int64_t{p.experts} * p.n, p.k, p.stride_b, C::kN, p.n);
+    params.has_experts = !is_dense(p);
+    for (int i = 0; C::kSmallM && params.has_experts && i < kFewRowsBoxes; ++i) {
+      params.few_tokens[i] = tensor_map_of(p.a, token_rows, p.k, p.stride_a, kFewestRows << i);
+    }
     params.p = p;
     params.tiles = GroupwiseScheduler<C>::tiles_of(p, split_count, multicast(p, sm_count));
     params.copies_scales = C::kProducerMayLoadScales && can_copy_scales(p);

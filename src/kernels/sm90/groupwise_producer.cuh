@@ -83,7 +83,8 @@ struct TileProducer {
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
     int const expected =
-        C::kSeparateProducers ? params.weights.boxes[last_column] * kGroupDepth : bytes_of(last_row, last_column);
+        C::kSeparateProducers ? params.weights.boxes[last_column] * kGroupDepth
+                              : bytes_of(params.tokens.boxes[last_row], last_column);
     if (!elect_one()) return early;
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
@@ -95,10 +96,27 @@ struct TileProducer {
     return early;
   }
 
+  // The smallest box that holds a tile's tokens.
+  struct TokenBox {
+    CUtensorMap const& map;
+    int rows;
+  };
+  __device__ TokenBox token_box(GroupwiseTile const& tile) const {
+    if constexpr (C::kSmallM) {
+      int const rows = tile.end_row - tile.first_row;
+      if (params.has_experts && rows <= kFewRows) {
+        int const i = (rows > kFewestRows) + (rows > 2 * kFewestRows);
+        return {params.few_tokens[i], kFewestRows << i};
+      }
+    }
+    bool const last_row = to_uniform(tile.first_row + C::kM > tile.end_row);
+    return {params.tokens.maps[last_row], params.tokens.boxes[last_row]};
+  }
+
   // Bytes per stage loaded by a warp that issues both operands.
-  __device__ int bytes_of(bool last_row, bool last_column) const {
+  __device__ int bytes_of(int token_rows, bool last_column) const {
     int const scale_bytes = params.copies_scales ? params.tokens.boxes[0] * 4 : 0;
-    return (params.tokens.boxes[last_row] + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
+    return (token_rows + params.weights.boxes[last_column]) * kGroupDepth + scale_bytes;
   }
 
   // Every kProducerWarps-th K step. The first `early` ones have their weights.
@@ -112,11 +130,12 @@ struct TileProducer {
       KSteps const steps = k_range.of(tile);
       int const weight_row = to_uniform(tile.expert * params.p.n + tile.first_column),
                 token_row = to_uniform(tile.first_row);
-      bool const last_row = to_uniform(tile.first_row + C::kM > tile.end_row);
+      TokenBox const of_tokens = token_box(tile);
       bool const last_column = to_uniform(tile.first_column + C::kN > params.p.n);
-      bool const halves_tokens = C::kMulticast && to_uniform(tile.is_multicast) && !last_row;
-      CUtensorMap const &token_map = params.tokens.maps[last_row], &weight_map = params.weights.maps[last_column];
-      int const expected = to_uniform(bytes_of(last_row, last_column));
+      bool const halves_tokens =
+          C::kMulticast && to_uniform(tile.is_multicast && tile.first_row + C::kM <= tile.end_row);
+      CUtensorMap const &token_map = of_tokens.map, &weight_map = params.weights.maps[last_column];
+      int const expected = to_uniform(bytes_of(of_tokens.rows, last_column));
       WeightScales<C> const of_columns(params.p, tile);
       auto const issue = [&](int i) {
         int const step = steps.at(i, tile), column = step * kGroupDepth;
@@ -174,7 +193,6 @@ struct TileProducer {
   // Every kProducerWarps-th K step of either tokens or weights, each with a pipeline of its own. Weights continue after
   // those that were issued early.
   __device__ void run_separate(bool of_tokens, int producer, int early) const {
-    RowTiles const& from = of_tokens ? params.tokens : params.weights;
     SharedAddress const to = of_tokens ? tokens : weights;
     int const bytes = of_tokens ? C::kTokenBytes : C::kWeightBytes;
     int const stages = of_tokens ? C::kTokenStages : C::kStages, first = of_tokens ? 0 : early;
@@ -185,9 +203,11 @@ struct TileProducer {
     for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
       KSteps const steps = k_range.of(tile);
       int const row = of_tokens ? tile.first_row : tile.expert * params.p.n + tile.first_column;
-      bool const is_last = of_tokens ? tile.first_row + C::kM > tile.end_row : tile.first_column + C::kN > params.p.n;
-      CUtensorMap const& map = from.maps[is_last];
-      int const expected = from.boxes[is_last] * kGroupDepth;
+      bool const last_column = tile.first_column + C::kN > params.p.n;
+      TokenBox const box =
+          of_tokens ? token_box(tile) : TokenBox{params.weights.maps[last_column], params.weights.boxes[last_column]};
+      CUtensorMap const& map = box.map;
+      int const expected = box.rows * kGroupDepth;
 #pragma unroll 1
       for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
         if (before + i >= stages) {

@@ -19,6 +19,9 @@
 
 namespace epiloq::gemm {
 
+// Boxes of 8, 16 and 32 tokens: experts with few rows would otherwise read those of the next ones, up to a whole tile.
+inline constexpr int kFewRowsBoxes = 3, kFewestRows = 8, kFewRows = kFewestRows << (kFewRowsBoxes - 1);
+
 struct GroupwiseParams {
   RowTiles tokens, weights;
   CUtensorMap scales;         // of tokens, if TMA loads them
@@ -29,6 +32,8 @@ struct GroupwiseParams {
   GroupwiseTiles tiles;
   bool copies_scales, copies_all_scales, stores_boxes;
   int steps_of_first;  // K steps of the first of two CTAs that split K; otherwise all
+  bool has_experts;
+  CUtensorMap few_tokens[kFewRowsBoxes];  // for small M, with experts
 };
 
 // Integers and enums rather than a GroupwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a

@@ -8,7 +8,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.library import direct, register
 
-MOST_SORTED_ROWS, MOST_EXPERTS = 512, 1024
+MOST_SORTED_ROWS, MOST_EXPERTS = 16384, 1024
 """Of the kernel that sorts."""
 
 Sorted = tuple[Tensor, Tensor, Tensor, Tensor]
