@@ -53,8 +53,8 @@ inline WgmmaCycles wgmma_cycles(WgmmaConfig const& c, WgmmaRates const& rates, i
   cycles.waves = ceil_div(cycles.tiles, at_a_time);
   cycles.tile = rates.tile;
   cycles.sent = 4.0 * c.rows() * c.tokens * (split - 1) / split / rates.sent_bytes;
-  cycles.total = static_cast<double>(cycles.waves) *
-                 (static_cast<double>(cycles.steps) * cycles.step + cycles.tile + cycles.sent);
+  cycles.total =
+      static_cast<double>(cycles.waves) * (static_cast<double>(cycles.steps) * cycles.step + cycles.tile + cycles.sent);
   return cycles;
 }
 

@@ -122,7 +122,8 @@ int split_of(Problem const& p, Config const& c, Target const& target) {
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
   int const room = c.blocks * target.sm_count;
   int const steps = p.product.weight.padded_k / kPadding;
-  if (c.tokens > kMemoryBoundTokens) return std::clamp(room / ctas, 1, std::clamp(steps / kStepsPerCta, 1, kMaxCluster));
+  if (c.tokens > kMemoryBoundTokens)
+    return std::clamp(room / ctas, 1, std::clamp(steps / kStepsPerCta, 1, kMaxCluster));
   constexpr double kEndSteps = 0.5;  // a CTA's prologue and epilogue; fitted on an H200
   int best = 1;
   double least = std::numeric_limits<double>::infinity();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
+#include <utility>
 
 #include "core/ceil_div.h"
 #include "core/cuda_check.h"
@@ -13,14 +14,14 @@
 namespace epiloq::ops::expert_routing {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-// Bins are the experts, and one for rows without an expert here. A thread adds up kBins of them.
-constexpr int kMostBins = kMostExperts + 1, kBins = (kMostBins + kThreads - 1) / kThreads;
+// Bins are the experts, and one for rows without an expert here.
+constexpr int kMostBins = kMostExperts + 1;
 // Counters of all warps. If there are many experts, fewer warps sort.
 constexpr int kCounters = 33 * 512;
 static_assert(kMostBins <= kCounters && kMostSortedRows < 1 << 16);
 
-// `rows_of_warp` is a multiple of 32; `warps` of them have rows.
+// `rows_of_warp` is a multiple of 32; `warps` of them have rows. A thread adds up kBins bins.
+template <int kThreads, int kBins>
 __global__ __launch_bounds__(kThreads) void sort_kernel(__grid_constant__ SortProblem const p, int rows_of_warp,
                                                         int warps) {
   using Scan = cub::BlockScan<int, kThreads>;
@@ -91,11 +92,18 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(__grid_constant__ SortPr
 
 void launch_sort(SortProblem const& p, int device, Stream stream) {
   DeviceGuard const guard(device);
-  int const most_warps = std::min(kWarps, kCounters / (p.experts + 1));
-  auto const parts_of = [](int count, int size) { return static_cast<int>(ceil_div(count, size)); };
-  int const rows_of_warp = std::max(1, parts_of(parts_of(p.rows, most_warps), 32)) * 32;
-  cuda_check(launch_pdl(&sort_kernel, dim3(1), kThreads, 0, stream, p, rows_of_warp, parts_of(p.rows, rows_of_warp)),
-             "launching epiloq.sort_expert_rows");
+  auto const launch = [&]<int kThreads, int kBins>(std::integer_sequence<int, kThreads, kBins>) {
+    auto const parts_of = [](int count, int size) { return static_cast<int>(ceil_div(count, size)); };
+    int const most_warps = std::min(kThreads / 32, kCounters / (p.experts + 1));
+    int const rows_of_warp = std::max(1, parts_of(parts_of(p.rows, most_warps), 32)) * 32;
+    cuda_check(launch_pdl(&sort_kernel<kThreads, kBins>, dim3(1), kThreads, 0, stream, p, rows_of_warp,
+                          parts_of(p.rows, rows_of_warp)),
+               "launching epiloq.sort_expert_rows");
+  };
+  // Few threads start and synchronise sooner.
+  constexpr int kFew = 256, kMany = 1024;
+  if (p.rows <= kFew && p.experts < kFew) return launch(std::integer_sequence<int, kFew, 1>{});
+  launch(std::integer_sequence<int, kMany, (kMostBins + kMany - 1) / kMany>{});
 }
 
 }  // namespace epiloq::ops::expert_routing

@@ -12,10 +12,8 @@ namespace epiloq::ops::w4a8_mm {
 
 // WGMMA tiles (SM90), by tokens and rows.
 inline constexpr std::array kRows{
-    weight_only_mm::WgmmaConfig{2, 2, 1, 64, false},
-    weight_only_mm::WgmmaConfig{1, 2, 1, 64, false},
-    weight_only_mm::WgmmaConfig{2, 1, 2, 128, false},
-    weight_only_mm::WgmmaConfig{1, 2, 1, 128, false},
+    weight_only_mm::WgmmaConfig{2, 2, 1, 64, false},  weight_only_mm::WgmmaConfig{1, 2, 1, 64, false},
+    weight_only_mm::WgmmaConfig{2, 1, 2, 128, false}, weight_only_mm::WgmmaConfig{1, 2, 1, 128, false},
     weight_only_mm::WgmmaConfig{2, 1, 1, 128, false},
 };
 

@@ -82,9 +82,8 @@ struct TileProducer {
     KSteps const steps = k_range.of(tile);
     int const early = min(steps.depth, min(kEarlyBoxes, C::kStages));
     bool const last_row = tile.first_row + C::kM > tile.end_row, last_column = tile.first_column + C::kN > params.p.n;
-    int const expected =
-        C::kSeparateProducers ? params.weights.boxes[last_column] * kGroupDepth
-                              : bytes_of(params.tokens.boxes[last_row], last_column);
+    int const expected = C::kSeparateProducers ? params.weights.boxes[last_column] * kGroupDepth
+                                               : bytes_of(params.tokens.boxes[last_row], last_column);
     if (!elect_one()) return early;
     cute::prefetch_tma_descriptor(&params.tokens.maps[last_row]);
 #pragma unroll 1
