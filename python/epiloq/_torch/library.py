@@ -330,6 +330,22 @@ def refuse_backward(operation: str, output: Tensor) -> Tensor:
     return output
 
 
+def dispatched(
+    operation: str, required: Mapping[str, Any], optional: Mapping[str, Any], arguments: tuple[Any, ...], **new: Any
+) -> Tensor:
+    """Call an operation without a derivative through the dispatcher, where `direct` says that it may not be skipped.
+
+    ``required``, ``optional``: tensors by name for `expect_tensors`; ``out``, among the latter, is written and
+    returned. ``new``: arguments that only a call without ``out`` has, such as the type of what it allocates.
+    """
+    out: Tensor | None = optional["out"]
+    expect_tensors(operation, required, optional, writes=out is not None)
+    if out is None:
+        return refuse_backward(operation, getattr(torch.ops.epiloq, operation)(*arguments, **new))
+    getattr(torch.ops.epiloq, f"{operation}_out")(*arguments, out=out)
+    return out
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Disable autocast for products in an operation's own dtype; only if it is on, as this costs microseconds."""
     if torch.is_autocast_enabled(device_type):

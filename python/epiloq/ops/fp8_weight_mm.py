@@ -10,9 +10,9 @@ from epiloq._torch.checks import Arguments, explanation_of, is_int32
 from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     direct,
+    dispatched,
     expect_tensors,
     mark_written,
-    refuse_backward,
     refuse_batch_invariant,
     register_product,
     without_autocast,
@@ -67,12 +67,7 @@ def fp8_weight_mm(
     if direct((x, weight, scale), (bias, out)):
         return run(x, weight, scale, bias, rows, columns, out=out)
     tensors = {"x": x, "weight": weight, "scale": scale}
-    expect_tensors(_NAME, tensors, {"bias": bias, "out": out}, writes=out is not None)
-    arguments = (x, weight, scale, bias, rows, columns)
-    if out is None:
-        return refuse_backward(_NAME, torch.ops.epiloq.fp8_weight_mm(*arguments))
-    torch.ops.epiloq.fp8_weight_mm_out(*arguments, out=out)
-    return out
+    return dispatched(_NAME, tensors, {"bias": bias, "out": out}, (x, weight, scale, bias, rows, columns))
 
 
 def _sizes(block: tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, empty_product, mark_written, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.groupwise_mm import GROUPED_RECIPES, fake_of, granularity_of
 
@@ -63,18 +63,12 @@ def grouped_mm(
     if (offs is None) == (masked_m is None):
         given = "neither" if offs is None else "both"
         raise ValueError(f"epiloq.grouped_mm: offs: expected either offs or masked_m, got {given}")
+    arguments = (a, b, scale_a, scale_b, offs, masked_m, columns, depth)
     if not direct((a, b, scale_a, scale_b), (offs, masked_m, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         optional = {"offs": offs, "masked_m": masked_m, "out": out}
-        expect_tensors("grouped_mm", required, optional, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.grouped_mm(
-                a, b, scale_a, scale_b, offs, masked_m, columns, depth, out_dtype=out_dtype
-            )
-            return refuse_backward("grouped_mm", result)
-        torch.ops.epiloq.grouped_mm_out(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out=out)
-        return out
-    return _run(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out_dtype=out_dtype, out=out)
+        return dispatched("grouped_mm", required, optional, arguments, out_dtype=out_dtype)
+    return _run(*arguments, out_dtype=out_dtype, out=out)
 
 
 def _run(

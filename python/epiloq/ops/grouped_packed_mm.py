@@ -14,11 +14,11 @@ from epiloq._torch.archs import runs_kernels_of
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
+    dispatched,
     expect_tensors,
     is_batch_invariant,
     mark_written,
     parts_of,
-    refuse_backward,
     register_product,
 )
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
@@ -96,11 +96,7 @@ def grouped_packed_mm(
     if not direct((x, w.q, w.scale), (zero, offset, factor, scale_a, offs, masked_m, out)):
         optional = {"scale_a": scale_a, "offs": offs, "masked_m": masked_m, "out": out}
         optional |= parts_of(w, *(name for name in _OPTIONAL if hasattr(w, name)))
-        expect_tensors(_NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, writes=out is not None)
-        if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.grouped_packed_mm(*arguments, out_dtype=dtype))
-        torch.ops.epiloq.grouped_packed_mm_out(*arguments, out=out)
-        return out
+        return dispatched(_NAME, {"x": x, **parts_of(w, "q", "scale")}, optional, arguments, out_dtype=dtype)
     return run(*arguments, out_dtype=dtype, out=out)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import bound_arguments, expect_flags
-from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, empty_product, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
 
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
@@ -69,17 +69,11 @@ def groupwise_mm(
     """
     rows, columns = granularity_of("groupwise_mm", recipe)
     expect_flags("groupwise_mm", constant_b=constant_b)
+    arguments = (a, b, scale_a, scale_b, bias, rows, columns, constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
-        expect_tensors("groupwise_mm", required, {"bias": bias, "out": out}, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.groupwise_mm(
-                a, b, scale_a, scale_b, bias, rows, columns, constant_b, out_dtype=out_dtype
-            )
-            return refuse_backward("groupwise_mm", result)
-        torch.ops.epiloq.groupwise_mm_out(a, b, scale_a, scale_b, bias, rows, columns, constant_b, out=out)
-        return out
-    return _run(a, b, scale_a, scale_b, bias, rows, columns, constant_b, out_dtype=out_dtype, out=out)
+        return dispatched("groupwise_mm", required, {"bias": bias, "out": out}, arguments, out_dtype=out_dtype)
+    return _run(*arguments, out_dtype=out_dtype, out=out)
 
 
 def granularity_of(

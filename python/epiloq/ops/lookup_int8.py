@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, register_product
+from epiloq._torch.library import direct, dispatched, mark_written, register_product
 
 
 def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -27,12 +27,7 @@ def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tenso
     """
     if direct((x, table), (out,)):
         return _run(x, table, out=out)
-    expect_tensors("lookup_int8", {"x": x, "table": table}, {"out": out}, writes=out is not None)
-    if out is None:
-        result: Tensor = torch.ops.epiloq.lookup_int8(x, table)
-        return result
-    torch.ops.epiloq.lookup_int8_out(x, table, out=out)
-    return out
+    return dispatched("lookup_int8", {"x": x, "table": table}, {"out": out}, (x, table))
 
 
 def _run(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import as_operator, bound_arguments, expect_flags, for_operator, is_int32, limits
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
@@ -68,16 +68,11 @@ def online_quant_mm(
     expect_flags(_NAME, staged=staged)
     lo, hi = limits(_NAME, clamp)
     parts = (x, weight.values, weight.parameters)
+    arguments = (*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged)
     if not direct(parts, (bias, out)):
         required = dict(zip(("x", "w_q", "w_scale"), parts, strict=True))
-        expect_tensors(_NAME, required, {"bias": bias, "out": out}, writes=out is not None)
-        meaning = (weight.in_features, weight.group_size, weight.bits, lo, hi, staged)
-        arguments = for_operator((*parts, bias, *meaning), _LIMITS)
-        if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.online_quant_mm(*arguments))
-        torch.ops.epiloq.online_quant_mm_out(*arguments, out=out)
-        return out
-    return run(*parts, bias, weight.in_features, weight.group_size, weight.bits, lo, hi, staged, out=out)
+        return dispatched(_NAME, required, {"bias": bias, "out": out}, for_operator(arguments, _LIMITS))
+    return run(*arguments, out=out)
 
 
 def _weight_of(

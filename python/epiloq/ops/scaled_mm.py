@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import bound_arguments, expect_flags
-from epiloq._torch.library import direct, empty_product, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, empty_product, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
 
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"
@@ -62,17 +62,11 @@ def scaled_mm(
             backward pass, as there is no derivative (a compiled graph stops the gradient instead).
     """
     expect_flags("scaled_mm", fast_accum=fast_accum, constant_b=constant_b)
+    arguments = (a, b, scale_a, scale_b, bias, fast_accum, constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
-        expect_tensors("scaled_mm", required, {"bias": bias, "out": out}, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.scaled_mm(
-                a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype
-            )
-            return refuse_backward("scaled_mm", result)
-        torch.ops.epiloq.scaled_mm_out(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out=out)
-        return out
-    return run(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype, out=out)
+        return dispatched("scaled_mm", required, {"bias": bias, "out": out}, arguments, out_dtype=out_dtype)
+    return run(*arguments, out_dtype=out_dtype, out=out)
 
 
 def scaled_mm_azp(
@@ -106,17 +100,12 @@ def scaled_mm_azp(
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
     """
     expect_flags("scaled_mm_azp", constant_b=constant_b)
+    arguments = (a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b)
     if not direct((a, b, scale_a, scale_b, azp_adj), (azp, bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "azp_adj": azp_adj}
-        expect_tensors("scaled_mm_azp", required, {"azp": azp, "bias": bias, "out": out}, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.scaled_mm_azp(
-                a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype
-            )
-            return refuse_backward("scaled_mm_azp", result)
-        torch.ops.epiloq.scaled_mm_azp_out(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out=out)
-        return out
-    return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype, out=out)
+        optional = {"azp": azp, "bias": bias, "out": out}
+        return dispatched("scaled_mm_azp", required, optional, arguments, out_dtype=out_dtype)
+    return _run_azp(*arguments, out_dtype=out_dtype, out=out)
 
 
 def run(

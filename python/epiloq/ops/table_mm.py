@@ -11,9 +11,8 @@ from epiloq._torch.dense import multiply_dense, row_chunks
 from epiloq._torch.library import (
     DENSE_PRODUCT,
     direct,
-    expect_tensors,
+    dispatched,
     mark_written,
-    refuse_backward,
     refuse_batch_invariant,
     register_product,
     without_autocast,
@@ -63,15 +62,11 @@ def table_mm(
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
     _expect_sizes(out_features, block_size)
-    if direct((x, codes, table, scale), (bias, out)):
-        return run(x, codes, table, scale, bias, out_features, block_size, out=out)
-    tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
-    expect_tensors(_NAME, tensors, {"bias": bias, "out": out}, writes=out is not None)
     arguments = (x, codes, table, scale, bias, out_features, block_size)
-    if out is None:
-        return refuse_backward(_NAME, torch.ops.epiloq.table_mm(*arguments))
-    torch.ops.epiloq.table_mm_out(*arguments, out=out)
-    return out
+    if direct((x, codes, table, scale), (bias, out)):
+        return run(*arguments, out=out)
+    tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
+    return dispatched(_NAME, tensors, {"bias": bias, "out": out}, arguments)
 
 
 def _expect_sizes(out_features: int, block_size: int) -> None:

@@ -13,11 +13,11 @@ from epiloq import _core
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
+    dispatched,
     expect_tensors,
     is_batch_invariant,
     mark_written,
     parts_of,
-    refuse_backward,
     register_product,
 )
 from epiloq.ops.checks.w4a8_mm import (
@@ -102,11 +102,7 @@ def w4a8_mm(
     if not direct((x_q, w.q, w.scale, scale_a), (zero, perm, factor, bias, out)):
         required = {"x_q": x_q, "scale_a": scale_a, **parts_of(w, "q", "scale")}
         optional = {**parts_of(w, *names), "bias": bias, "out": out}
-        expect_tensors(NAME, required, optional, writes=out is not None)
-        if out is None:
-            return refuse_backward(NAME, torch.ops.epiloq.w4a8_mm(*arguments, out_dtype=out_dtype))
-        torch.ops.epiloq.w4a8_mm_out(*arguments, out=out)
-        return out
+        return dispatched(NAME, required, optional, arguments, out_dtype=out_dtype)
     return run(*arguments, out_dtype=out_dtype, out=out)
 
 

@@ -10,14 +10,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
 from epiloq._torch.dense import multiply_dense
-from epiloq._torch.library import (
-    direct,
-    expect_tensors,
-    mark_written,
-    parts_of,
-    refuse_backward,
-    register_product,
-)
+from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, parts_of, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory, described, refuse
@@ -63,15 +56,10 @@ def weight_only_mm(
     """
     lo, hi = limits(_NAME, clamp)
     w = _expect(weight)
-    numbers = (w.bits, w.n, w.k, w.group_size, lo, hi)
+    arguments = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias, w.bits, w.n, w.k, w.group_size, lo, hi)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
-        expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=out is not None)
-        arguments = for_operator((x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers), _LIMITS)
-        if out is None:
-            return refuse_backward(_NAME, torch.ops.epiloq.weight_only_mm(*arguments))
-        torch.ops.epiloq.weight_only_mm_out(*arguments, out=out)
-        return out
-    return run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, *numbers, out=out)
+        return dispatched(_NAME, *_tensors(x, w, bias, out), for_operator(arguments, _LIMITS))
+    return run(*arguments, out=out)
 
 
 def _tensors(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, mark_written, register_product
 
 _NAME = "decode_attention"
 # Tokens of an 8-bit cache that are in float32 at a time where there is no kernel.
@@ -54,11 +54,7 @@ def decode_attention(
     if direct((query, key, value), (mask, key_scale, value_scale, out)):
         return run(*arguments, out=out)
     optional = {"mask": mask, "key_scale": key_scale, "value_scale": value_scale, "out": out}
-    expect_tensors(_NAME, {"query": query, "key": key, "value": value}, optional, writes=out is not None)
-    if out is None:
-        return refuse_backward(_NAME, torch.ops.epiloq.decode_attention(*arguments))
-    torch.ops.epiloq.decode_attention_out(*arguments, out=out)
-    return out
+    return dispatched(_NAME, {"query": query, "key": key, "value": value}, optional, arguments)
 
 
 def run(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import bound_arguments
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -54,15 +54,12 @@ def scaled_bmm(
         TypeError: an argument is not a tensor.
         NotImplementedError: as for `scaled_mm`.
     """
+    arguments = (a, b, scale_a, scale_b, scale_out)
     if not direct((a, b, scale_a, scale_b), (scale_out, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
-        expect_tensors("scaled_bmm", required, {"scale_out": scale_out, "out": out}, writes=out is not None)
-        if out is None:
-            result = torch.ops.epiloq.scaled_bmm(a, b, scale_a, scale_b, scale_out, out_dtype=out_dtype)
-            return refuse_backward("scaled_bmm", result)
-        torch.ops.epiloq.scaled_bmm_out(a, b, scale_a, scale_b, scale_out, out=out)
-        return out
-    return _run(a, b, scale_a, scale_b, scale_out, out_dtype=out_dtype, out=out)
+        optional = {"scale_out": scale_out, "out": out}
+        return dispatched("scaled_bmm", required, optional, arguments, out_dtype=out_dtype)
+    return _run(*arguments, out_dtype=out_dtype, out=out)
 
 
 def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
