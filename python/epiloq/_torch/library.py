@@ -194,13 +194,14 @@ def register_product(
     def write(*args: Any, out: Tensor) -> None:
         run(*args, out=out)
 
-    def fake_out(*_: Any, out: Tensor) -> None:
-        return None
-
     register(name, f"{name}({arguments}{allocating and ', *, ' + allocating}) -> Tensor", run, fake, gradient)
     register(name, f"{name}_out({arguments}, *, Tensor(a!) out) -> ()", write, fake_out)
     if depth is not None:
         flops.count(name, depth)
+
+
+def fake_out(*_: Any, **out: Tensor) -> None:
+    """The fake implementation of an operator that writes into its arguments."""
 
 
 def empty_product(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -211,6 +212,13 @@ def empty_product(operation: str, a: Tensor, b: Tensor, out_dtype: torch.dtype) 
         )
     # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
     return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
+
+
+def empty_rows(operation: str, x: Tensor, n: int) -> Tensor:
+    """An uninitialised product of ``x`` and a weight of ``n`` rows. Raises ValueError for a scalar ``x``."""
+    if x.ndim == 0:
+        raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
+    return x.new_empty((*x.shape[:-1], n))
 
 
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:

@@ -21,7 +21,7 @@ from epiloq._torch.library import (
     without_autocast,
 )
 from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows
-from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+from epiloq.weights.tensor_checks import check_memory, check_output_of, check_rows, described, refuse
 
 _NAME = "fp4_mm"
 _MOST_DIMENSIONS = 6
@@ -127,13 +127,7 @@ def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_giv
     if bias is not None and (bias.dtype != x.dtype or bias.shape != (n,) or not bias.is_contiguous()):
         refuse(_NAME, "bias", f"x's {x.dtype} [{n}], dense", described(bias))
     if out_given:
-        check_memory("out", out, x.device, _NAME)
-        if out.dtype != x.dtype:
-            refuse(_NAME, "out", f"x's {x.dtype}", described(out))
-        check_written("out", out, (*x.shape[:-1], n), _NAME)
-        for name, tensor in inputs.items():
-            if tensor is not None and overlap(out, tensor):
-                refuse(_NAME, "out", f"memory apart from {name}'s", "an overlap")
+        check_output_of(x, out, n, inputs, _NAME)
 
 
 def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from epiloq.weights.fp4 import FLOATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
-from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described
+from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described, refuse
 
 _NAME = "grouped_packed_mm"
 # Tensors that some kinds of weights have.
@@ -83,7 +83,7 @@ def grouped_packed_mm(
     """
     _expect(weight, scale_a)
     if (offs is None) == (masked_m is None):
-        _refuse("offs", "either offs or masked_m", "neither" if offs is None else "both")
+        refuse(_NAME, "offs", "either offs or masked_m", "neither" if offs is None else "both")
     if scale_a is not None:
         check_weight(weight, _NAME)
     w, (format, bits) = weight, _kind_of(weight)
@@ -135,16 +135,16 @@ def run(
     argument, dtype = ("out_dtype", out_dtype) if out is None else ("out", out.dtype)
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
-            _refuse("x", "int8 or float8_e4m3fn with scale_a", x.dtype)
+            refuse(_NAME, "x", "int8 or float8_e4m3fn with scale_a", x.dtype)
         shapes = [[*x.shape[:-1], scales] for scales in sorted({1, groups_of(k)})]
         if list(scale_a.shape) not in shapes or scale_a.dtype != torch.float32:
             wanted = " or ".join(map(str, shapes))
-            _refuse("scale_a", f"float32 {wanted}", f"{scale_a.dtype} {list(scale_a.shape)}")
+            refuse(_NAME, "scale_a", f"float32 {wanted}", f"{scale_a.dtype} {list(scale_a.shape)}")
         check_out_dtype(x, dtype, _NAME, argument)
     elif x.dtype not in FLOATS:
-        _refuse("x", "float32, float16 or bfloat16 without scale_a", described(x))
+        refuse(_NAME, "x", "float32, float16 or bfloat16 without scale_a", described(x))
     elif dtype != x.dtype:
-        _refuse(argument, f"x's {x.dtype} without scale_a", dtype)
+        refuse(_NAME, argument, f"x's {x.dtype} without scale_a", dtype)
     if out is not None:
         check_apart("out", out, read, _NAME)
     result = _empty(x, n // experts, dtype) if out is None else out
@@ -168,19 +168,19 @@ def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) ->
     """Number of experts."""
     name, wanted = ("masked_m", "[E, M, K]") if masked else ("offs", "[M, K]")
     if counts.ndim != 1 or counts.dtype != torch.int32 or len(counts) == 0:
-        _refuse(name, "int32 [E]", f"{counts.dtype} {list(counts.shape)}")
+        refuse(_NAME, name, "int32 [E]", f"{counts.dtype} {list(counts.shape)}")
     experts = len(counts)
     if n % experts or n // experts % PANEL_ROWS:
-        _refuse("weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")
+        refuse(_NAME, "weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")
     if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
-        _refuse("x", f"{wanted} with {k} columns", list(x.shape))
+        refuse(_NAME, "x", f"{wanted} with {k} columns", list(x.shape))
     check_rows("x", x[0] if masked else x, _NAME)  # experts' rows may lie apart
     return experts
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
     if out.shape != shape:
-        _refuse("out", list(shape), list(out.shape))
+        refuse(_NAME, "out", list(shape), list(out.shape))
     check_written("out", out if out.ndim == 2 else out[0], shape[-2:], _NAME)
 
 
@@ -188,12 +188,12 @@ def _expect(weight: object, scale_a: Tensor | None) -> None:
     """Raise TypeError or ValueError for a weight that is not supported."""
     if isinstance(weight, PackedFp4Weight):
         if scale_a is None:
-            _refuse("scale_a", "the rows' scales with FP4 (packed_fp4_mm multiplies floating-point rows)", "None")
+            refuse(_NAME, "scale_a", "the rows' scales with FP4 (packed_fp4_mm multiplies floating-point rows)", "None")
     elif not isinstance(weight, PackedWeight):
         got = type(weight).__name__
         raise TypeError(f"epiloq.{_NAME}: weight: expected a PackedWeight or a PackedFp4Weight, got {got}")
     elif weight.perm is not None:
-        _refuse("weight.perm", "None: no activation order", "a permutation")
+        refuse(_NAME, "weight.perm", "None: no activation order", "a permutation")
 
 
 def _kind_of(weight: Weight) -> tuple[str, int]:
@@ -249,12 +249,12 @@ def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
     for expert, count in enumerate(counts.tolist()):
         if masked:
             if not 0 <= count <= m:
-                _refuse("masked_m", f"0 to {m}", count)
+                refuse(_NAME, "masked_m", f"0 to {m}", count)
             if count:
                 yield expert, (expert, slice(count))
             continue
         if not begin <= count <= m:
-            _refuse("offs", f"ascending ends up to {m}", counts.tolist())
+            refuse(_NAME, "offs", f"ascending ends up to {m}", counts.tolist())
         if count > begin:
             yield expert, slice(begin, count)
         begin = count
@@ -273,10 +273,6 @@ def _product(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None) -> 
 
 def _empty(x: Tensor, n: int, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
-
-
-def _refuse(argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"epiloq.{_NAME}: {argument}: expected {expected}, got {got}")
 
 
 @explanation_of(grouped_packed_mm)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import as_operator, bound_arguments, expect_flags, for_operator, is_int32, limits
-from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, register_product
+from epiloq._torch.library import direct, dispatched, empty_rows, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
@@ -97,12 +97,6 @@ def _weight_of(
     return online_quant_weight(w_q, w_scale, w_offset, group_size=group_size, bits=4 if packed else 8, in_features=k)
 
 
-def _empty(x: Tensor, values: Tensor) -> Tensor:
-    if x.ndim == 0:
-        raise ValueError("epiloq.online_quant_mm: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], values.shape[0]))
-
-
 def run(
     x: Tensor,
     values: Tensor,
@@ -118,7 +112,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`online_quant_mm` for plain tensors, with the weight's tensors as separate arguments."""
-    result = _empty(x, values) if out is None else out
+    result = empty_rows(_NAME, x, values.shape[0]) if out is None else out
     call = (result, x, values, parameters, bias, in_features, group_size, bits, lo, hi)
     if x.is_cuda:
         _launch(call, staged)
@@ -151,8 +145,8 @@ def explain(*args: Any, terms: bool = False, **kwargs: Any) -> str:
     x, bias, out = call["x"], call["bias"], call["out"]
     expect_tensors(_NAME, {"x": x}, {"bias": bias, "out": out}, writes=False)
     meaning = (weight.in_features, weight.group_size, weight.bits, *limits(_NAME, call["clamp"]), call["staged"])
-    described = (_empty(x, weight.values) if out is None else out, x, weight.values, weight.parameters, bias, *meaning)
-    return _core.explain_online_quant_mm(*described, terms=terms)
+    result = empty_rows(_NAME, x, weight.values.shape[0]) if out is None else out
+    return _core.explain_online_quant_mm(result, x, weight.values, weight.parameters, bias, *meaning, terms=terms)
 
 
 def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in_features: int, *_: Any) -> Tensor:
@@ -160,7 +154,7 @@ def _fake(x: Tensor, values: Tensor, parameters: Tensor, bias: Tensor | None, in
         x.ndim > 0 and x.shape[-1] == in_features,
         lambda: f"epiloq.online_quant_mm: x: expected […, {in_features}], got {list(x.shape)}",
     )
-    return _empty(x, values)
+    return empty_rows(_NAME, x, values.shape[0])
 
 
 _ARGUMENTS = (

@@ -12,6 +12,7 @@ from epiloq._torch.library import (
     DENSE_PRODUCT,
     direct,
     dispatched,
+    empty_rows,
     mark_written,
     refuse_batch_invariant,
     register_product,
@@ -88,7 +89,7 @@ def run(
 ) -> Tensor:
     """`table_mm` for plain tensors."""
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
-    result = _empty(x, n) if out is None or x.ndim == 0 else out  # which refuses a scalar
+    result = empty_rows(_NAME, x, n) if out is None or x.ndim == 0 else out  # which refuses a scalar
     k = x.shape[-1]
     weight = (codes, table, scale)
     if not _core.table_mm(result, x, *weight, bias, n, k, block_size, threads_for(x)):
@@ -100,12 +101,6 @@ def run(
 
 
 _Weight = tuple[Tensor, Tensor, Tensor]
-
-
-def _empty(x: Tensor, n: int) -> Tensor:
-    if x.ndim == 0:
-        raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], n))
 
 
 def dequantized(
@@ -171,7 +166,7 @@ def explain(call: Arguments) -> str:
     x, n, block_size = call.x, call.out_features, call.block_size
     _expect_sizes(n, block_size)
     refuse_batch_invariant(f"epiloq.{_NAME}", DENSE_PRODUCT)
-    result = _empty(x, n) if call.out is None else call.out
+    result = empty_rows(_NAME, x, n) if call.out is None else call.out
     operands = call.codes, call.table, call.scale, call.bias
     return _core.explain_table_mm(result, x, *operands, n, x.shape[-1], block_size)
 
@@ -179,7 +174,7 @@ def explain(call: Arguments) -> str:
 def _fake(
     x: Tensor, codes: Tensor, table: Tensor, scale: Tensor, bias: Tensor | None, n: int, block_size: int
 ) -> Tensor:
-    return _empty(x, n)
+    return empty_rows(_NAME, x, n)
 
 
 register_product(

@@ -10,7 +10,15 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
 from epiloq._torch.dense import multiply_dense
-from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, parts_of, register_product
+from epiloq._torch.library import (
+    direct,
+    dispatched,
+    empty_rows,
+    expect_tensors,
+    mark_written,
+    parts_of,
+    register_product,
+)
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory, described, refuse
@@ -93,7 +101,7 @@ def run(
     out: Tensor | None = None,
 ) -> Tensor:
     """`weight_only_mm` for plain tensors, with the weight's tensors as separate arguments."""
-    result = _empty(x, n) if out is None else out
+    result = empty_rows(_NAME, x, n) if out is None else out
     packed = (q, scale, zero, offset)
     numbers = (bits, n, k, group_size)
     x = on_16_bytes(_in_order(x, perm, k))
@@ -106,12 +114,6 @@ def run(
 
 _Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _Numbers = tuple[int, int, int, int]
-
-
-def _empty(x: Tensor, n: int) -> Tensor:
-    if x.ndim == 0:
-        raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
-    return x.new_empty(*x.shape[:-1], n)
 
 
 def _in_order(x: Tensor, perm: Tensor | None, k: int) -> Tensor:
@@ -155,7 +157,7 @@ def explain(call: Arguments, *, terms: bool = False) -> str:
     x, bias, out = call.x, call.bias, call.out
     w = _expect(call.weight)
     expect_tensors(_NAME, *_tensors(x, w, bias, out), writes=False)
-    out = _empty(x, w.n) if out is None else out
+    out = empty_rows(_NAME, x, w.n) if out is None else out
     numbers = (w.bits, w.n, w.k, w.group_size, *limits(_NAME, call.clamp))
     ask = _core.explain_weight_only_mm_terms if terms else _core.explain_weight_only_mm
     return ask(out, on_16_bytes(x), w.q, w.scale, w.zero, w.offset, bias, *numbers)
@@ -166,7 +168,7 @@ def _fake(x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     if x.ndim < 1:
         raise ValueError(f"epiloq.{_NAME}: x: expected […, {k}], got a scalar")
     torch._check_value(x.shape[-1] == k, lambda: f"epiloq.{_NAME}: x: expected {k} columns, got {list(x.shape)}")
-    return _empty(x, n)
+    return empty_rows(_NAME, x, n)
 
 
 _TENSORS = "Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? offset, Tensor? perm, Tensor? bias"

@@ -65,6 +65,16 @@ def check_apart(name: str, tensor: Tensor, others: Mapping[str, Tensor | None], 
             refuse(operation, name, f"memory apart from {other}'s", "an overlap")
 
 
+def check_output_of(x: Tensor, out: Tensor, columns: int, inputs: Mapping[str, Tensor | None], operation: str) -> None:
+    """Raise ValueError unless an output has x's type, its leading dimensions and so many columns, and memory apart from
+    the inputs'."""
+    check_memory("out", out, x.device, operation)
+    if out.dtype != x.dtype:
+        refuse(operation, "out", f"x's {x.dtype}", described(out))
+    check_written("out", out, (*x.shape[:-1], columns), operation)
+    check_apart("out", out, inputs, operation)
+
+
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether the memory between two tensors' first and last bytes overlaps."""
     begin, end = _span(one)

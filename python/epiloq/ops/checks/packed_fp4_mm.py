@@ -8,7 +8,7 @@ from torch import Tensor
 from epiloq.weights.fp4 import FLOATS, FORMATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
 from epiloq.weights.packed_layout import PANEL_ROWS
-from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+from epiloq.weights.tensor_checks import check_memory, check_output_of, check_rows, described, refuse
 
 NAME = "packed_fp4_mm"
 
@@ -45,9 +45,9 @@ def check(
     inputs: dict[str, Tensor | None] = {"x": x, "weight.q": weight.q, "weight.scale": weight.scale}
     inputs |= {"weight.global_scale": weight.global_scale, "bias": bias}
     inputs["masked_m" if x.ndim == 3 else "offs"] = counts
-    there = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    for name, tensor in there.items():
-        check_memory(name, tensor, x.device, NAME)
+    for name, given in inputs.items():
+        if given is not None:
+            check_memory(name, given, x.device, NAME)
     if x.dtype not in FLOATS or x.shape[-1] != weight.k:
         refuse(NAME, "x", f"float32, float16 or bfloat16 with {weight.k} columns", described(x))
     if counts is None or x.ndim == 2:
@@ -72,10 +72,4 @@ def check(
     if bias is not None and (bias.dtype != x.dtype or bias.shape != shape or not bias.is_contiguous()):
         refuse(NAME, "bias", f"x's {x.dtype} {list(shape)}, dense", described(bias))
     if out_given:
-        check_memory("out", out, x.device, NAME)
-        if out.dtype != x.dtype:
-            refuse(NAME, "out", f"x's {x.dtype}", described(out))
-        check_written("out", out, (*x.shape[:-1], rows), NAME)
-        for name, tensor in there.items():
-            if overlap(out, tensor):
-                refuse(NAME, "out", f"memory apart from {name}'s", "an overlap")
+        check_output_of(x, out, rows, inputs, NAME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from epiloq.weights.fp4 import FORMATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
 from epiloq.weights.packed_layout import shapes_of
 from epiloq.weights.packed_weight import SCALE_DTYPES, PackedWeight
-from epiloq.weights.tensor_checks import check_memory, check_rows, check_written, described, overlap, refuse
+from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described, refuse
 
 NAME = "w4a8_mm"
 ACTIVATIONS = (torch.int8, torch.float8_e4m3fn)
@@ -37,12 +37,12 @@ def check_weight(weight: Weight, operation: str = NAME) -> None:
     """Raise ValueError for an unsupported kind of weight."""
     if isinstance(weight, PackedFp4Weight):
         if weight.format not in FORMATS:
-            _refuse("weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format), operation)
+            refuse(operation, "weight.format", f"one of {', '.join(FORMATS)}", repr(weight.format))
         return
     if weight.bits != 4:
-        _refuse("weight", "4 bits", f"{weight.bits}", operation)
+        refuse(operation, "weight", "4 bits", f"{weight.bits}")
     if weight.offset is not None:
-        _refuse("weight.offset", "None: symmetric weights or integer zero points", "real offsets", operation)
+        refuse(operation, "weight.offset", "None: symmetric weights or integer zero points", "real offsets")
 
 
 def groups_of(k: int) -> int:
@@ -54,7 +54,7 @@ def check_out_dtype(x_q: Tensor, dtype: torch.dtype, operation: str = NAME, argu
     """Raise ValueError for an unsupported output type."""
     if dtype not in (_HALVES if x_q.is_cuda else (*_HALVES, torch.float32)):
         expected = "float16 or bfloat16" if x_q.is_cuda else "float16, bfloat16 or float32"
-        _refuse(argument, expected, dtype, operation)
+        refuse(operation, argument, expected, dtype)
 
 
 def check(call: Call, out_given: bool) -> None:
@@ -68,20 +68,18 @@ def check(call: Call, out_given: bool) -> None:
     if scale_a.dtype != torch.float32 or (scale_a.numel() != 1 and scale_a.shape not in (*shapes, (m,))):
         by_group = f", or for each group of {GROUP} columns ([{m}, {groups}])" if groups > 1 else ""
         expected = f"float32, one element or one for each of {m} rows ([{m}] or [{m}, 1]){by_group}"
-        _refuse("scale_a", expected, described(scale_a))
+        refuse(NAME, "scale_a", expected, described(scale_a))
     if out_given:
         check_memory("out", out, call.x_q.device, NAME)
         _check_out(out, (*leading, call.weight.n))
     if bias is not None:
         check_memory("bias", bias, call.x_q.device, NAME)
         if bias.dtype != out.dtype or bias.shape != (call.weight.n,) or not bias.is_contiguous():
-            _refuse("bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
+            refuse(NAME, "bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
     if out_given:
-        inputs = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
+        inputs: dict[str, Tensor | None] = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
         inputs |= {f"weight.{name}": tensor for name, tensor in _parts(call.weight).items()}
-        for name, tensor in inputs.items():
-            if tensor is not None and overlap(out, tensor):
-                _refuse("out", f"memory apart from {name}'s", "an overlap")
+        check_apart("out", out, inputs, NAME)
 
 
 def _parts(weight: Weight) -> dict[str, Tensor]:
@@ -109,16 +107,16 @@ def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operati
         check_memory(f"weight.{name}", tensor, device, operation)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
-            _refuse(f"weight.{name}", f"{wanted} {list(expected[name])}, dense", described(tensor), operation)
+            refuse(operation, f"weight.{name}", f"{wanted} {list(expected[name])}, dense", described(tensor))
 
 
 def _check_activations(call: Call) -> tuple[torch.Size, int]:
     """The leading dimensions, and the number of rows."""
     x_q, k = call.x_q, call.weight.k
     if x_q.dtype not in ACTIVATIONS:
-        _refuse("x_q", "int8 or float8_e4m3fn", described(x_q))
+        refuse(NAME, "x_q", "int8 or float8_e4m3fn", described(x_q))
     if not 1 <= x_q.ndim <= _MOST_DIMENSIONS or x_q.shape[-1] != k:
-        _refuse("x_q", f"{k} columns and 1 to {_MOST_DIMENSIONS} dimensions", described(x_q))
+        refuse(NAME, "x_q", f"{k} columns and 1 to {_MOST_DIMENSIONS} dimensions", described(x_q))
     check_memory("x_q", x_q, x_q.device, NAME)
     check_rows("x_q", x_q, NAME)
     return x_q.shape[:-1], prod(x_q.shape[:-1])
@@ -126,11 +124,7 @@ def _check_activations(call: Call) -> tuple[torch.Size, int]:
 
 def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
     if out.dtype not in (*_HALVES, torch.float32) or (out.is_cuda and out.dtype == torch.float32):
-        _refuse("out", "float16, bfloat16 or, on the CPU, float32", described(out))
+        refuse(NAME, "out", "float16, bfloat16 or, on the CPU, float32", described(out))
     if out.shape != shape:
-        _refuse("out", f"x_q's leading dimensions and {shape[-1]} columns", described(out))
+        refuse(NAME, "out", f"x_q's leading dimensions and {shape[-1]} columns", described(out))
     check_written("out", out, shape, NAME)
-
-
-def _refuse(argument: str, expected: object, got: object, operation: str = NAME) -> NoReturn:
-    refuse(operation, argument, expected, got)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from epiloq._torch.checks import is_int32
+from epiloq.weights.tensor_checks import refuse
 
 Pair: TypeAlias = "int | Sequence[int]"
 Padding: TypeAlias = "int | str | Sequence[int]"
@@ -39,7 +40,7 @@ def geometry(
     strides = _pair(operation, "stride", stride)
     dilations = _pair(operation, "dilation", dilation)
     if not is_int32(groups):
-        _refuse(operation, "groups", _INTEGER, repr(groups))
+        refuse(operation, "groups", _INTEGER, repr(groups))
     return Geometry(strides, _sides(operation, padding, kernel, strides, dilations), dilations, groups)
 
 
@@ -52,7 +53,7 @@ def _sides(
         return 0, 0, 0, 0
     if padding == "same":
         if stride != (1, 1):
-            _refuse(operation, "padding", '"same" with unit strides alone', f"strides {stride}")
+            refuse(operation, "padding", '"same" with unit strides alone', f"strides {stride}")
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         top, left = total[0] // 2, total[1] // 2
         return top, total[0] - top, left, total[1] - left
@@ -67,7 +68,7 @@ def _pair(operation: str, argument: str, value: object, expected: str = f"{_INTE
     if is_int32(value):
         return value, value
     if not _integers(value, 2):
-        _refuse(operation, argument, expected, repr(value))
+        refuse(operation, argument, expected, repr(value))
     return value[0], value[1]
 
 
@@ -77,24 +78,20 @@ def _integers(values: object, count: int) -> TypeGuard[Sequence[int]]:
     return all(map(is_int32, values))
 
 
-def _refuse(operation: str, argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"epiloq.{operation}: {argument}: expected {expected}, got {got}")
-
-
 def check_output(operation: str, out: Tensor, shape: Sequence[int]) -> None:
     """Raise ValueError unless a caller's output is an image of this shape in channels_last memory.
 
     C++, which sees its pixels as rows, would name their order and recommend contiguous().
     """
     if out.ndim != 4:
-        _refuse(operation, "out", "[B, Co, P, Q]", list(out.shape))
+        refuse(operation, "out", "[B, Co, P, Q]", list(out.shape))
     if out.shape != torch.Size(shape) and min(shape[2:]) > 0:  # C++ names the side that a kernel does not fit
-        _refuse(operation, "out", list(shape), list(out.shape))
+        refuse(operation, "out", list(shape), list(out.shape))
     if out.shape[1] > 1 and out.stride(1) != 1:
         got = (
             f"{list(out.shape)} with strides {list(out.stride())}; take .contiguous(memory_format=torch.channels_last)"
         )
-        _refuse(operation, "out", "channels_last memory (stride 1 in the channels)", got)
+        refuse(operation, "out", "channels_last memory (stride 1 in the channels)", got)
 
 
 def is_written_by_copy(out: Tensor | None) -> bool:
@@ -114,14 +111,14 @@ def check_sizes(operation: str, argument: str, x: Tensor, channels: int) -> None
     C++ would name the sizes with channels last.
     """
     if x.shape[1] != channels:
-        _refuse(operation, argument, f"{channels} channels (those of the weight in every group)", list(x.shape))
+        refuse(operation, argument, f"{channels} channels (those of the weight in every group)", list(x.shape))
     if x.shape[2] < 1 or x.shape[3] < 1:
-        _refuse(operation, argument, "an image of at least one pixel", list(x.shape))
+        refuse(operation, argument, "an image of at least one pixel", list(x.shape))
 
 
 def check_input(operation: str, argument: str, x: Tensor, dtypes: Collection[torch.dtype]) -> None:
     """Raise ValueError unless an input is an image of one of some types, with the shape that the caller gave it."""
     if x.ndim != 4:
-        _refuse(operation, argument, "[B, Ci, H, W]", list(x.shape))
+        refuse(operation, argument, "[B, Ci, H, W]", list(x.shape))
     if x.dtype not in dtypes:
-        _refuse(operation, argument, " or ".join(map(str, dtypes)), f"{x.dtype} {list(x.shape)}")
+        refuse(operation, argument, " or ".join(map(str, dtypes)), f"{x.dtype} {list(x.shape)}")

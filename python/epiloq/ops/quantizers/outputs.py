@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from epiloq._torch.checks import expect_positive
+from epiloq._torch.checks import expect_flags, expect_positive
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -27,6 +27,22 @@ def expect_layout(operation: str, granularity: str, group_size: int, scale_layou
         raise ValueError(
             f'epiloq.{operation}: scale_layout: expected "row" for granularity {granularity}, got "column"'
         )
+
+
+def expect_measure(
+    operation: str,
+    dtype: torch.dtype,
+    granularity: str,
+    group_size: int,
+    ue8m0: bool,
+    scale_layout: str,
+    pad_to: int,
+) -> None:
+    """Check how the quantisers that are fused with another operation measure scales."""
+    expect_choice(operation, "dtype", dtype, (torch.int8, torch.float8_e4m3fn))
+    expect_choice(operation, "granularity", granularity, ("token", "group"))
+    expect_layout(operation, granularity, group_size, scale_layout, pad_to)
+    expect_flags(operation, ue8m0=ue8m0)
 
 
 def empty_q(operation: str, x: Tensor, dtype: torch.dtype, columns: int, pad_to: int) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
 
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 
@@ -143,17 +143,13 @@ def _fake(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, scale, torch.empty_like(scale), total
 
 
-def _fake_out(*_: Any) -> None:
-    return None
-
-
 for _schema, _function, _shapes in (
     ("(Tensor x, int group_size) -> (Tensor, Tensor, Tensor, Tensor)", _quantise, _fake),
     ("_symmetric(Tensor x, int group_size) -> (Tensor, Tensor, Tensor)", _quantise_symmetric, _empty),
     (
         "_out(Tensor x, int group_size, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? offset, Tensor(d!) sum) -> ()",
         _quantise_out,
-        _fake_out,
+        fake_out,
     ),
 ):
     register("quantize_blockwise_int8", f"quantize_blockwise_int8{_schema}", _function, _shapes)

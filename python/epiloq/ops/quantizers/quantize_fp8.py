@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import Arguments, as_number, expect_flags, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -132,7 +132,7 @@ def _empty_q(x: Tensor, dtype: torch.dtype, pad_to: int, granularity: str) -> Te
     return q
 
 
-def _run(
+def _run_into(
     x: Tensor,
     q: Tensor,
     scale: Tensor,
@@ -144,11 +144,6 @@ def _run(
     is_static: bool,
 ) -> None:
     _core.quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, eps, scale_ub)
-
-
-def _run_into(x: Tensor, q: Tensor, scale: Tensor, *rest: Any) -> None:
-    _run(x, q, scale, *rest)
-    is_static = rest[-1]
     mark_written(q, None if is_static else scale)
 
 
@@ -166,32 +161,17 @@ def _empty_dynamic(
     return _empty_q(x, dtype, pad_to, granularity), empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
 
 
-def _dynamic(
-    x: Tensor,
-    granularity: str,
-    group_size: int,
-    scale_ub: Tensor | None,
-    eps: float,
-    ue8m0: bool,
-    scale_layout: str,
-    dtype: torch.dtype,
-    pad_to: int,
-) -> tuple[Tensor, Tensor]:
-    q = _empty_q(x, dtype, pad_to, granularity)
-    scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
-    _run(x, q, scale, granularity, group_size, scale_ub, eps, ue8m0, False)
+def _dynamic(x: Tensor, *measured: Any) -> tuple[Tensor, Tensor]:
+    """Quantise with scales that are measured; the arguments are those of `_empty_dynamic`."""
+    q, scale = _empty_dynamic(x, *measured)
+    granularity, group_size, scale_ub, eps, ue8m0, *_ = measured
+    _core.quantize_fp8(q, x, scale, granularity, group_size, False, ue8m0, eps, scale_ub)
     return q, scale
-
-
-def _empty_static(
-    x: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype, pad_to: int
-) -> Tensor:
-    return _empty_q(x, dtype, pad_to, granularity)
 
 
 def _static(x: Tensor, scale: Tensor, granularity: str, group_size: int, dtype: torch.dtype, pad_to: int) -> Tensor:
     q = _empty_q(x, dtype, pad_to, granularity)
-    _run(x, q, scale, granularity, group_size, None, 0.0, False, True)
+    _core.quantize_fp8(q, x, scale, granularity, group_size, True, False, 0.0, None)
     return q
 
 
@@ -210,10 +190,6 @@ def explain(call: Arguments) -> str:
     return _core.explain_quantize_fp8(q, x, scale, granularity, group_size, is_static, ue8m0, call.eps, scale_ub)
 
 
-def _fake_out(*_: Any) -> None:
-    return None
-
-
 _MEASURE = "str granularity, int group_size, Tensor? scale_ub, float eps, bool ue8m0"
 for _schema, _function, _shapes in (
     (
@@ -224,8 +200,8 @@ for _schema, _function, _shapes in (
     (
         "static(Tensor x, Tensor scale, str granularity, int group_size, ScalarType dtype, int pad_to) -> Tensor",
         _static,
-        _empty_static,
+        lambda x, scale, granularity, group_size, dtype, pad_to: _empty_q(x, dtype, pad_to, granularity),
     ),
-    (f"out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}, bool is_static) -> ()", _run_into, _fake_out),
+    (f"out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}, bool is_static) -> ()", _run_into, fake_out),
 ):
     register("quantize_fp8", f"quantize_fp8_{_schema}", _function, _shapes)

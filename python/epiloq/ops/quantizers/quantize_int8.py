@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -140,12 +138,8 @@ def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tu
     return scale.view(1), None if azp is None else azp.view(1)
 
 
-def _run(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, range_includes_zero: bool) -> None:
-    _core.quantize_int8(q, x, scale, azp, is_static, range_includes_zero)
-
-
 def _run_into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static: bool, *rest: bool) -> None:
-    _run(x, q, scale, azp, is_static, *rest)
+    _core.quantize_int8(q, x, scale, azp, is_static, *rest)
     mark_written(q, *(() if is_static else (scale, azp)))
 
 
@@ -159,21 +153,29 @@ def _empty_parameter(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
 
 
+def _empty_symmetric(x: Tensor, pad_to: int) -> tuple[Tensor, Tensor]:
+    return _empty_q(x, pad_to), _empty_parameter(x, torch.float32)
+
+
 def _symmetric(x: Tensor, pad_to: int) -> tuple[Tensor, Tensor]:
-    q, scale = _empty_q(x, pad_to), _empty_parameter(x, torch.float32)
-    _run(x, q, scale, None, False, True)
+    q, scale = _empty_symmetric(x, pad_to)
+    _core.quantize_int8(q, x, scale, None, False, True)
     return q, scale
 
 
+def _empty_asymmetric(x: Tensor, pad_to: int, range_includes_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return *_empty_symmetric(x, pad_to), _empty_parameter(x, torch.int32)
+
+
 def _asymmetric(x: Tensor, pad_to: int, range_includes_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale, azp = _empty_q(x, pad_to), _empty_parameter(x, torch.float32), _empty_parameter(x, torch.int32)
-    _run(x, q, scale, azp, False, range_includes_zero)
+    q, scale, azp = _empty_asymmetric(x, pad_to, range_includes_zero)
+    _core.quantize_int8(q, x, scale, azp, False, range_includes_zero)
     return q, scale, azp
 
 
 def _static(x: Tensor, scale: Tensor, azp: Tensor | None, pad_to: int) -> Tensor:
     q = _empty_q(x, pad_to)
-    _run(x, q, scale, azp, True, True)
+    _core.quantize_int8(q, x, scale, azp, True, True)
     return q
 
 
@@ -188,10 +190,8 @@ def explain(call: Arguments) -> str:
     else:
         q = _empty_q(x, call.pad_to)
         if scale is None:
-            scale, azp = (
-                _empty_parameter(x, torch.float32),
-                None if call.symmetric else _empty_parameter(x, torch.int32),
-            )
+            scale = _empty_parameter(x, torch.float32)
+            azp = None if call.symmetric else _empty_parameter(x, torch.int32)
     _core.check_quantize_int8(q, x, scale, azp, is_static, call.range_includes_zero)
     if not x.is_cuda:
         return "cpu, vectorised rows"
@@ -199,35 +199,23 @@ def explain(call: Arguments) -> str:
     return "cuda, the row in registers, one pass" if whole else "cuda, element by element, two passes"
 
 
-def _fake_symmetric(x: Tensor, pad_to: int) -> tuple[Tensor, Tensor]:
-    return _empty_q(x, pad_to), _empty_parameter(x, torch.float32)
-
-
-def _fake_asymmetric(x: Tensor, pad_to: int, range_includes_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_q(x, pad_to), _empty_parameter(x, torch.float32), _empty_parameter(x, torch.int32)
-
-
-def _fake_static(x: Tensor, scale: Tensor, azp: Tensor | None, pad_to: int) -> Tensor:
-    return _empty_q(x, pad_to)
-
-
-def _fake_out(*_: Any) -> None:
-    return None
-
-
 for _schema, _function, _shapes in (
-    ("symmetric(Tensor x, int pad_to) -> (Tensor, Tensor)", _symmetric, _fake_symmetric),
+    ("symmetric(Tensor x, int pad_to) -> (Tensor, Tensor)", _symmetric, _empty_symmetric),
     (
         "asymmetric(Tensor x, int pad_to, bool range_includes_zero) -> (Tensor, Tensor, Tensor)",
         _asymmetric,
-        _fake_asymmetric,
+        _empty_asymmetric,
     ),
-    ("static(Tensor x, Tensor scale, Tensor? azp, int pad_to) -> Tensor", _static, _fake_static),
+    (
+        "static(Tensor x, Tensor scale, Tensor? azp, int pad_to) -> Tensor",
+        _static,
+        lambda x, scale, azp, pad_to: _empty_q(x, pad_to),
+    ),
     (
         "out(Tensor x, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? azp, bool is_static, bool range_includes_zero)"
         " -> ()",
         _run_into,
-        _fake_out,
+        fake_out,
     ),
 ):
     register("quantize_int8", f"quantize_int8_{_schema}", _function, _shapes)

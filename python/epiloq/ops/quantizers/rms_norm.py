@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.checks import Arguments, as_number, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
 
 _NAME = "rms_norm"
 
@@ -91,16 +91,6 @@ def _run_into(
     mark_written(out, residual_out)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y: Tensor = run(x, weight, eps, None)
-    return y
-
-
-def _add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = run(x, weight, eps, residual)
-    return results
-
-
 @explanation_of(rms_norm)
 def explain(call: Arguments) -> str:
     x, weight, residual, out = call.x, call.weight, call.residual, call.out
@@ -116,18 +106,14 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def _fake_out(*_: Any) -> None:
-    return None
-
-
 _INPUTS = "Tensor x, Tensor weight, float eps"
 for _schema, _function, _shapes in (
-    (f"({_INPUTS}) -> Tensor", _norm, _fake),
-    (f"_add({_INPUTS}, Tensor residual) -> (Tensor, Tensor)", _add_norm, _fake_add),
-    (f"_out({_INPUTS}, Tensor? residual, Tensor(a!) out, Tensor(b!)? residual_out) -> ()", _run_into, _fake_out),
+    (f"({_INPUTS}) -> Tensor", lambda x, weight, eps: run(x, weight, eps, None), _fake),
+    (
+        f"_add({_INPUTS}, Tensor residual) -> (Tensor, Tensor)",
+        run,
+        lambda x, weight, eps, residual: (_fake(x, weight, eps), _fake(x, weight, eps)),
+    ),
+    (f"_out({_INPUTS}, Tensor? residual, Tensor(a!) out, Tensor(b!)? residual_out) -> ()", _run_into, fake_out),
 ):
     register(_NAME, f"{_NAME}{_schema}", _function, _shapes)

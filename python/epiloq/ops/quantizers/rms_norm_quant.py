@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import Arguments, as_number, expect_flags, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
-from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
-
-DTYPES = (torch.int8, torch.float8_e4m3fn)
-GRANULARITIES = ("token", "group")
+from epiloq._torch.checks import Arguments, as_number, explanation_of
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 
 
 @overload
@@ -91,10 +88,7 @@ def rms_norm_quant(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    expect_choice("rms_norm_quant", "dtype", dtype, DTYPES)
-    expect_choice("rms_norm_quant", "granularity", granularity, GRANULARITIES)
-    expect_layout("rms_norm_quant", granularity, group_size, scale_layout, pad_to)
-    expect_flags("rms_norm_quant", ue8m0=ue8m0)
+    expect_measure("rms_norm_quant", dtype, granularity, group_size, ue8m0, scale_layout, pad_to)
     eps = as_number("rms_norm_quant", "eps", eps)
     if out is not None:
         _write_into(x, weight, eps, residual, out, granularity, group_size, ue8m0)
@@ -115,7 +109,8 @@ def rms_norm_quant(
 def run(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *measure: Any) -> tuple[Tensor, ...]:
     """`rms_norm_quant` for plain tensors; `measure` is granularity, group_size, ue8m0, scale_layout, dtype, pad_to."""
     made = _empty(x, weight, eps, residual, *measure)
-    _run(x, weight, eps, residual, *made[:2], made[2] if len(made) > 2 else None, *measure[:3])
+    total = made[2] if len(made) > 2 else None
+    _core.rms_norm_quant(made[0], x, weight, made[1], residual, total, eps, *measure[:3])
     return made
 
 
@@ -142,22 +137,10 @@ def _write_into(
     torch.ops.epiloq.rms_norm_quant_out(*arguments)
 
 
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    residual_out: Tensor | None,
-    *measure: Any,
-) -> None:
-    _core.rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, *measure)
-
-
 def _run_into(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *rest: Any) -> None:
-    _run(x, weight, eps, residual, *rest)
-    mark_written(*rest[:3])
+    q, scale, residual_out, *measure = rest
+    _core.rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, *measure)
+    mark_written(q, scale, residual_out)
 
 
 def _empty(
@@ -179,30 +162,21 @@ def _empty(
     return (q, scale) if residual is None else (q, scale, x.new_empty(*x.shape))
 
 
-def _without_residual(
-    function: Callable[..., tuple[Tensor, ...]],
-) -> Callable[..., tuple[Tensor, ...]]:
+def _without_residual(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     return lambda x, weight, eps, *measure: function(x, weight, eps, None, *measure)
 
 
 @explanation_of(rms_norm_quant)
 def explain(call: Arguments) -> str:
     x, weight, residual, out = call.x, call.weight, call.residual, call.out
-    expect_choice("rms_norm_quant", "dtype", call.dtype, DTYPES)
-    expect_choice("rms_norm_quant", "granularity", call.granularity, GRANULARITIES)
-    expect_layout("rms_norm_quant", call.granularity, call.group_size, call.scale_layout, call.pad_to)
-    expect_flags("rms_norm_quant", ue8m0=call.ue8m0)
+    groups = call.granularity, call.group_size, call.ue8m0
+    expect_measure("rms_norm_quant", call.dtype, *groups, call.scale_layout, call.pad_to)
     eps = as_number("rms_norm_quant", "eps", call.eps)
     expect_tensors("rms_norm_quant", {"x": x, "weight": weight}, {"residual": residual}, writes=False)
-    groups = call.granularity, call.group_size, call.ue8m0
     if out is None:
         out = _empty(x, weight, eps, residual, *groups, call.scale_layout, call.dtype, call.pad_to)
     q, scale, residual_out = out[0], out[1], out[2] if residual is not None else None
     return _core.explain_rms_norm_quant(q, x, weight, scale, residual, residual_out, eps, *groups)
-
-
-def _fake_out(*_: Any) -> None:
-    return None
 
 
 _MEASURE = "str granularity, int group_size, bool ue8m0"
@@ -222,7 +196,7 @@ for _schema, _function, _shapes in (
         "rms_norm_quant_out(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) q, Tensor(b!) scale,"
         f" Tensor(c!)? residual_out, {_MEASURE}) -> ()",
         _run_into,
-        _fake_out,
+        fake_out,
     ),
 ):
     register("rms_norm_quant", _schema, _function, _shapes)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import Arguments, expect_flags, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register
-from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
-from epiloq.ops.quantizers.rms_norm_quant import DTYPES, GRANULARITIES
+from epiloq._torch.checks import Arguments, explanation_of
+from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 
 
 def silu_and_mul_quant(
@@ -48,10 +47,7 @@ def silu_and_mul_quant(
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
-    expect_choice("silu_and_mul_quant", "dtype", dtype, DTYPES)
-    expect_choice("silu_and_mul_quant", "granularity", granularity, GRANULARITIES)
-    expect_layout("silu_and_mul_quant", granularity, group_size, scale_layout, pad_to)
-    expect_flags("silu_and_mul_quant", ue8m0=ue8m0)
+    expect_measure("silu_and_mul_quant", dtype, granularity, group_size, ue8m0, scale_layout, pad_to)
     if out is not None:
         if len(out) != 2:
             raise ValueError(f"epiloq.silu_and_mul_quant: out: expected (q, scale), got {len(out)} elements")
@@ -70,12 +66,8 @@ def silu_and_mul_quant(
     return refuse_backward("silu_and_mul_quant", q), refuse_backward("silu_and_mul_quant", scale)
 
 
-def _run(x: Tensor, q: Tensor, scale: Tensor, granularity: str, group_size: int, ue8m0: bool) -> None:
-    _core.silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
-
-
 def _run_into(x: Tensor, q: Tensor, scale: Tensor, *measure: Any) -> None:
-    _run(x, q, scale, *measure)
+    _core.silu_and_mul_quant(q, x, scale, *measure)
     mark_written(q, scale)
 
 
@@ -87,33 +79,26 @@ def _empty(
     return q, empty_scale(x, columns, granularity, group_size, scale_layout)
 
 
-def run(
-    x: Tensor, granularity: str, group_size: int, ue8m0: bool, scale_layout: str, dtype: torch.dtype, pad_to: int
-) -> tuple[Tensor, Tensor]:
-    q, scale = _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
-    _run(x, q, scale, granularity, group_size, ue8m0)
+def run(x: Tensor, *measure: Any) -> tuple[Tensor, Tensor]:
+    """`silu_and_mul_quant` for plain tensors; `measure` is granularity, group_size, ue8m0, scale_layout, dtype,
+    pad_to."""
+    q, scale = _empty(x, *measure)
+    _core.silu_and_mul_quant(q, x, scale, *measure[:3])
     return q, scale
 
 
 @explanation_of(silu_and_mul_quant)
 def explain(call: Arguments) -> str:
-    expect_choice("silu_and_mul_quant", "dtype", call.dtype, DTYPES)
-    expect_choice("silu_and_mul_quant", "granularity", call.granularity, GRANULARITIES)
-    expect_layout("silu_and_mul_quant", call.granularity, call.group_size, call.scale_layout, call.pad_to)
-    expect_flags("silu_and_mul_quant", ue8m0=call.ue8m0)
-    expect_tensors("silu_and_mul_quant", {"x": call.x}, {}, writes=False)
     groups = call.granularity, call.group_size, call.ue8m0
+    expect_measure("silu_and_mul_quant", call.dtype, *groups, call.scale_layout, call.pad_to)
+    expect_tensors("silu_and_mul_quant", {"x": call.x}, {}, writes=False)
     q, scale = call.out or _empty(call.x, *groups, call.scale_layout, call.dtype, call.pad_to)
     return _core.explain_silu_and_mul_quant(q, call.x, scale, *groups)
-
-
-def _fake_out(*_: Any) -> None:
-    return None
 
 
 _MEASURE = "str granularity, int group_size, bool ue8m0"
 for _schema, _function, _shapes in (
     (f"(Tensor x, {_MEASURE}, str scale_layout, ScalarType dtype, int pad_to) -> (Tensor, Tensor)", run, _empty),
-    (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run_into, _fake_out),
+    (f"_out(Tensor x, Tensor(a!) q, Tensor(b!) scale, {_MEASURE}) -> ()", _run_into, fake_out),
 ):
     register("silu_and_mul_quant", f"silu_and_mul_quant{_schema}", _function, _shapes)
