@@ -12,6 +12,7 @@ from epiloq import _core
 from epiloq._torch.checks import bound_arguments, expect_flags
 from epiloq._torch.library import direct, dispatched, empty_product, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
+from epiloq.weights.tensor_checks import refuse
 
 RECIPES = ((1, 128, 128), (128, 128, 128), (1, 1, 128))
 GROUPED_RECIPES = ((1, 128, 128), (1, 1, 128), (1, 1, -1))
@@ -80,10 +81,9 @@ def granularity_of(
     operation: str, recipe: tuple[int, int, int], recipes: tuple[tuple[int, int, int], ...] = RECIPES
 ) -> tuple[int, int]:
     if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in recipes:  # JSON has no tuples
-        raise ValueError(
-            f"epiloq.{operation}: recipe: expected one of {', '.join(map(str, recipes))} (rows of a, columns of b and"
-            f" elements of K to a scale), got {recipe!r}"
-        )
+        known = ", ".join(map(str, recipes))
+        wanted = f"one of {known} (rows of a, columns of b and elements of K to a scale)"
+        refuse(operation, "recipe", wanted, repr(recipe))
     return recipe[0], recipe[1]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import direct, dispatched, mark_written, register_product
+from epiloq.weights.tensor_checks import refuse
 
 
 def lookup_int8(x: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -48,10 +49,8 @@ def _expect(x: Tensor, table: Tensor, out: Tensor) -> None:
     """Check the arguments on CUDA, where torch computes."""
     for name, tensor, shape in (("x", x, x.shape), ("table", table, (256,)), ("out", out, x.shape)):
         if tensor.dtype != torch.int8 or tensor.shape != shape or tensor.device != x.device:
-            raise ValueError(
-                f"epiloq.lookup_int8: {name}: expected torch.int8 {list(shape)} on {x.device},"
-                f" got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            )
+            got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            refuse("lookup_int8", name, f"torch.int8 {list(shape)} on {x.device}", got)
 
 
 @explanation_of(lookup_int8)

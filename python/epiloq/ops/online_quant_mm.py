@@ -13,6 +13,7 @@ from epiloq._torch.library import direct, dispatched, empty_rows, expect_tensors
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen
+from epiloq.weights.tensor_checks import refuse
 
 _NAME = "online_quant_mm"
 _LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
@@ -81,17 +82,15 @@ def _weight_of(
     if isinstance(w_q, BlockQuantWeight):
         for name, value in (("w_scale", w_scale), ("w_offset", w_offset)):
             if value is not None:
-                raise ValueError(f"epiloq.online_quant_mm: {name}: expected None with a prepared weight, got a tensor")
+                refuse(_NAME, name, "None with a prepared weight", "a tensor")
         if group_size is not None and (not is_int32(group_size) or group_size != w_q.group_size):
-            raise ValueError(
-                f"epiloq.online_quant_mm: group_size: expected the weight's, {w_q.group_size}, got {group_size}"
-            )
+            refuse(_NAME, "group_size", f"the weight's, {w_q.group_size}", group_size)
         return w_q
     expect_tensors(_NAME, {"x": x, "w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
     if group_size is None or w_scale is None:
-        raise ValueError("epiloq.online_quant_mm: group_size: expected a number with a weight in tensors, got None")
+        refuse(_NAME, "group_size", "a number with a weight in tensors", None)
     if x.ndim < 1:
-        raise ValueError("epiloq.online_quant_mm: x: expected at least one dimension, got a scalar")
+        refuse(_NAME, "x", "at least one dimension", "a scalar")
     k = x.shape[-1]
     packed = w_q.ndim == 2 and w_q.shape[1] != k and w_q.shape[1] == (k + 1) // 2
     return online_quant_weight(w_q, w_scale, w_offset, group_size=group_size, bits=4 if packed else 8, in_features=k)

@@ -8,7 +8,9 @@ from torch import Tensor
 from epiloq._torch.checks import expect_int32, is_int32
 from epiloq._torch.library import expect_tensors
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
+from epiloq.weights.tensor_checks import refuse
 
+_NAME = "online_quant_weight"
 # Largest number of products of magnitude at most 2^14 whose sum fits int32.
 MAX_GROUP = 2**17 - 1
 
@@ -33,26 +35,22 @@ def online_quant_weight(
     Raises:
         ValueError: an argument is invalid; the message names it.
     """
-    expect_tensors("online_quant_weight", {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
+    expect_tensors(_NAME, {"w_q": w_q, "w_scale": w_scale}, {"w_offset": w_offset}, writes=False)
     if not is_int32(bits) or bits not in RANGES:
-        raise ValueError(f"epiloq.online_quant_weight: bits: expected 4 or 8, got {bits!r}")
+        refuse(_NAME, "bits", "4 or 8", repr(bits))
     if not is_int32(group_size) or not 1 <= group_size <= MAX_GROUP:
-        raise ValueError(f"epiloq.online_quant_weight: group_size: expected 1 to {MAX_GROUP}, got {group_size!r}")
+        refuse(_NAME, "group_size", f"1 to {MAX_GROUP}", repr(group_size))
     if in_features is not None:
-        expect_int32("online_quant_weight", in_features=in_features)
+        expect_int32(_NAME, in_features=in_features)
         if in_features < 0:
-            raise ValueError(f"epiloq.online_quant_weight: in_features: expected at least 0, got {in_features}")
+            refuse(_NAME, "in_features", "at least 0", in_features)
     if w_q.dtype != torch.int8 or w_q.ndim != 2:
-        raise ValueError(
-            f"epiloq.online_quant_weight: w_q: expected int8 with 2 dimensions, got {w_q.dtype} {list(w_q.shape)}"
-        )
+        refuse(_NAME, "w_q", "int8 with 2 dimensions", f"{w_q.dtype} {list(w_q.shape)}")
     values_a_byte = 8 // bits
     k = w_q.shape[1] * values_a_byte if in_features is None else in_features
-    if -(-k // values_a_byte) != w_q.shape[1]:
-        raise ValueError(
-            f"epiloq.online_quant_weight: w_q: expected {-(-k // values_a_byte)} columns for K = {k} at {bits} bits, "
-            f"got {w_q.shape[1]}"
-        )
+    columns = -(-k // values_a_byte)
+    if columns != w_q.shape[1]:
+        refuse(_NAME, "w_q", f"{columns} columns for K = {k} at {bits} bits", w_q.shape[1])
     shape = (w_q.shape[0], -(-k // group_size))
     q = unpack_pairs(w_q, k) if bits == 4 else w_q
     scale = _spread("w_scale", w_scale, shape, w_q.device)
@@ -64,8 +62,6 @@ def _spread(name: str, parameter: Tensor, shape: tuple[int, int], device: torch.
     """[N, G] from [N, G], [N, 1], [1, G] or [1, 1]."""
     fits = parameter.ndim == 2 and all(p in (1, s) for p, s in zip(parameter.shape, shape, strict=True))
     if parameter.dtype != torch.float32 or not fits or parameter.device != device:
-        raise ValueError(
-            f"epiloq.online_quant_weight: {name}: expected float32 {list(shape)} on {device}, or 1 for either size, "
-            f"got {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
-        )
+        got = f"{parameter.dtype} {list(parameter.shape)} on {parameter.device}"
+        refuse(_NAME, name, f"float32 {list(shape)} on {device}, or 1 for either size", got)
     return parameter.expand(shape)

@@ -13,6 +13,7 @@ from epiloq._torch.library import expect_tensors
 from epiloq.ops.convolutions.conv2d import geometry
 from epiloq.ops.convolutions.conv2d_int8 import explain_checked, prepared, run_checked
 from epiloq.weights.prepared_int8_weight import PreparedInt8Weight
+from epiloq.weights.tensor_checks import refuse
 
 _NAME = "requantized_mm"
 _ONE_BY_ONE = (1, 0, 1, 1)  # stride, padding, dilation, groups
@@ -42,13 +43,11 @@ def requantized_mm(
     w = prepared(_NAME, _as_kernel(weight), bias, weight_scale, *scales)
     n, kh, kw, k = w.q.shape
     if (kh, kw) != (1, 1):
-        raise ValueError(f"epiloq.{_NAME}: weight: expected a 1 x 1 kernel, got {kh} x {kw}")
+        refuse(_NAME, "weight", "a 1 x 1 kernel", f"{kh} x {kw}")
     if x_q.ndim < 1 or x_q.shape[-1] != k:
-        raise ValueError(f"epiloq.{_NAME}: x_q: expected […, {k}], got {list(x_q.shape)}")
+        refuse(_NAME, "x_q", f"[…, {k}]", list(x_q.shape))
     if x_q.dtype != torch.int8:
-        raise ValueError(
-            f"epiloq.{_NAME}: x_q: expected int8, got {str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}"
-        )
+        refuse(_NAME, "x_q", "int8", f"{str(x_q.dtype).removeprefix('torch.')} {list(x_q.shape)}")
     tokens = x_q.reshape(1, math.prod(x_q.shape[:-1]), 1, k)
     written = None if out is None else _pixels_of_rows(out, (*x_q.shape[:-1], n))
     is_empty = tokens.shape[1] == 0  # convolutions do not support it: one token instead, for their checks
@@ -70,10 +69,10 @@ def _pixels_of_rows(out: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An output ``[…, N]`` as an image of one column, ``[1, N, tokens, 1]``. Raises ValueError for another shape, or
     for memory that is not rows at one distance."""
     if out.shape != torch.Size(shape):
-        raise ValueError(f"epiloq.{_NAME}: out: expected {list(shape)}, got {list(out.shape)}")
+        refuse(_NAME, "out", list(shape), list(out.shape))
     if shape[-1] > 1 and out.stride(-1) != 1:
         got = f"{list(shape)} with strides {list(out.stride())}; take .contiguous()"
-        raise ValueError(f"epiloq.{_NAME}: out: expected rows with stride 1, got {got}")
+        refuse(_NAME, "out", "rows with stride 1", got)
     try:
         rows = out.view(math.prod(shape[:-1]), shape[-1])
     except RuntimeError:
@@ -90,7 +89,7 @@ def _as_kernel(weight: Tensor | PreparedInt8Weight) -> Tensor | PreparedInt8Weig
         return weight
     expect_tensors(_NAME, {"weight": weight}, {}, writes=False)
     if weight.ndim != 2:
-        raise ValueError(f"epiloq.{_NAME}: weight: expected 2 dimensions [N, K], got {list(weight.shape)}")
+        refuse(_NAME, "weight", "2 dimensions [N, K]", list(weight.shape))
     return weight[:, None, None, :]
 
 

@@ -11,6 +11,7 @@ from epiloq import _core
 from epiloq._torch.checks import bound_arguments
 from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, register_product
 from epiloq._torch.threads import threads_for
+from epiloq.weights.tensor_checks import refuse
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? scale_out=None"
@@ -64,12 +65,10 @@ def scaled_bmm(
 
 def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if out_dtype not in _OUT_DTYPES:
-        raise ValueError(
-            f"epiloq.scaled_bmm: out_dtype: expected torch.bfloat16, float16, float32 or int8, got {out_dtype!r}"
-        )
+        refuse("scaled_bmm", "out_dtype", "torch.bfloat16, float16, float32 or int8", repr(out_dtype))
     if (out_dtype == torch.int8) != (scale_out is not None):
         expected = "a scale with an int8 output" if scale_out is None else "none with an output that is not int8"
-        raise ValueError(f"epiloq.scaled_bmm: scale_out: expected {expected}, got out_dtype {out_dtype!r}")
+        refuse("scaled_bmm", "scale_out", expected, f"out_dtype {out_dtype!r}")
     # Shapes are checked with everything else, once, in C++; here they only must not break the allocation.
     return a.new_empty((*a.shape[:-1], *b.shape[-1:]), dtype=out_dtype)
 
@@ -116,9 +115,7 @@ def _fake(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if a.ndim != 3 or b.ndim != 3:
-        raise ValueError(
-            f"epiloq.scaled_bmm: b: expected [B, K, N] with a [B, M, K], got {b.ndim} and {a.ndim} dimensions"
-        )
+        refuse("scaled_bmm", "b", "[B, K, N] with a [B, M, K]", f"{b.ndim} and {a.ndim} dimensions")
     for dimension, of_a in ((0, 0), (1, 2)):
         torch._check_value(
             a.shape[of_a] == b.shape[dimension],

@@ -15,6 +15,7 @@ from epiloq.ops.packed_fp4_mm import dequantised_explanation, is_exact
 from epiloq.ops.w4a8 import unpacked
 from epiloq.ops.w4a8_mm import float8_tokens
 from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.tensor_checks import refuse
 
 _SIZES = ("m", "n", "k")
 
@@ -57,10 +58,8 @@ def _explain_grouped_packed_mm(**call: Any) -> str:
     call = {"experts": 1, "format": "int", "dtype": "bfloat16", **call}
     is_fp4, is_8_bits = call["format"] != "int", call["dtype"] in ("int8", "float8_e4m3fn")
     if is_fp4 and not is_8_bits:
-        raise ValueError(
-            f"epiloq.grouped_packed_mm: dtype: expected int8 or float8_e4m3fn with FP4 (packed_fp4_mm multiplies "
-            f"floating-point rows), got {call['dtype']}"
-        )
+        wanted = "int8 or float8_e4m3fn with FP4 (packed_fp4_mm multiplies floating-point rows)"
+        refuse("grouped_packed_mm", "dtype", wanted, call["dtype"])
     multiplied = "bfloat16" if is_8_bits else call["dtype"]
     kernel = _core.explain_grouped_packed_mm_problem(**{**call, "dtype": multiplied})
     by_wgmma = call.get("arch", "sm90") == "sm90"

@@ -25,6 +25,7 @@ from epiloq.ops.convolutions.conv2d import (
 )
 from epiloq.ops.convolutions.conv2d_host import blocks_of_sums, describe_int_mm
 from epiloq.weights.prepared_int8_weight import Int8Parameters, PreparedInt8Weight
+from epiloq.weights.tensor_checks import refuse
 
 _NAME = "conv2d_int8"
 _LIMITS = 7  # position of `lo` and `hi` among the operator's arguments
@@ -110,10 +111,7 @@ def prepared(
         given = {"bias": bias, "weight_scale": weight_scale, "input_scale": into[0], "input_zero": into[1]}
         for name, value in {**given, "output_scale": onto[0], "output_zero": onto[1]}.items():
             if value is not None:
-                raise ValueError(
-                    f"epiloq.{operation}: {name}: expected None with a prepared weight (its updated() changes"
-                    f" scales), got one"
-                )
+                refuse(operation, name, "None with a prepared weight (its updated() changes scales)", "one")
         return weight
     if weight_scale is None or into[0] is None:
         missing = "weight_scale" if weight_scale is None else "input_scale"
@@ -145,10 +143,8 @@ def run_checked(
     if x.device != w.q.device:
         raise ValueError(f"epiloq.{operation}: weight: expected a tensor on {x.device}, got one on {w.q.device}")
     if (terms := math.prod(w.q.shape[1:])) > _MOST_TERMS:
-        raise ValueError(
-            f"epiloq.{operation}: weight: expected at most {_MOST_TERMS} values an output channel, where int32 sums"
-            f" are exact, got {terms}"
-        )
+        wanted = f"at most {_MOST_TERMS} values an output channel, where int32 sums are exact"
+        refuse(operation, "weight", wanted, terms)
     return convolve(
         operation, x, w.q, w.parameters(operation, to_int8=dtype == torch.int8, clamp=clamp), where, dtype, out
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epiloq._torch.checks import expect_flags, expect_positive
+from epiloq.weights.tensor_checks import refuse
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -16,7 +17,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def expect_choice(operation: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"epiloq.{operation}: {argument}: expected {' or '.join(map(str, choices))}, got {value}")
+        refuse(operation, argument, " or ".join(map(str, choices)), value)
 
 
 def expect_layout(operation: str, granularity: str, group_size: int, scale_layout: str, pad_to: int) -> None:
@@ -24,9 +25,7 @@ def expect_layout(operation: str, granularity: str, group_size: int, scale_layou
     expect_choice(operation, "scale_layout", scale_layout, ("row", "column"))
     expect_positive(operation, group_size=group_size, pad_to=pad_to)
     if scale_layout == "column" and granularity != "group":
-        raise ValueError(
-            f'epiloq.{operation}: scale_layout: expected "row" for granularity {granularity}, got "column"'
-        )
+        refuse(operation, "scale_layout", f'"row" for granularity {granularity}', '"column"')
 
 
 def expect_measure(
@@ -48,7 +47,7 @@ def expect_measure(
 def empty_q(operation: str, x: Tensor, dtype: torch.dtype, columns: int, pad_to: int) -> Tensor:
     """``columns`` values for each row of ``x``, rounded up to a multiple of ``pad_to``."""
     if x.ndim == 0:
-        raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
+        refuse(operation, "x", "at least one dimension", "a scalar")
     return x.new_empty(*x.shape[:-1], round_up(columns, pad_to), dtype=dtype)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
 from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq.weights.tensor_checks import refuse
 
+_NAME = "quantize_blockwise_int8"
 Quantised: TypeAlias = tuple[Tensor, Tensor, "Tensor | None", Tensor]
 
 
@@ -43,46 +45,42 @@ def quantize_blockwise_int8(
         TypeError: an argument is not a tensor.
         NotImplementedError: in a backward pass through a scale or an offset, which have no derivative.
     """
-    expect_positive("quantize_blockwise_int8", group_size=group_size)
-    expect_flags("quantize_blockwise_int8", symmetric=symmetric)
+    expect_positive(_NAME, group_size=group_size)
+    expect_flags(_NAME, symmetric=symmetric)
     if out is None:
         if direct((x,)):
             return _quantise(x, group_size) if not symmetric else _with_none(*_quantise_symmetric(x, group_size))
-        expect_tensors("quantize_blockwise_int8", {"x": x}, {}, writes=False)
+        expect_tensors(_NAME, {"x": x}, {}, writes=False)
         if symmetric:
             q, scale, total = torch.ops.epiloq.quantize_blockwise_int8_symmetric(x, group_size)
-            return q, refuse_backward("quantize_blockwise_int8", scale), None, total
+            return q, refuse_backward(_NAME, scale), None, total
         q, scale, offset, total = torch.ops.epiloq.quantize_blockwise_int8(x, group_size)
-        scale, offset = (refuse_backward("quantize_blockwise_int8", part) for part in (scale, offset))
+        scale, offset = (refuse_backward(_NAME, part) for part in (scale, offset))
         return q, scale, offset, total
     q, scale, maybe_offset, total = _expect_out(out, symmetric)
     if direct((x, q, scale, total), (maybe_offset,)):
         _quantise_out(x, group_size, q, scale, maybe_offset, total)
     else:
         required = {"x": x, "out": q, "scale": scale, "sum": total}
-        expect_tensors("quantize_blockwise_int8", required, {"offset": maybe_offset}, writes=True)
+        expect_tensors(_NAME, required, {"offset": maybe_offset}, writes=True)
         torch.ops.epiloq.quantize_blockwise_int8_out(x, group_size, q, scale, maybe_offset, total)
     return out
 
 
 def _expect_out(out: Quantised, symmetric: bool) -> Quantised:
     if len(out) != 4:
-        raise ValueError(
-            f"epiloq.quantize_blockwise_int8: out: expected (q, scale, offset, sum), got {len(out)} elements"
-        )
+        refuse(_NAME, "out", "(q, scale, offset, sum)", f"{len(out)} elements")
     if (out[2] is None) != symmetric:
         wanted, got = ("None", "a tensor") if symmetric else ("a tensor", "None")
-        raise ValueError(
-            f"epiloq.quantize_blockwise_int8: offset: expected {wanted} with symmetric={symmetric}, got {got}"
-        )
+        refuse(_NAME, "offset", f"{wanted} with symmetric={symmetric}", got)
     return out
 
 
 def _empty(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, a float parameter and the sums."""
     if x.ndim == 0:
-        raise ValueError("epiloq.quantize_blockwise_int8: x: expected at least one dimension, got a scalar")
-    expect_positive("quantize_blockwise_int8", group_size=group_size)
+        refuse(_NAME, "x", "at least one dimension", "a scalar")
+    expect_positive(_NAME, group_size=group_size)
     parameters = (*x.shape[:-1], (x.shape[-1] + group_size - 1) // group_size)
     return (
         x.new_empty(x.shape, dtype=torch.int8),
@@ -116,7 +114,7 @@ def _quantise_out(x: Tensor, group_size: int, q: Tensor, scale: Tensor, offset: 
 @explanation_of(quantize_blockwise_int8)
 def explain(call: Arguments) -> str:
     x, group_size, out = call.x, call.group_size, call.out
-    expect_tensors("quantize_blockwise_int8", {"x": x}, {}, writes=False)
+    expect_tensors(_NAME, {"x": x}, {}, writes=False)
     if out is None:
         q, scale, total = _empty(x, group_size)
         out = q, scale, None if call.symmetric else torch.empty_like(scale), total
@@ -152,4 +150,4 @@ for _schema, _function, _shapes in (
         fake_out,
     ),
 ):
-    register("quantize_blockwise_int8", f"quantize_blockwise_int8{_schema}", _function, _shapes)
+    register(_NAME, f"{_NAME}{_schema}", _function, _shapes)

@@ -8,6 +8,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
 from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq.weights.tensor_checks import refuse
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,21 +94,19 @@ def _expect(
 ) -> None:
     """Check arguments against each other; C++ checks the tensors."""
     if granularity not in ("token", "tensor"):
-        raise ValueError(f'epiloq.quantize_int8: granularity: expected "token" or "tensor", got {granularity!r}')
+        refuse("quantize_int8", "granularity", '"token" or "tensor"', repr(granularity))
     expect_positive("quantize_int8", pad_to=pad_to)
     expect_flags("quantize_int8", symmetric=symmetric)
     if scale is None and azp is not None:
-        raise ValueError(
-            "epiloq.quantize_int8: azp: expected None where scale is None (both are measured), got a zero point"
-        )
+        refuse("quantize_int8", "azp", "None where scale is None (both are measured)", "a zero point")
     if scale is not None and azp is None and not symmetric:
-        raise ValueError("epiloq.quantize_int8: azp: expected a zero point with scale and symmetric=False, got None")
+        refuse("quantize_int8", "azp", "a zero point with scale and symmetric=False", None)
     if out is not None:
         _expect_out(out, scale, azp, symmetric, granularity)
     elif scale is None and granularity == "tensor":
         expect_tensors("quantize_int8", {"x": x}, {}, writes=False)
         if x.dtype not in _FLOATS:
-            raise ValueError(f"epiloq.quantize_int8: x: expected float32 or float16 or bfloat16, got {x.dtype}")
+            refuse("quantize_int8", "x", "float32 or float16 or bfloat16", x.dtype)
 
 
 def _expect_out(
@@ -119,14 +118,14 @@ def _expect_out(
 ) -> None:
     if not isinstance(out, (tuple, list)) or len(out) != 3:
         got = f"{len(out)} elements" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise ValueError(f"epiloq.quantize_int8: out: expected (q, scale, azp), got {got}")
+        refuse("quantize_int8", "out", "(q, scale, azp)", got)
     if scale is not None and (out[1] is not scale or out[2] is not azp):
-        raise ValueError("epiloq.quantize_int8: out: expected the given scale and azp as its last two, got others")
+        refuse("quantize_int8", "out", "the given scale and azp as its last two", "others")
     if scale is None and granularity == "tensor":
-        raise ValueError('epiloq.quantize_int8: granularity: expected "token" with out, got "tensor"')
+        refuse("quantize_int8", "granularity", '"token" with out', '"tensor"')
     if scale is None and (out[2] is None) != symmetric:
         wanted, got = ("None", "a tensor") if symmetric else ("a tensor", "None")
-        raise ValueError(f"epiloq.quantize_int8: out: expected {wanted} for azp with symmetric={symmetric}, got {got}")
+        refuse("quantize_int8", "out", f"{wanted} for azp with symmetric={symmetric}", got)
 
 
 def _measure_tensor(x: Tensor, symmetric: bool, range_includes_zero: bool) -> tuple[Tensor, Tensor | None]:
@@ -145,7 +144,7 @@ def _run_into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static
 
 def _empty_q(x: Tensor, pad_to: int) -> Tensor:
     if x.ndim == 0:
-        raise ValueError("epiloq.quantize_int8: x: expected at least one dimension, got a scalar")
+        refuse("quantize_int8", "x", "at least one dimension", "a scalar")
     return x.new_empty((*x.shape[:-1], (x.shape[-1] + pad_to - 1) // pad_to * pad_to), dtype=torch.int8)
 
 
