@@ -30,6 +30,11 @@ class Bound:
 Binder = Callable[[Case, Sequence[Inputs]], Bound]
 
 
+def each(call: Callable[[Case, Inputs], Call]) -> Binder:
+    """A contender, given its call for one input set."""
+    return lambda case, sets: Bound([call(case, inputs) for inputs in sets])
+
+
 def product_work(case: Case) -> int:
     """Multiplications and additions of a matrix product, 2 M N K."""
     return 2 * case.m * case.n * case.k
@@ -53,13 +58,13 @@ class Operation:
 
     name: str
     variants: tuple[str, ...]
-    has_weight: bool
     inputs: Callable[[Case, torch.Generator], Inputs]
     bind: Binder
     error: Callable[[Case, Inputs, Any, torch.Generator], float]
-    work: Callable[[Case], int]
     ceiling: str
     peers: Mapping[str, Binder]
+    has_weight: bool = True
+    work: Callable[[Case], int] = product_work
 
 
 def require(module: str) -> Any:

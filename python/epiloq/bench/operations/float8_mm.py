@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from epiloq.bench.contract import (
     Operation,
     Unavailable,
     note_of,
-    product_work,
     require,
     sample,
     worst,
@@ -74,28 +73,22 @@ def _groups(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(epiloq.groupwise_mm, *operands(s), out_dtype=OUT_DTYPE, constant_b=True) for s in sets])
 
 
-def _error_with(bound: Callable[[Case], float]) -> Callable[[Case, Inputs, Any, torch.Generator], float]:
-    def error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-        """Error against the dequantised float64 product; tolerance: one output ulp, and a part of the terms' span."""
-        if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
-            return float("inf")
-        rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
-        a, b = inputs["a"][rows].double(), inputs["b"][:, columns].double()
-        if inputs["scale_b"].ndim == 1:
-            a, b = a * inputs["scale_a"][rows].double(), b * inputs["scale_b"][columns].double()
-        else:
-            k = torch.arange(case.k, device=rows.device) // GROUP
-            a = a * inputs["scale_a"][rows][:, k].double()
-            b = b * inputs["scale_b"][k][:, columns // GROUP].double()
-        reference, span = a @ b, (a.square() @ b.square()).sqrt()
-        tolerance = torch.finfo(OUT_DTYPE).eps * reference.abs() + bound(case) * span + 1e-30
-        return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
-
-    return error
-
-
-def _row_bound(case: Case) -> float:
-    return _FAST * case.k**0.5 if case.variant == "fast" else ACCURATE
+def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    """Error against the dequantised float64 product; tolerance: one output ulp, and a part of the terms' span."""
+    if result.shape != (case.m, case.n) or result.dtype != OUT_DTYPE:
+        return float("inf")
+    rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
+    a, b = inputs["a"][rows].double(), inputs["b"][:, columns].double()
+    if inputs["scale_b"].ndim == 1:
+        a, b = a * inputs["scale_a"][rows].double(), b * inputs["scale_b"][columns].double()
+    else:
+        k = torch.arange(case.k, device=rows.device) // GROUP
+        a = a * inputs["scale_a"][rows][:, k].double()
+        b = b * inputs["scale_b"][k][:, columns // GROUP].double()
+    reference, span = a @ b, (a.square() @ b.square()).sqrt()
+    part = _FAST * case.k**0.5 if case.variant == "fast" else ACCURATE
+    tolerance = torch.finfo(OUT_DTYPE).eps * reference.abs() + part * span + 1e-30
+    return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -125,7 +118,7 @@ def _cublas_groups(case: Case, sets: Sequence[Inputs]) -> Bound:
 def _deep_gemm(case: Case, sets: Sequence[Inputs]) -> Bound:
     calls, outs = zip(*(deep_gemm.dense(s) for s in sets), strict=True)
     bound = tried(calls)
-    error = GROUPS.error(case, sets[0], outs[0], torch.Generator(outs[0].device).manual_seed(0))
+    error = _error(case, sets[0], outs[0], torch.Generator(outs[0].device).manual_seed(0))
     return replace(bound, note=note_of(error))
 
 
@@ -158,22 +151,18 @@ def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
 ROWS = Operation(
     name="scaled_mm_fp8",
     variants=("fast", "accurate"),
-    has_weight=True,
     inputs=_row_inputs,
     bind=_rows,
-    error=_error_with(_row_bound),
-    work=product_work,
+    error=_error,
     ceiling="int8",  # the same rate
     peers={"bf16": _bf16, "_scaled_mm": _cublas, "vllm": _vllm},
 )
 GROUPS = Operation(
     name="groupwise_mm",
     variants=("group",),
-    has_weight=True,
     inputs=_group_inputs,
     bind=_groups,
-    error=_error_with(lambda case: ACCURATE),
-    work=product_work,
+    error=_error,
     ceiling="int8",
     peers={
         "bf16": _bf16,

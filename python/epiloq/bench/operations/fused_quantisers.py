@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, sample
+from epiloq.bench.contract import Bound, Call, Inputs, each, sample
 from epiloq.bench.operations.quantised import LARGEST, SMALLEST_SCALE, by_group, error, quantiser
 
 GROUP, EPS = 128, 1e-6
@@ -103,14 +103,15 @@ def _gate_error(case: Case, inputs: Inputs, result: Any, generator: torch.Genera
     return _codes_error(case, functional.silu(gate) * up, rows, *result)
 
 
-def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _unfused(case: Case, inputs: Inputs) -> Call:
     """torch's norm or gate in the input's dtype, followed by epiloq's quantiser."""
     choice = dict(_choice(case.variant))
     quantise: Callable[..., object] = epiloq.quantize_int8
     if choice.pop("dtype") != torch.int8:
         quantise = partial(epiloq.quantize_fp8, **{"granularity": "token", **choice})
 
-    def call(inputs: Inputs) -> object:
+    def call() -> object:
         x = inputs["x"]
         if "weight" not in inputs:
             gate, up = x.chunk(2, -1)
@@ -118,7 +119,7 @@ def _unfused(case: Case, sets: Sequence[Inputs]) -> Bound:
         x = x + inputs["residual"] if "residual" in inputs else x
         return quantise(functional.rms_norm(x, x.shape[-1:], inputs["weight"], EPS))
 
-    return Bound([partial(call, s) for s in sets])
+    return call
 
 
 def _variants(function: Callable[..., object], names: Iterable[str]) -> Mapping[str, Callable[..., object]]:

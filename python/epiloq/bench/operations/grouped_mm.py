@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,18 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, note_of, require, sample, worst
+from epiloq.bench.contract import (
+    Bound,
+    Inputs,
+    Operation,
+    Unavailable,
+    each,
+    note_of,
+    product_work,
+    require,
+    sample,
+    worst,
+)
 from epiloq.bench.operations.float8_mm import ACCURATE, GROUP, OUT_DTYPE, float8, operands, scales, tried
 from epiloq.bench.peers import deep_gemm
 
@@ -95,25 +107,23 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 
 
-def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
+def in_turn(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
+    """Call each expert's product, which writes its rows of ``out``."""
+    for part in parts:
+        part()
+    return out
+
+
+@each
+def _separate(case: Case, s: Inputs) -> partial[Tensor]:
     """A call of `groupwise_mm` or `scaled_mm` per expert, with row counts known on the host."""
     multiply = epiloq.scaled_mm if VARIANTS[case.variant].rows else epiloq.groupwise_mm
-
-    def call(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
-        for part in parts:
-            part()
-        return out
-
-    def bind(s: Inputs) -> partial[Tensor]:
-        out = s["a"].new_empty((s["a"].shape[0], case.n), dtype=OUT_DTYPE)
-        ends = s["offs"].tolist()
-        parts = []
-        for e, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):
-            scale_b = s["scale_b"][e].squeeze(0) if VARIANTS[case.variant].rows else s["scale_b"][e]
-            parts.append(partial(multiply, s["a"][i:j], s["b"][e], s["scale_a"][i:j], scale_b, out=out[i:j]))
-        return partial(call, parts, out)
-
-    return Bound([bind(s) for s in sets])
+    out = s["a"].new_empty((s["a"].shape[0], case.n), dtype=OUT_DTYPE)
+    parts = []
+    for e, (i, j) in enumerate(pairwise((0, *s["offs"].tolist()))):
+        scale_b = s["scale_b"][e].squeeze(0) if VARIANTS[case.variant].rows else s["scale_b"][e]
+        parts.append(partial(multiply, s["a"][i:j], s["b"][e], s["scale_a"][i:j], scale_b, out=out[i:j]))
+    return partial(in_turn, parts, out)
 
 
 def grouped_of_torch() -> Callable[..., Tensor]:
@@ -165,18 +175,13 @@ def _triton(case: Case, sets: Sequence[Inputs]) -> Bound:
     return tried([partial(grouped, *operands(s), s["offs"]) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * VARIANTS[case.variant].experts * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="grouped_mm",
     variants=tuple(VARIANTS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=lambda case: VARIANTS[case.variant].experts * product_work(case),
     ceiling="int8",  # the same rate
     peers={
         "separate": _separate,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, Operation, product_work
+from epiloq.bench.contract import Call, Inputs, Operation, each
 from epiloq.bench.operations import float8_mm, scaled_mm
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear
 
@@ -81,19 +81,19 @@ def _product_case(case: Case) -> Case:
     return replace(case, operation=kind.product.name, variant=kind.variant)
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _ours(case: Case, s: Inputs) -> Call:
     kind = KINDS[case.variant]
 
-    def call(s: Inputs) -> Tensor:
+    def call() -> Tensor:
         q, scale = kind.quantise(s["x"], s["norm"])
         return kind.multiply(q, s["b"], scale, s["scale_b"])
 
-    def layer(s: Inputs) -> Call:
-        module: nn.Module = kind.module(case.k, case.n, bias=False, device=s["x"].device, dtype=DTYPE)
-        module.load_state_dict({"weight": s["b"].t(), kind.scales: s["scale_b"].t()})
-        return partial(module.__call__, s["x"])
-
-    return Bound([partial(call, s) if kind.norm else layer(s) for s in sets])
+    if kind.norm:
+        return call
+    module: nn.Module = kind.module(case.k, case.n, bias=False, device=s["x"].device, dtype=DTYPE)
+    module.load_state_dict({"weight": s["b"].t(), kind.scales: s["scale_b"].t()})
+    return partial(module.__call__, s["x"])
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
@@ -103,26 +103,21 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return kind.product.error(_product_case(case), {**inputs, "a": q, "scale_a": scale}, result, generator)
 
 
-def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _bf16(case: Case, s: Inputs) -> Call:
     """The layer in bf16, after the same norm; the values of its weights do not matter."""
-
-    def call(s: Inputs) -> partial[Tensor]:
-        weight = s["b"].t().to(DTYPE).contiguous()
-        if not KINDS[case.variant].norm:
-            return partial(F.linear, s["x"], weight)
-        return partial(lambda x, w, norm: F.linear(F.rms_norm(x, (case.k,), norm, EPS), w), s["x"], weight, s["norm"])
-
-    return Bound([call(s) for s in sets])
+    weight = s["b"].t().to(DTYPE).contiguous()
+    if not KINDS[case.variant].norm:
+        return partial(F.linear, s["x"], weight)
+    return partial(lambda x, w, norm: F.linear(F.rms_norm(x, (case.k,), norm, EPS), w), s["x"], weight, s["norm"])
 
 
 OPERATION = Operation(
     name="layer",
     variants=tuple(KINDS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="int8",  # float8's rate is the same
     peers={"bf16": _bf16},
 )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, product_work, sample, worst
+from epiloq.bench.contract import Bound, Inputs, Operation, each, sample, worst
 
 DTYPE = torch.bfloat16
 # Variant -> bits and group size.
@@ -66,28 +66,24 @@ def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(F.linear, s["x"], _weight(case, s).dequantize(DTYPE)) for s in sets])
 
 
-def _scaled_mm(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _scaled_mm(case: Case, inputs: Inputs) -> partial[torch.Tensor]:
     """The same product with scales per row and channel, which shows the cost of the finer blocks."""
 
     def call(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         q_x, scale_x, _ = epiloq.quantize_int8(x, pad_to=16)
         return epiloq.scaled_mm(q_x, q, scale_x, scale, out_dtype=DTYPE)
 
-    def bind(inputs: Inputs) -> partial[torch.Tensor]:
-        q, scale, _ = epiloq.quantize_int8(_weight(case, inputs).dequantize(), pad_to=16)
-        return partial(call, inputs["x"], q.t(), scale)
-
-    return Bound([bind(s) for s in sets])
+    q, scale, _ = epiloq.quantize_int8(_weight(case, inputs).dequantize(), pad_to=16)
+    return partial(call, inputs["x"], q.t(), scale)
 
 
 OPERATION = Operation(
     name="online_quant_mm",
     variants=tuple(KINDS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="int8",
     peers={"bf16": _bf16, "quantize_int8+scaled_mm": _scaled_mm, "staged": _staged},
 )

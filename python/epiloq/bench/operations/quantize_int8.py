@@ -11,9 +11,8 @@ import torch
 import epiloq
 from epiloq.bench.cases import Case
 from epiloq.bench.contract import Bound, Inputs, require, sample, worst
-from epiloq.bench.operations.quantised import quantiser
+from epiloq.bench.operations.quantised import SMALLEST_SCALE, quantiser
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Rounding allows half a step; the fp32 quotient adds at most 256 * 2^-24 of a step.
 HALF_STEP = 0.5 + 2.0**-16
 

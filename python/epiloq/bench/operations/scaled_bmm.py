@@ -10,8 +10,9 @@ import torch
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
+from epiloq.bench.contract import Bound, Inputs, Operation, product_work, sample, worst
 from epiloq.bench.operations.float8_mm import ACCURATE, OUT_DTYPE, float8, operands, scales
+from epiloq.bench.operations.scaled_mm import int8
 
 # Variant -> products per batch, and whether they are int8 (otherwise float8).
 KINDS = {"int8_b32": (32, True), "int8_b128": (128, True), "fp8_b32": (32, False), "fp8_b128": (128, False)}
@@ -21,10 +22,7 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     batch, is_int8 = KINDS[case.variant]
 
     def values(*shape: int) -> torch.Tensor:
-        if not is_int8:
-            return float8(shape, generator)
-        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
-        return drawn.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
+        return (int8 if is_int8 else float8)(shape, generator)
 
     return {
         "a": values(batch, case.m, case.k),
@@ -63,18 +61,13 @@ def _bmm(case: Case, sets: Sequence[Inputs]) -> Bound:
     )
 
 
-def _work(case: Case) -> int:
-    return 2 * KINDS[case.variant][0] * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="scaled_bmm",
     variants=tuple(KINDS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=lambda case: KINDS[case.variant][0] * product_work(case),
     ceiling="int8",  # float8's is the same rate
     peers={"bmm": _bmm},
 )

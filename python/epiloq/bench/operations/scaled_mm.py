@@ -11,26 +11,27 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, product_work, require, sample, worst
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, each, require, sample, worst
+from epiloq.bench.operations.float8_mm import operands
 
 OUT_DTYPE = torch.bfloat16
 # torch._int_mm on CUDA refuses fewer than 17 rows.
 INT_MM_ROWS = 32
 
 
+def int8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    # Quantised normal values, as in layers: the power of a GEMM, and so the clock, depends on its operands' bits.
+    values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+    return values.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
+
+
 def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     device = generator.device
-
-    def int8(shape: tuple[int, int]) -> torch.Tensor:
-        # Quantised normal values, as in layers: the power of a GEMM, and so the clock, depends on its operands' bits.
-        values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        return values.mul_(127 / 4).round_().clamp_(-128, 127).to(torch.int8)
-
     rand = partial(torch.rand, generator=generator, device=device)
     per_token = (1,) if case.variant == "azp" else (case.m, 1)
     inputs = {
-        "a": int8((case.m, case.k)),
-        "b": int8((case.n, case.k)).t(),
+        "a": int8((case.m, case.k), generator),
+        "b": int8((case.n, case.k), generator).t(),
         "scale_a": 0.002 + 0.02 * rand(per_token),
         "scale_b": 0.002 + 0.02 * rand((case.n,)),
     }
@@ -46,16 +47,12 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     return inputs
 
 
-def _operands(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    return inputs["a"], inputs["b"], inputs["scale_a"], inputs["scale_b"]
-
-
 def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
     if "azp_adj" in sets[0]:
         azp = partial(epiloq.scaled_mm_azp, out_dtype=OUT_DTYPE, constant_b=True)
-        return Bound([partial(azp, *_operands(s), s["azp_adj"], s.get("azp")) for s in sets])
+        return Bound([partial(azp, *operands(s), s["azp_adj"], s.get("azp")) for s in sets])
     scaled = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, constant_b=True)
-    return Bound([partial(scaled, *_operands(s), s.get("bias")) for s in sets])
+    return Bound([partial(scaled, *operands(s), s.get("bias")) for s in sets])
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
@@ -104,50 +101,42 @@ def _int_mm_dequantised(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(_dequantise, call, s, case.m) for call, s in zip(plain.calls, sets, strict=True)], plain.note)
 
 
-def _linear(dtype: torch.dtype, sets: Sequence[Inputs]) -> Bound:
-    def call(inputs: Inputs) -> partial[torch.Tensor]:
-        bias = inputs["bias"].to(dtype) if "bias" in inputs else None
-        return partial(F.linear, inputs["a"].to(dtype), inputs["b"].t().to(dtype), bias)
-
-    return Bound([call(s) for s in sets])
+def _linear(inputs: Inputs, dtype: torch.dtype) -> partial[torch.Tensor]:
+    bias = inputs["bias"].to(dtype) if "bias" in inputs else None
+    return partial(F.linear, inputs["a"].to(dtype), inputs["b"].t().to(dtype), bias)
 
 
-def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return _linear(torch.bfloat16, sets)
-
-
-def _fp32(case: Case, sets: Sequence[Inputs]) -> Bound:
-    if sets[0]["a"].device.type != "cpu":
+@each
+def _fp32(case: Case, inputs: Inputs) -> partial[torch.Tensor]:
+    if inputs["a"].device.type != "cpu":
         raise Unavailable("compared on the CPU only")
-    return _linear(torch.float32, sets)
+    return _linear(inputs, torch.float32)
 
 
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
     ops = require("vllm._custom_ops")
     if "azp_adj" in sets[0]:
         azp = ops.cutlass_scaled_mm_azp
-        return Bound([partial(azp, *_operands(s), OUT_DTYPE, s["azp_adj"], s.get("azp")) for s in sets])
-    return Bound([partial(ops.cutlass_scaled_mm, *_operands(s), OUT_DTYPE, s.get("bias")) for s in sets])
+        return Bound([partial(azp, *operands(s), OUT_DTYPE, s["azp_adj"], s.get("azp")) for s in sets])
+    return Bound([partial(ops.cutlass_scaled_mm, *operands(s), OUT_DTYPE, s.get("bias")) for s in sets])
 
 
 def _sgl_kernel(case: Case, sets: Sequence[Inputs]) -> Bound:
     int8_scaled_mm = require("sgl_kernel").int8_scaled_mm
     if "azp_adj" in sets[0]:
         raise Unavailable("sgl_kernel.int8_scaled_mm has no zero point")
-    return Bound([partial(int8_scaled_mm, *_operands(s), OUT_DTYPE, s.get("bias")) for s in sets])
+    return Bound([partial(int8_scaled_mm, *operands(s), OUT_DTYPE, s.get("bias")) for s in sets])
 
 
 OPERATION = Operation(
     name="scaled_mm",
     variants=("scaled", "bias", "azp", "azp_per_token"),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="int8",
     peers={
-        "bf16": _bf16,
+        "bf16": each(lambda case, inputs: _linear(inputs, torch.bfloat16)),
         "fp32": _fp32,
         "_int_mm": _int_mm,
         "_int_mm+dequant": _int_mm_dequantised,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, sample, worst
+from epiloq.bench.contract import Bound, Inputs, Operation, each, product_work, sample, worst
 from epiloq.bench.operations.float8_mm import tried
-from epiloq.bench.operations.grouped_mm import ends_of, grouped_of_torch
+from epiloq.bench.operations.grouped_mm import ends_of, grouped_of_torch, in_turn
 
 DTYPE = torch.bfloat16
 
@@ -85,26 +85,18 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 
 
-def _separate(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _separate(case: Case, s: Inputs) -> partial[Tensor]:
     """A call of `weight_only_mm` or `w4a8_mm` per expert, with row counts known on the host."""
-
-    def call(parts: Sequence[partial[Tensor]], out: Tensor) -> Tensor:
-        for part in parts:
-            part()
-        return out
-
-    def bind(s: Inputs) -> partial[Tensor]:
-        out, packed = s["x"].new_empty((s["x"].shape[0], case.n), dtype=DTYPE), _packed(case, s)
-        parts: list[partial[Tensor]] = []
-        for e, (i, j) in enumerate(pairwise((0, *s["offs"].tolist()))):
-            weight = packed.row_slice(e * case.n, (e + 1) * case.n)
-            if "scale_a" in s:
-                parts.append(partial(epiloq.w4a8_mm, s["x"][i:j], weight, s["scale_a"][i:j], out=out[i:j]))
-            else:
-                parts.append(partial(epiloq.weight_only_mm, s["x"][i:j], weight, out=out[i:j]))
-        return partial(call, parts, out)
-
-    return Bound([bind(s) for s in sets])
+    out, packed = s["x"].new_empty((s["x"].shape[0], case.n), dtype=DTYPE), _packed(case, s)
+    parts: list[partial[Tensor]] = []
+    for e, (i, j) in enumerate(pairwise((0, *s["offs"].tolist()))):
+        weight = packed.row_slice(e * case.n, (e + 1) * case.n)
+        if "scale_a" in s:
+            parts.append(partial(epiloq.w4a8_mm, s["x"][i:j], weight, s["scale_a"][i:j], out=out[i:j]))
+        else:
+            parts.append(partial(epiloq.weight_only_mm, s["x"][i:j], weight, out=out[i:j]))
+    return partial(in_turn, parts, out)
 
 
 def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -117,18 +109,13 @@ def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
     return tried([bind(s) for s in sets])
 
 
-def _work(case: Case) -> int:
-    return 2 * VARIANTS[case.variant].experts * case.m * case.n * case.k
-
-
 OPERATION = Operation(
     name="grouped_packed_mm",
     variants=tuple(VARIANTS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=_work,
+    work=lambda case: VARIANTS[case.variant].experts * product_work(case),
     ceiling="half",
     peers={"separate": _separate, "_grouped_mm": _bf16},
 )

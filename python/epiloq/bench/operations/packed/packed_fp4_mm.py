@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, product_work
+from epiloq.bench.contract import Bound, Inputs, Operation
 from epiloq.bench.operations.packed import weights
 from epiloq.bench.operations.packed.weights import FP4, OUT_DTYPE
 
@@ -42,11 +42,9 @@ def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
 OPERATION = Operation(
     name="packed_fp4_mm",
     variants=tuple(FP4),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="half",
     peers={"dense": _dense},
 )

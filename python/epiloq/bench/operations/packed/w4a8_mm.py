@@ -12,7 +12,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, note_of, product_work
+from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, each, note_of
 from epiloq.bench.operations.float8_mm import tried
 from epiloq.bench.operations.packed import weights
 from epiloq.bench.operations.packed.weights import FP4, INTEGERS, OUT_DTYPE, weight_of
@@ -42,27 +42,20 @@ def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(F.linear, _tokens(s).to(OUT_DTYPE), weight_of(case, s).dequantize(OUT_DTYPE)) for s in sets])
 
 
-def _float8(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _float8(case: Case, s: Inputs) -> partial[Tensor]:
     """The same activations times an FP8 weight with a scale per channel, twice the bytes."""
-
-    def bind(s: Inputs) -> partial[Tensor]:
-        b, scale_b = epiloq.quantize_fp8(weight_of(case, s).dequantize(), granularity="token")
-        multiply = partial(epiloq.scaled_mm, out_dtype=OUT_DTYPE, constant_b=True)
-        return partial(multiply, s["x_q"], b.t(), s["scale_a"], scale_b)
-
-    return Bound([bind(s) for s in sets])
+    b, scale_b = epiloq.quantize_fp8(weight_of(case, s).dequantize(), granularity="token")
+    return partial(epiloq.scaled_mm, s["x_q"], b.t(), s["scale_a"], scale_b, out_dtype=OUT_DTYPE, constant_b=True)
 
 
-def _weight_only(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _weight_only(case: Case, s: Inputs) -> partial[Tensor]:
     """The same weight times the activations in 16 bits."""
-
-    def bind(s: Inputs) -> partial[Tensor]:
-        x, weight = _tokens(s).to(OUT_DTYPE), weight_of(case, s)
-        if isinstance(weight, epiloq.PackedFp4Weight):
-            return partial(epiloq.packed_fp4_mm, x, weight)
-        return partial(epiloq.weight_only_mm, x, weight)
-
-    return Bound([bind(s) for s in sets])
+    x, weight = _tokens(s).to(OUT_DTYPE), weight_of(case, s)
+    if isinstance(weight, epiloq.PackedFp4Weight):
+        return partial(epiloq.packed_fp4_mm, x, weight)
+    return partial(epiloq.weight_only_mm, x, weight)
 
 
 def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -77,11 +70,9 @@ def _vllm(case: Case, sets: Sequence[Inputs]) -> Bound:
 OPERATION = Operation(
     name="w4a8_mm",
     variants=(*INTEGERS, *FP4),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="int8",
     peers={"dense": _dense, "fp8 weights": _float8, "16-bit tokens": _weight_only, "vllm": _vllm},
 )

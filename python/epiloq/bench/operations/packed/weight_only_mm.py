@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of, product_work, sample, worst
+from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of
+from epiloq.bench.operations.packed import weights
 from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, machete, marlin, torchao
 
 
@@ -57,17 +58,8 @@ def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
 
 
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
-    """Error against scale (q - zero) in float64; tolerance: one ulp, and the roundings of weights and fp32 sums."""
     dtype = VARIANTS[case.variant].dtype
-    if result.shape != (case.m, case.n) or result.dtype != dtype:
-        return float("inf")
-    rows, columns = sample(case.m, 64, generator), sample(case.n, 64, generator)
-    weight = _packed(case, inputs).dequantize()[columns].double()
-    x = inputs["x"][rows].double()
-    reference, size = x @ weight.t(), (x.square() @ weight.square().t()).sqrt()
-    # Dequantising paths round every weight to 16 bits; the random sum of roundings stays within 2 eps of this root.
-    tolerance = torch.finfo(dtype).eps * (reference.abs() + 2 * size) + 1e-30
-    return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
+    return weights.error(case, _packed(case, inputs), inputs["x"], result, generator, dtype)
 
 
 def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
@@ -88,11 +80,9 @@ def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
 OPERATION = Operation(
     name="weight_only_mm",
     variants=tuple(VARIANTS),
-    has_weight=True,
     inputs=_inputs,
     bind=_ours,
     error=_error,
-    work=product_work,
     ceiling="half",
     peers={
         "dense": _dense,
