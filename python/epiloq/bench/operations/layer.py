@@ -90,7 +90,7 @@ def _ours(case: Case, s: Inputs) -> Call:
         return kind.multiply(q, s["b"], scale, s["scale_b"])
 
     if kind.norm:
-        return call
+        return partial(call)
     module: nn.Module = kind.module(case.k, case.n, bias=False, device=s["x"].device, dtype=DTYPE)
     module.load_state_dict({"weight": s["b"].t(), kind.scales: s["scale_b"].t()})
     return partial(module.__call__, s["x"])
