@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,42 @@ _NVFP4_RANGES = tuple(torch.linspace(2, 0.5, 31).tolist())
 # Scales are powers of two: each of these doubles or halves the scale of any range.
 _MXFP4_RANGES = (2.0, 0.5)
 
+_Grid = TypeVar("_Grid", bound="_CodeGrid")
+
+
+class _CodeGrid:
+    """Base class of these grids: columns stay in the layer's order, and groups have nothing in common."""
+
+    group_size: int
+    reorders: ClassVar[bool] = False
+
+    def length(self, channels: int) -> int:
+        """Input channels in a full group of a layer with so many of them."""
+        return channels if self.group_size == -1 else self.group_size
+
+    def suited(self: _Grid, weight: Tensor) -> _Grid:
+        """This one: it fixes the type of scales."""
+        return self
+
+    def for_weight(self: _Grid, weight: Tensor) -> _Grid:
+        """This one."""
+        return self
+
+    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
+        """``scale * q``, written over q, which is float32."""
+        return q.mul_(parameters.scale)
+
+    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
+        """The weight. Raises ValueError for one in another order than the layer's."""
+        if perm is not None:
+            raise ValueError(
+                f"{self}: expected columns in the layer's order; use static groups, or no activation order"
+            )
+        return CodedWeight(q, *parameters, self)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
-class Float8Grid:
+class Float8Grid(_CodeGrid):
     """float8_e4m3fn values with a scale per `rows` output x `group_size` input channels; -1 means all.
 
     ``W = scale * q``, ``scale = max|W| / 448``, at least 2^-126.
@@ -35,20 +68,7 @@ class Float8Grid:
     rows: int = 1
     group_size: int = -1
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    reorders: ClassVar[bool] = False
     tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
-
-    def length(self, channels: int) -> int:
-        """Input channels in a full group of a layer with so many of them."""
-        return channels if self.group_size == -1 else self.group_size
-
-    def suited(self, weight: Tensor) -> Float8Grid:
-        """This one: its scales are float32."""
-        return self
-
-    def for_weight(self, weight: Tensor) -> Float8Grid:
-        """This one: groups have nothing in common."""
-        return self
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales that span `low` to `high`."""
@@ -59,18 +79,9 @@ class Float8Grid:
         """q as float32 numbers: true division, half to even, clamped. All arguments broadcast."""
         return (weight / parameters.scale).clamp_(_FP8.min, _FP8.max).to(self.dtype).float()
 
-    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * q``, written over q, which is float32."""
-        return q.mul_(parameters.scale)
-
-    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
-        """The weight. Raises ValueError for one in another order than the layer's."""
-        _check_order(self, perm)
-        return CodedWeight(q, *parameters, self)
-
 
 @dataclass(frozen=True)
-class OffsetGrid:
+class OffsetGrid(_CodeGrid):
     """Integers from -2^(bits-1) to 2^(bits-1) - 1 in blocks of input channels, with a real offset unless `symmetric`.
 
     ``W = scale * q + offset``. `epiloq.quantize_blockwise_int8` has the formulas for 8 bits; 4 bits differ only in
@@ -82,20 +93,7 @@ class OffsetGrid:
     symmetric: bool = False
     rows: ClassVar[int] = 1
     dtype: ClassVar[torch.dtype] = torch.int8
-    reorders: ClassVar[bool] = False
     tried_ranges: ClassVar[tuple[float, ...]] = CLIPPED
-
-    def length(self, channels: int) -> int:
-        """Input channels in a full block, however many a layer has."""
-        return self.group_size
-
-    def suited(self, weight: Tensor) -> OffsetGrid:
-        """This one: its scales are float32."""
-        return self
-
-    def for_weight(self, weight: Tensor) -> OffsetGrid:
-        """This one: groups have nothing in common."""
-        return self
 
     def parameters(self, low: Tensor, high: Tensor) -> Parameters:
         """Scales and offsets that span `low` to `high`."""
@@ -116,14 +114,9 @@ class OffsetGrid:
         q.mul_(parameters.scale)
         return q if parameters.shift is None else q.add_(parameters.shift)
 
-    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
-        """The weight. Raises ValueError for one in another order than the layer's."""
-        _check_order(self, perm)
-        return CodedWeight(q, *parameters, self)
-
 
 @dataclass(frozen=True)
-class Fp4Grid:
+class Fp4Grid(_CodeGrid):
     """E2M1 numbers in blocks of input channels, ``W = scale * q``: "mxfp4" or "nvfp4", as in `epiloq.fp4_quantize`.
 
     divisor
@@ -136,10 +129,9 @@ class Fp4Grid:
     rows: ClassVar[int] = 1
     # Represents every number of E2M1.
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    reorders: ClassVar[bool] = False
 
     @property
-    def group_size(self) -> int:
+    def group_size(self) -> int:  # type: ignore[override]
         """Input channels that share a scale."""
         return fp4.FORMATS[self.format].block_size
 
@@ -148,14 +140,6 @@ class Fp4Grid:
         """Up to twice the whole range: E2M1's numbers are closer together below 4 than between 4 and 6, and MXFP4's
         rule may round a range down to three quarters of it."""
         return _NVFP4_RANGES if fp4.FORMATS[self.format].has_global_scale else _MXFP4_RANGES
-
-    def length(self, channels: int) -> int:
-        """Input channels in a full block, however many a layer has."""
-        return self.group_size
-
-    def suited(self, weight: Tensor) -> Fp4Grid:
-        """This one: the format fixes the type of scales."""
-        return self
 
     def for_weight(self, weight: Tensor, *others: Tensor) -> Fp4Grid:
         """The grid with the divisor of a weight, or of all weights that share one, if the format has one and it is
@@ -175,15 +159,6 @@ class Fp4Grid:
     def round(self, weight: Tensor, parameters: Parameters) -> Tensor:
         """q as float32 numbers: true division, ties to the even code, clamped. All arguments broadcast."""
         return fp4.nearest(weight / parameters.scale)
-
-    def restore(self, q: Tensor, parameters: Parameters) -> Tensor:
-        """``scale * q``, written over q, which is float32."""
-        return q.mul_(parameters.scale)
-
-    def make_weight(self, q: Tensor, parameters: Parameters, perm: Tensor | None = None) -> CodedWeight:
-        """The weight. Raises ValueError for one in another order than the layer's."""
-        _check_order(self, perm)
-        return CodedWeight(q, *parameters, self)
 
     def stored(self, weight: CodedWeight) -> dict[str, Tensor]:
         """The tensors of a weight on this grid: `weight_q`, `weight_scale` and, for "nvfp4", `weight_global_scale`,
@@ -235,8 +210,3 @@ class CodedWeight:
 
 Calibrated: TypeAlias = QuantizedWeight | CodedWeight
 """A layer's weight as returned by algorithms."""
-
-
-def _check_order(grid: Float8Grid | Fp4Grid | OffsetGrid, perm: Tensor | None) -> None:
-    if perm is not None:
-        raise ValueError(f"{grid}: expected columns in the layer's order; use static groups, or no activation order")

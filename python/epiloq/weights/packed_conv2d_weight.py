@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeAlias
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,25 +12,27 @@ from torch.nn.functional import pad
 
 from epiloq._torch.library import expect_tensors
 from epiloq.weights.packed.dequantize import dequantize_weight
+from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 # Columns that a kernel reads at once.
 _CHUNK = 8
 _SMALLEST_BLOCK = 32
-_TENSORS = ("q", "scale", "zero", "offset")
 # q, scale, zero, offset; and bits, n, kernel, channels, padded channels, group size.
 Parts: TypeAlias = "tuple[Tensor, Tensor, Tensor | None, Tensor | None]"
 Sizes: TypeAlias = "tuple[int, int, tuple[int, int], int, int, int]"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedConv2dWeight:
+class PackedConv2dWeight(PackedTensors):
     """A weight ``[Co, Kh, Kw, C]``, C = Ci / groups: ``scale * (q - zero)`` or ``scale * q + offset``.
 
     Made by `pack_conv2d_weight`. Like a `PackedWeight` it is immutable, and kernels may read it before the preceding
     kernel has finished. The layout (include/epiloq/conv2d_weight_only.h) is that of a `PackedWeight`
     ``[Co, Kh Kw Cp]``; depthwise weights (C = 1) have one byte per code, ``[Kh, Kw, Co]``.
     """
+
+    TENSORS = ("q", "scale", "zero", "offset")
 
     q: Tensor
     scale: Tensor
@@ -53,34 +54,12 @@ class PackedConv2dWeight:
         return self.channels == 1
 
     @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes, including padding."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
-
-    @property
     def rows(self) -> PackedWeight:
         """The weight as a matrix ``[Co, Kh Kw Cp]`` that shares the tensors; not for depthwise weights."""
         columns = self.kernel[0] * self.kernel[1] * self.padded_channels
         return PackedWeight(
             self.q, self.scale, self.zero, self.offset, None, self.bits, self.n, columns, self.group_size
         )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that are present, by name, without copies."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> PackedConv2dWeight:
-        """Replace every tensor by ``change(tensor)``."""
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
-        return replace(self, **changed)
-
-    def to(self, device: torch.device | str) -> PackedConv2dWeight:
-        return self.map(lambda tensor: tensor.to(device))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dequantised weight for ``torch.nn.functional.conv2d``, ``[Co, C, Kh, Kw]``, in channels_last memory.

@@ -12,6 +12,7 @@ from epiloq import _core
 from epiloq._torch.dense import row_chunks
 from epiloq._torch.library import direct, expect_tensors, reads_values, register
 from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed
+from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
     codes_of,
@@ -32,7 +33,7 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedFp4Weight:
+class PackedFp4Weight(PackedTensors):
     """A weight ``[n, k]`` of E2M1 numbers, ``W = e2m1(code) * scale * global_scale``; made by `pack_fp4_weight`.
 
     - ``q``: uint8 ``[panels, K / 64, 32, 16]``, the codes in the order of a `PackedWeight` with 4 bits, K padded to a
@@ -41,6 +42,8 @@ class PackedFp4Weight:
       the sign of ``128 * scale`` as float16, which represent any non-negative E4M3 number;
     - ``global_scale``: float32 ``[E]``, one for each of E stacked matrices with the same number of rows, or None for 1.
     """
+
+    TENSORS = ("q", "scale", "global_scale")
 
     q: Tensor
     scale: Tensor
@@ -57,16 +60,6 @@ class PackedFp4Weight:
     def group_size(self) -> int:
         """Weights of a row that share a scale."""
         return FORMATS[self.format].block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes, including padding."""
-        return self.q.nbytes + self.scale.nbytes + (0 if self.global_scale is None else self.global_scale.nbytes)
-
-    def to(self, device: torch.device | str) -> PackedFp4Weight:
-        """The same weight on another device."""
-        global_scale = None if self.global_scale is None else self.global_scale.to(device)
-        return replace(self, q=self.q.to(device), scale=self.scale.to(device), global_scale=global_scale)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(codes, scale, global_scale)`` as given to `pack_fp4_weight`; codes in blocks with a scale of 0 are 0."""

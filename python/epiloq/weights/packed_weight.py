@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from epiloq.weights.packed.checks import BITS as BITS
 from epiloq.weights.packed.checks import SCALE_DTYPES as SCALE_DTYPES
 from epiloq.weights.packed.checks import check_integers, check_parameters, check_sizes, checked_perm, refuse
 from epiloq.weights.packed.dequantize import dequantize_weight
+from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_layout import (
     PANEL_ROWS,
     codes_of,
@@ -29,11 +29,10 @@ ZEROS = ("none", "zero", "offset")
 # Version of the byte order of ``q``, stored in files.
 LAYOUT = "epiloq-2"
 _NUMBERS = ("bits", "n", "k", "group_size")
-_TENSORS = ("q", "scale", "zero", "offset", "perm")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedWeight:
+class PackedWeight(PackedTensors):
     """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, with parameters per group of
     columns.
 
@@ -48,6 +47,8 @@ class PackedWeight:
       None if symmetric;
     - ``perm``: int64 ``[K]`` or None: column ``j`` of ``q`` is column ``perm[j]`` of the weight (activation order).
     """
+
+    TENSORS = ("q", "scale", "zero", "offset", "perm")
 
     q: Tensor
     scale: Tensor
@@ -68,23 +69,9 @@ class PackedWeight:
         return self.zero is None and self.offset is None
 
     @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes, including padding."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
-
-    @property
     def metadata(self) -> dict[str, str]:
         """Properties that the tensors do not determine, as strings, for the metadata of a safetensors file."""
         return {"layout": LAYOUT, **{name: str(getattr(self, name)) for name in _NUMBERS}}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that are present, by name, without copies."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> PackedWeight:
@@ -98,7 +85,7 @@ class PackedWeight:
             if name not in tensors:
                 raise ValueError(f"epiloq.PackedWeight: {name}: expected a tensor, got none")
         numbers = {name: _number(name, metadata.get(name)) for name in _NUMBERS}
-        packed = cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
+        packed = cls(**{name: tensors.get(name) for name in cls.TENSORS}, **numbers)  # type: ignore[arg-type]
         packed.check()
         if packed.perm is not None:
             checked_perm(packed.perm, packed.k, packed.device, "PackedWeight")
@@ -135,7 +122,7 @@ class PackedWeight:
         if act_order:
             tensors["perm"] = torch.arange(k, device=device)
         numbers = {"bits": bits, "n": n, "k": k, "group_size": group_size}
-        return cls(**{name: tensors.get(name) for name in _TENSORS}, **numbers)  # type: ignore[arg-type]
+        return cls(**{name: tensors.get(name) for name in cls.TENSORS}, **numbers)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise ValueError unless every tensor has the shape, dtype and device implied by the sizes, and is
@@ -153,16 +140,6 @@ class PackedWeight:
                 refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
             if not tensor.is_contiguous():
                 refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The same weight with ``change`` applied to every tensor."""
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.state_dict().items()}
-        return replace(self, **changed)
-
-    def to(self, device: torch.device | str) -> PackedWeight:
-        """The same weight on another device. (The types of its tensors do not change.)"""
-        where = torch.device(device)
-        return self.map(lambda tensor: tensor.to(where))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.

@@ -78,16 +78,8 @@ def check(call: Call, out_given: bool) -> None:
             refuse(NAME, "bias", f"the output's {out.dtype} [{call.weight.n}], dense", described(bias))
     if out_given:
         inputs: dict[str, Tensor | None] = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
-        inputs |= {f"weight.{name}": tensor for name, tensor in _parts(call.weight).items()}
+        inputs |= {f"weight.{name}": tensor for name, tensor in call.weight.state_dict().items()}
         check_apart("out", out, inputs, NAME)
-
-
-def _parts(weight: Weight) -> dict[str, Tensor]:
-    """The weight's tensors by name."""
-    if isinstance(weight, PackedWeight):
-        return weight.state_dict()
-    parts = {"q": weight.q, "scale": weight.scale}
-    return parts if weight.global_scale is None else {**parts, "global_scale": weight.global_scale}
 
 
 def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operation: str = NAME) -> None:
@@ -103,7 +95,7 @@ def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operati
         expected = shapes_of(weight.bits, weight.n, weight.k, weight.group_size)
         kinds = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         kinds["offset"] = (weight.scale.dtype,)
-    for name, tensor in _parts(weight).items():
+    for name, tensor in weight.state_dict().items():
         check_memory(f"weight.{name}", tensor, device, operation)
         if tensor.shape != expected[name] or tensor.dtype not in kinds[name] or not tensor.is_contiguous():
             wanted = " or ".join(map(str, kinds[name]))
