@@ -82,13 +82,9 @@ def to_packed(
     }
     require(found, {name: wanted for name, wanted in expected.items() if name in found})
     codes = from_words(found, bits, group_size, columns) if weight is None else _from_bytes(found, group_size)
-    perm = (
-        None
-        if weight_g_idx is None
-        else order_of(weight_g_idx, group_length(group_size, columns), _NAME, "weight_g_idx")
-    )
-    if perm is not None:
-        codes = replace(codes, q=codes.q[:, perm], perm=perm)
+    if weight_g_idx is not None:
+        perm = order_of(weight_g_idx, group_length(group_size, columns), _NAME, "weight_g_idx")
+        codes = codes if perm is None else replace(codes, q=codes.q[:, perm], perm=perm)
     return codes.packed(symmetric=weight_zero_point is None)
 
 
@@ -111,8 +107,8 @@ def from_packed(packed: PackedWeight, *, layout: str = "pack-quantized") -> dict
     if layout == "int-quantized":
         if packed.bits != 8:
             raise FormatError(f"{_NAME}: int-quantized: expected 8 bits, got {packed.bits}")
-        zeros = {} if packed.symmetric else {"weight_zero_point": _signed(codes.zero)}
-        return {"weight": _signed(codes.in_order().q), "weight_scale": codes.scale} | zeros | order
+        zeros = {} if packed.symmetric else {"weight_zero_point": signed(codes.zero)}
+        return {"weight": signed(codes.in_order().q), "weight_scale": codes.scale} | zeros | order
     return to_words(codes, packed.symmetric) | order
 
 
@@ -230,6 +226,6 @@ def _unsigned(values: Tensor) -> Tensor:
     return (values.to(torch.int16) + 128).to(torch.uint8)
 
 
-def _signed(values: Tensor) -> Tensor:
-    """The inverse of `_unsigned`, of integers up to 255."""
-    return (values.to(torch.int16) - 128).to(torch.int8)
+def signed(values: Tensor, middle: int = 128) -> Tensor:
+    """Integers up to 255 less the middle, as int8."""
+    return (values.to(torch.int16) - middle).to(torch.int8)

@@ -148,6 +148,11 @@ class Description:
         )
 
     @property
+    def is_static(self) -> bool:
+        """Whether the scale of activations is in the files."""
+        return self.inputs is not None and not self.inputs.dynamic
+
+    @property
     def weights(self) -> str:
         """Description of the weights."""
         what = {"fp8": "fp8", "fp4": "fp4", "table": f"{self.bits}-bit table"}.get(self.kind, f"int{self.bits}")

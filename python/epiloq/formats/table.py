@@ -133,14 +133,6 @@ def _to_gptq(weight: Weight, quantization: Quantization | None, dtype: torch.dty
     return gptq.to_tensors(value, _describe_gptq(value, quantization).layout)
 
 
-def _describe_awq(weight: Weight, quantization: Quantization | None) -> Description:
-    return replace(of_grid(_grid_of(quantization), "gemm"), symmetric=False)
-
-
-def _to_awq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    return awq.to_tensors(_weights_only("awq", weight, quantization))
-
-
 def _describe_compressed(weight: Weight, quantization: Quantization | None) -> Description:
     if isinstance(weight, (BlockWeight, ModuleWeight)):
         return _describe_float8(weight)
@@ -263,10 +255,6 @@ def _to_modelopt(weight: Weight, quantization: Quantization | None, dtype: torch
     return LAYOUTS[described.layout].to_tensors(weight, described, dtype)
 
 
-def _to_epiloq(weight: Weight, quantization: Quantization | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    return epiloq_modules.state_of(weight, quantization)
-
-
 def _grid_of(quantization: Quantization | None) -> Quantization:
     assert quantization is not None  # `on_grid` refused everything else
     return quantization
@@ -295,9 +283,9 @@ _TABLE = (
     Format(
         "awq",
         _half,
-        _to_awq,
+        lambda weight, quantization, dtype: awq.to_tensors(_weights_only("awq", weight, quantization)),
         lambda written: awq_config.config(written.described, written.ignored),
-        _describe_awq,
+        lambda weight, quantization: replace(of_grid(_grid_of(quantization), "gemm"), symmetric=False),
     ),
     Format(
         modelopt_config.METHOD,
@@ -309,7 +297,7 @@ _TABLE = (
     Format(
         "epiloq",
         _as_model,
-        _to_epiloq,
+        lambda weight, quantization, dtype: epiloq_modules.state_of(weight, quantization),
         lambda written: epiloq_modules.config(epiloq_modules.groups_of(written.quantised), written.shared),
         conv1d=True,
         widens=True,

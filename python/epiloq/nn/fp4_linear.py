@@ -12,7 +12,7 @@ import epiloq
 from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice, check_linear
+from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, PreparedLinear, check_choice
 from epiloq.nn.base.scaled_input import SCALE, begin, scaled_input
 from epiloq.weights.fp4 import FORMATS, divisor_of
 from epiloq.weights.packed_fp4_weight import (
@@ -102,11 +102,6 @@ class Fp4Linear(PreparedLinear):
         self._store(SCALE, None)
         if scaled_input:
             begin(self, in_features, device)
-
-    @classmethod
-    def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear(cls.__name__, linear)
 
     @classmethod
     @torch.no_grad()

@@ -19,7 +19,6 @@ from epiloq.nn.base.prepared_linear import (
     K_MULTIPLE,
     N_MULTIPLE,
     PreparedLinear,
-    check_linear,
 )
 from epiloq.nn.base.quantized_layer import convert_input
 
@@ -83,11 +82,6 @@ class Fp8BlockLinear(PreparedLinear):
             q, scale = epiloq.quantize_fp8(values.contiguous(), granularity="block", pad_to=K_MULTIPLE)
             layer._fill(weight_q=q, weight_scale_inv=scale, bias=linear.bias)
         return layer
-
-    @staticmethod
-    def check_convertible(linear: nn.Module) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear("Fp8BlockLinear", linear)
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_dynamo_compiling() and (y := _core.fp8_block_linear(self, input)) is not None:

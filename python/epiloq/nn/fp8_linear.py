@@ -21,7 +21,6 @@ from epiloq.nn.base.prepared_linear import (
     N_MULTIPLE,
     PreparedLinear,
     check_choice,
-    check_linear,
     kernel_dtype,
     number,
 )
@@ -107,7 +106,7 @@ class Fp8Linear(PreparedLinear):
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for an `input_scale`
         that is missing, out of range or not applicable.
         """
-        cls.check_convertible(linear, activation=activation, weight=weight)
+        cls.check_convertible(linear)
         values, static = linear.weight, activation == "static"
         layer = cls._like(linear, activation=activation, weight=weight)
         scale = number("Fp8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
@@ -119,11 +118,6 @@ class Fp8Linear(PreparedLinear):
             layer.input_scale.fill_(scale)
         layer._fill(weight_q=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         return layer
-
-    @staticmethod
-    def check_convertible(linear: nn.Module, *, activation: str = "token", weight: str = "channel") -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear("Fp8Linear", linear)
 
     def forward(self, input: Tensor) -> Tensor:
         if is_symbolic(input):

@@ -13,7 +13,7 @@ import epiloq
 from epiloq import _core
 from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.base.fp8_weight import fp8_weight_product
-from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear, check_linear
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear
 
 # Granularity of `quantize_fp8` for each block.
 _GRANULARITIES: dict[tuple[int, ...], str] = {(1, -1): "token", (-1, -1): "tensor", (FP8_BLOCK, FP8_BLOCK): "block"}
@@ -81,10 +81,9 @@ class Fp8WeightOnlyLinear(PreparedLinear):
             layer._fill(weight_q=q, weight_scale=scale.view(layer.weight_scale.shape), bias=linear.bias)
         return layer
 
-    @staticmethod
-    def check_convertible(linear: nn.Module, *, block: Sequence[int] = (1, -1)) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear("Fp8WeightOnlyLinear", linear)
+    @classmethod
+    def check_convertible(cls, linear: nn.Module, *, block: Sequence[int] = (1, -1), **options: Any) -> None:
+        super().check_convertible(linear)
         if tuple(block) not in _GRANULARITIES:
             expected = ", ".join(map(str, _GRANULARITIES))
             raise ValueError(f"Fp8WeightOnlyLinear: block: expected one of {expected}, got {block!r}")

@@ -17,7 +17,6 @@ from epiloq.nn.base.prepared_linear import (
     N_MULTIPLE,
     PreparedLinear,
     check_choice,
-    check_linear,
     kernel_dtype,
     number,
     padded,
@@ -118,7 +117,7 @@ class Int8Linear(PreparedLinear):
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for input parameters
         that are missing, out of range or not applicable.
         """
-        cls.check_convertible(linear, activation=activation, symmetric=symmetric)
+        cls.check_convertible(linear, symmetric=symmetric)
         weight, static = linear.weight, activation == "static"
         layer = cls._like(linear, activation=activation, symmetric=symmetric)
         scale = number("Int8Linear: input_scale", input_scale, static, (int, float), FLOAT32.tiny, FLOAT32.max)
@@ -134,10 +133,9 @@ class Int8Linear(PreparedLinear):
         layer._fill(weight_q=q, weight_scale=weight_scale.flatten(), bias=linear.bias)
         return layer
 
-    @staticmethod
-    def check_convertible(linear: nn.Module, *, activation: str = "dynamic", symmetric: bool = True) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear("Int8Linear", linear)
+    @classmethod
+    def check_convertible(cls, linear: nn.Module, *, symmetric: bool = True, **options: Any) -> None:
+        super().check_convertible(linear)
         _check_in_features(cast(nn.Linear, linear).in_features, symmetric)
 
     def forward(self, input: Tensor) -> Tensor:

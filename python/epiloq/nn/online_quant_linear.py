@@ -14,8 +14,7 @@ from epiloq import _core
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.prepared_linear import check_linear
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import check_positive, convert_input
 from epiloq.ops.online_quant_weight import MAX_GROUP
 from epiloq.weights.block_quant_weight import (
     K_MULTIPLE,
@@ -98,9 +97,7 @@ class OnlineQuantLinear(FrozenLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dtype)
-        for name, value in (("in_features", in_features), ("out_features", out_features), ("group_size", group_size)):
-            if value < 1:
-                raise ValueError(f"{_NAME}: {name}: expected at least 1, got {value}")
+        check_positive(_NAME, in_features=in_features, out_features=out_features, group_size=group_size)
         if group_size > MAX_GROUP:
             raise ValueError(f"{_NAME}: group_size: expected at most {MAX_GROUP}, got {group_size}")
         if bits not in RANGES:
@@ -153,11 +150,6 @@ class OnlineQuantLinear(FrozenLinear):
             bias = None if linear.bias is None else linear.bias.detach().clone()
             layer._take(prepare(q, scale, offset, group_size, bits), bias)
         return layer
-
-    @staticmethod
-    def check_convertible(linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear(_NAME, linear)
 
     @property
     def prepared(self) -> BlockQuantWeight:

@@ -11,7 +11,7 @@ from epiloq._torch.library import reads_values
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest
-from epiloq.nn.base.quantized_layer import QuantizedLayer
+from epiloq.nn.base.quantized_layer import QuantizedLayer, check_positive
 from epiloq.nn.base.stored_tensors import expected
 from epiloq.nn.weight_only_linear import WeightOnlyLinear
 from epiloq.weights.computed import check_finite, check_readable
@@ -64,9 +64,7 @@ class QuantizedEmbedding(QuantizedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dtype)
-        for name, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if size < 1:
-                raise ValueError(f"QuantizedEmbedding: {name}: expected at least 1, got {size}")
+        check_positive("QuantizedEmbedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         packed = PackedWeight.empty(
             num_embeddings, embedding_dim, bits, group_size, zeros=zeros, dtype=self._dtype, device=device
         )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.configs import awq, gptq
-from epiloq.formats.configs.keys import TUNING, check_keys, excludes, mapping, names, one_of, pattern
+from epiloq.formats.configs.keys import TUNING, check_keys, entries, excludes, mapping, names, one_of, pattern
 from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.awq import BITS
 from epiloq.formats.layouts.base import FormatError
@@ -82,9 +82,7 @@ def _layout(found: Mapping[str, Any]) -> str:
 
 def _changed(base: Description, entry: Any, where: str) -> Description | None:
     """A description changed by an entry of ``extra_config``; None for 16 bits, which means floating point."""
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _KNOWN, where, TUNING)
+    entries(entry, _KNOWN, where, TUNING)
     one_of(entry, "act_bits", None, (None, 16, 32), where)
     bits = base.bits if entry.get("bits") is None else entry["bits"]
     if type(bits) is not int:

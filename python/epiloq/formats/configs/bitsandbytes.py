@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from epiloq.formats.configs.keys import check_keys, names, one_of, skips
+from epiloq.formats.configs.keys import all_but, check_keys, names, one_of, skips
 from epiloq.formats.description import INT8_OF_BITSANDBYTES, TABLE_OF_BITSANDBYTES, Description, Rules
 from epiloq.formats.layouts.base import FormatError
 
@@ -41,8 +39,4 @@ def parse(found: Mapping[str, Any]) -> Rules:
     described = Description(INT8_OF_BITSANDBYTES)
     if four:
         described = Description(TABLE_OF_BITSANDBYTES, "table", bits=4, strategy="group", group_size=64)
-
-    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(skips(left, name) for name in layer) else described
-
-    return rules
+    return all_but(left, described, skips)

@@ -10,7 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import PACKED_IN, TUNING, check_keys, excludes, mapping, names, one_of, pattern
+from epiloq.formats.configs.keys import (
+    PACKED_IN,
+    TUNING,
+    check_keys,
+    entries,
+    excludes,
+    mapping,
+    names,
+    one_of,
+    pattern,
+)
 from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.base import FormatError, flag
 from epiloq.formats.layouts.gptq import VERSIONS
@@ -72,10 +82,7 @@ def _exception(base: Description, text: str, entry: Any) -> Description | None:
     where = f"{METHOD}: dynamic: {text}"
     if text.startswith("-:"):
         return None
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _NUMBERS, where, TUNING)
-    return changed(base, entry, where)
+    return changed(base, entries(entry, _NUMBERS, where, TUNING), where)
 
 
 def config(layers: Mapping[str, Description], ignore: Sequence[str]) -> dict[str, Any]:

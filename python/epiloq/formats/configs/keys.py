@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.base import FormatError
 
 # How a model was quantised, or how some library runs it: irrelevant to the meaning of the tensors.
@@ -44,6 +45,14 @@ def check_keys(found: Mapping[str, Any], known: Collection[str], where: str, har
             raise FormatError(f"{where}: {key}: expected {meant}, got {key} with the value {value!r}")
         if not any(value == nothing for nothing in _NEUTRAL):
             raise FormatError(f"{where}: {key}: epiloq does not know what it does to the computation, got {value!r}")
+
+
+def entries(value: Any, known: Collection[str], where: str, harmless: Collection[str] = ()) -> Mapping[str, Any]:
+    """A value that is an object, with keys as for `check_keys`. Raises FormatError for other types."""
+    if not isinstance(value, dict):
+        raise FormatError(f"{where}: expected an object, got {value!r}")
+    check_keys(value, known, where, harmless)
+    return value
 
 
 def misspelled(key: object, known: Collection[str]) -> str | None:
@@ -87,6 +96,12 @@ def pattern(text: str, where: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise FormatError(f"{where}: expected a regular expression, got {text!r}: {error}") from None
+
+
+def all_but(left: Sequence[str], described: Description, leaves: Callable[[Sequence[str], str], bool]) -> Rules:
+    """The rules of one description for all layers, except those that one of the names `left` leaves in floating
+    point: `excludes` or `skips`."""
+    return lambda layer, kind: None if any(leaves(left, name) for name in layer) else described
 
 
 def excludes(patterns: Sequence[str], layer: str) -> bool:

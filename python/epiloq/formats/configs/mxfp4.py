@@ -4,12 +4,10 @@ point.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from epiloq.formats.configs.keys import check_keys, excludes, names
+from epiloq.formats.configs.keys import all_but, check_keys, excludes, names
 from epiloq.formats.description import Description, Rules
 
 METHOD, LAYOUT = "mxfp4", "gpt-oss mxfp4"
@@ -20,9 +18,4 @@ def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, KNOWN, METHOD)
     left = names(found, "modules_to_not_convert", METHOD)
-    described = Description(LAYOUT, "fp4", 4, "group", 32)
-
-    def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:
-        return None if any(excludes(left, name) for name in layer) else described
-
-    return rules
+    return all_but(left, Description(LAYOUT, "fp4", 4, "group", 32), excludes)

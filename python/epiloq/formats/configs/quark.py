@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import check_keys, mapping, names, one_of, pattern
+from epiloq.formats.configs.keys import check_keys, entries, mapping, names, one_of, pattern
 from epiloq.formats.description import Description, Inputs, Rules
 from epiloq.formats.layouts.base import FormatError
 
@@ -123,9 +123,7 @@ def _dtype(entry: Any) -> str | None:
 
 def _check_cache(entry: Any, where: str) -> None:
     """Raise FormatError for cached keys or values that are more than rounded to FP8."""
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _LAYER, where, {"target_device"})
+    entries(entry, _LAYER, where, {"target_device"})
     for part in ("weight", "input_tensors", "bias"):
         if entry.get(part) is not None:
             raise FormatError(f"{where}: {part}: expected none, got {entry[part]!r}")
@@ -178,9 +176,7 @@ def _integers(weight: Any, inputs: Any, where: str, in_awqs: bool) -> Descriptio
 
 def _numbers_of_integers(entry: Any, where: str) -> tuple[str, bool, bool]:
     """The granularity of scales, whether there are no zero points, and whether scales are computed at run time."""
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    entries(entry, _NUMBERS, where, _OBSERVED)
     one_of(entry, "dtype", None, tuple(_BITS), where)
     one_of(entry, "zero_point_type", "int32", ("int32", None), where)
     scheme = one_of(entry, "qscheme", None, tuple(_STRATEGIES), where)
@@ -193,9 +189,7 @@ def _numbers_of_integers(entry: Any, where: str) -> tuple[str, bool, bool]:
 def _numbers_of_fp8(entry: Any, where: str) -> tuple[str, str, bool]:
     """The granularity of scales as that of activations and as that of weights, and whether they are computed at run
     time."""
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    entries(entry, _NUMBERS, where, _OBSERVED)
     one_of(entry, "dtype", None, (_FP8,), where)
     scheme = one_of(entry, "qscheme", None, ("per_tensor", "per_channel", "per_token"), where)
     of_inputs, of_weights = ("tensor", "tensor") if scheme == "per_tensor" else ("token", "channel")
@@ -204,9 +198,7 @@ def _numbers_of_fp8(entry: Any, where: str) -> tuple[str, str, bool]:
 
 
 def _check_mxfp4(entry: Any, where: str, dynamic: bool) -> None:
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: expected an object, got {entry!r}")
-    check_keys(entry, _NUMBERS, where, _OBSERVED)
+    entries(entry, _NUMBERS, where, _OBSERVED)
     one_of(entry, "dtype", None, ("fp4",), where)
     one_of(entry, "qscheme", None, ("per_group",), where)
     one_of(entry, "group_size", None, (32,), where)

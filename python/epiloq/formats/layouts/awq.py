@@ -278,8 +278,7 @@ def _layout(version: str) -> _Layout:
 
 def parts_of_quark(described: Description) -> frozenset[str]:
     """Every tensor that a layer of Quark may have other than its bias, by the last part of its name."""
-    static = described.inputs is not None and not described.inputs.dynamic
-    inputs = ("input_scale", "input_zero_point") if static else ()
+    inputs = ("input_scale", "input_zero_point") if described.is_static else ()
     return frozenset({"weight", "weight_scale", "weight_zero_point", *inputs})
 
 
@@ -302,7 +301,7 @@ def check_quark(tensors: Mapping[str, Tensor], described: Description, shape: tu
         found = tensors.get(name)
         kinds = (torch.int32,) if bits == BITS else (torch.int8, torch.uint8, torch.int32)
         require(tensors, {name: (found.dtype if found is not None and found.dtype in kinds else kinds[0], wanted)})
-    if described.inputs is not None and not described.inputs.dynamic:
+    if described.is_static:
         require(tensors, {"input_scale": (None, ())})
 
 
@@ -339,7 +338,7 @@ def from_quark(
     else:
         raise FormatError("weight_zero_point: expected a tensor, found none")
     made = Codes(q, scale.contiguous(), zero.contiguous(), None, grid.bits, described.group_size).quantized(grid)
-    if described.inputs is None or described.inputs.dynamic:
+    if not described.is_static:
         return made
     shift = tensors.get("input_zero_point")
     shift = torch.zeros(1, dtype=torch.int32, device=q.device) if shift is None else shift.reshape(1).int()

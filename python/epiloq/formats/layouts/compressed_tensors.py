@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, to_fp8, to_packed, to_words
+from epiloq.formats.compressed_tensors_layers import from_fp8, from_packed, signed, to_fp8, to_packed, to_words
 from epiloq.formats.description import Description
 from epiloq.formats.layouts.base import Codes, Expected, FormatError, check_multiple, group_length, order_of, require
 from epiloq.formats.layouts.words import unpack, words_of
@@ -42,8 +42,8 @@ def to_tensors(weight: QuantizedWeight, described: Description, dtype: torch.dty
     tensors = to_words(codes, weight.zero is None)
     if described.layout == INTEGER:
         in_order = codes.in_order().q
-        tensors = {"weight": _signed(in_order, middle), "weight_scale": weight.scale}
-        tensors |= {} if weight.zero is None else {"weight_zero_point": _signed(weight.zero, middle)}
+        tensors = {"weight": signed(in_order, middle), "weight_scale": weight.scale}
+        tensors |= {} if weight.zero is None else {"weight_zero_point": signed(weight.zero, middle)}
     if weight.perm is not None:
         tensors["weight_g_idx"] = codes.group_index()
     if of_groups:
@@ -61,7 +61,7 @@ def _one(tensors: Mapping[str, Tensor], weight: QuantizedWeight, middle: int) ->
     if bool((weight.scale != weight.scale[0, 0]).any()) or (zero is not None and bool((zero != zero[0, 0]).any())):
         raise FormatError(f"{_NAME}: expected one scale for the tensor, but channels differ")
     found = {"weight_scale": tensors["weight_scale"].flatten()[:1]}
-    return found if zero is None else found | {"weight_zero_point": _signed(zero.flatten()[:1], middle)}
+    return found if zero is None else found | {"weight_zero_point": signed(zero.flatten()[:1], middle)}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], described: Description, shape: tuple[int, int]) -> QuantizedWeight:
@@ -119,7 +119,7 @@ def _order(index: Tensor | None, grid: Grid, columns: int) -> Tensor | None:
 
 
 def _inputs(tensors: Mapping[str, Tensor], described: Description) -> InputGrid | None:
-    if described.inputs is None or described.inputs.dynamic:
+    if not described.is_static:
         return None
     zero = tensors.get("input_zero_point")  # None for symmetric inputs
     require(tensors, {"input_scale": (None, (1,))} | ({} if zero is None else {"input_zero_point": (torch.int8, (1,))}))
@@ -129,8 +129,7 @@ def _inputs(tensors: Mapping[str, Tensor], described: Description) -> InputGrid 
 
 def parts(described: Description) -> frozenset[str]:
     """Every tensor that a layer may have other than its bias, by the last part of its name."""
-    static = described.inputs is not None and not described.inputs.dynamic
-    inputs = ("input_scale", "input_zero_point") if static else ()
+    inputs = ("input_scale", "input_zero_point") if described.is_static else ()
     values = ("weight_packed", "weight_shape") if described.layout == PACKED else ("weight",)
     return frozenset({*values, "weight_scale", "weight_zero_point", "weight_g_idx", *inputs})
 
@@ -141,8 +140,3 @@ def _unsigned(name: str, values: Tensor, bits: int) -> Tensor:
     if bool((moved >> bits).any()):
         raise FormatError(f"{name}: expected integers of {bits} bits, got larger ones")
     return moved.to(torch.uint8)
-
-
-def _signed(values: Tensor, middle: int) -> Tensor:
-    """The inverse of `_unsigned`."""
-    return (values.to(torch.int16) - middle).to(torch.int8)

@@ -50,19 +50,14 @@ class Names:
 
     def parts(self, described: Description) -> frozenset[str]:
         """Every tensor that a layer may have other than its bias, by the last part of its name."""
-        inputs = {self.input_scale} if static(described) else set()
+        inputs = {self.input_scale} if described.is_static else set()
         return frozenset({"weight", self.scale, *inputs, *self.zeros} | ({self.limit} if self.limit else set()))
 
     def expected(self, described: Description, shape: tuple[int, int]) -> Expected:
         """Dtypes and shapes of the tensors of a layer ``[N, K]``; a scale per tensor may have zero dimensions or
         one."""
-        inputs: Expected = {self.input_scale: (None, (1,))} if static(described) else {}
+        inputs: Expected = {self.input_scale: (None, (1,))} if described.is_static else {}
         return {"weight": (FP8, shape), self.scale: (None, _scales(described, shape)), **inputs}
-
-
-def static(described: Description) -> bool:
-    """Whether the scale of activations is in the files."""
-    return described.inputs is not None and not described.inputs.dynamic
 
 
 def _scales(described: Description, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -93,7 +88,7 @@ def from_tensors(
             first = torch.arange(0, shape[0], described.rows, device=scale.device)
             scale = scale[first // rows].contiguous()
         return BlockWeight(weight, scale, described.rows)
-    inputs = {"input_scale": found[names.input_scale].float()} if static(described) else {}
+    inputs = {"input_scale": found[names.input_scale].float()} if described.is_static else {}
     if module == "Fp8WeightOnlyLinear":
         state = {"weight": weight, "weight_scale": scale.view(1, 1) if scale.ndim == 1 else scale}
         return ModuleWeight(module, options, state, lambda: dequantized(weight, state["weight_scale"], described.spans))

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from epiloq._torch.library import is_traced, is_transformed
-from epiloq.nn.base.quantized_layer import QuantizedLayer
+from epiloq.nn.base.quantized_layer import QuantizedLayer, check_positive
+from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 
 _Linear = TypeVar("_Linear", bound="FrozenLinear")
 
@@ -190,6 +192,28 @@ class FrozenLinear(Frozen):
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
         layer: _Linear = create(*sizes, **options, device=linear.weight.device, dtype=linear.weight.dtype)
         return layer.train(linear.training)
+
+    @classmethod
+    def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
+        """Raise ValueError unless ``from_linear``, of a class that has it, supports `linear`: a float ``nn.Linear``
+        that is called, with finite weights."""
+        name = cls.__name__
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        if isinstance(linear, NonDynamicallyQuantizableLinear):
+            called = "a layer that is called, but MultiheadAttention reads its weight"
+            raise ValueError(f"{name}: linear: expected {called}")
+        if isinstance(getattr(linear, "weight", None), nn.parameter.UninitializedParameter):
+            reason = "its lazy weight has no shape yet; run the model once before quantising it"
+            raise ValueError(f"{name}: linear: {reason}")
+        refresh(name, linear)
+        check_readable(name, linear, "linear")
+        check_positive(name, in_features=linear.in_features, out_features=linear.out_features)
+        if linear.weight.shape != (linear.out_features, linear.in_features):
+            sizes, got = [linear.out_features, linear.in_features], list(linear.weight.shape)
+            raise ValueError(f"{name}: linear.weight: expected [out_features, in_features], {sizes}, got {got}")
+        check_bias(f"{name}: linear.bias", linear.bias, linear.out_features, linear.weight.device)
+        check_finite(f"{name}: linear.weight", linear.weight)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:

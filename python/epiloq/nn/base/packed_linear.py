@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from epiloq._torch.library import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
-from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, check_linear
+from epiloq.nn.base.quantized_layer import check_positive
 from epiloq.nn.base.scaled_input import SCALE
 from epiloq.nn.base.stored_tensors import expected
 from epiloq.ops.checks.problems import explain_problem
-from epiloq.weights.computed import check_bias
+from epiloq.weights.computed import FLOAT_DTYPES, check_bias
 from epiloq.weights.packed.checks import check_sizes, checked_perm
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 from epiloq.weights.scales import scales_in, wide_enough
@@ -53,9 +53,7 @@ class PackedLinear(FrozenLinear):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(dtype)
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise ValueError(f"{type(self).__name__}: {name}: expected at least 1, got {size}")
+        check_positive(type(self).__name__, in_features=in_features, out_features=out_features)
         options: dict[str, Any] = {"zeros": zeros, "act_order": act_order, "dtype": self._dtype, "device": device}
         packed = PackedWeight.empty(out_features, in_features, bits, group_size, **options)
         self._take(packed, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
@@ -76,11 +74,6 @@ class PackedLinear(FrozenLinear):
         FrozenLinear.__init__(layer, weight.scale.dtype)
         layer._take(weight, None if bias is None else bias.detach().clone())
         return layer
-
-    @classmethod
-    def check_convertible(cls, linear: nn.Module, **options: Any) -> None:
-        """Raise ValueError unless ``from_linear`` supports `linear`."""
-        check_linear(cls.__name__, linear)
 
     @property
     def zeros(self) -> str:

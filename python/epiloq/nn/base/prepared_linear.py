@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from epiloq._torch.library import PLAIN, is_transformed
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, convert_input
+from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT, check_positive, convert_input
 from epiloq.weights.computed import FLOAT_DTYPES as FLOAT_DTYPES
-from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 
 HALF_DTYPES = FLOAT_DTYPES[1:]
 FLOAT32 = torch.finfo(torch.float32)
@@ -30,31 +28,6 @@ _STATIC_RANGES = {"input_scale": (FLOAT32.tiny, FLOAT32.max), "input_zero_point"
 
 # Rows and columns of a weight that share a scale in DeepSeek-V3's format.
 FP8_BLOCK = 128
-
-
-def check_linear(name: str, linear: nn.Module) -> None:
-    """Raise ValueError, on behalf of the class `name`, unless `linear` is a callable float ``nn.Linear`` with finite
-    weights."""
-    if not isinstance(linear, nn.Linear):
-        raise ValueError(f"{name}: linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-    if isinstance(linear, NonDynamicallyQuantizableLinear):
-        raise ValueError(f"{name}: linear: expected a layer that is called, but MultiheadAttention reads its weight")
-    if isinstance(getattr(linear, "weight", None), nn.parameter.UninitializedParameter):
-        raise ValueError(f"{name}: linear: its lazy weight has no shape yet; run the model once before quantising it")
-    refresh(name, linear)
-    check_readable(name, linear, "linear")
-    _check_sizes(name, linear.in_features, linear.out_features)
-    if linear.weight.shape != (linear.out_features, linear.in_features):
-        sizes, got = [linear.out_features, linear.in_features], list(linear.weight.shape)
-        raise ValueError(f"{name}: linear.weight: expected [out_features, in_features], {sizes}, got {got}")
-    check_bias(f"{name}: linear.bias", linear.bias, linear.out_features, linear.weight.device)
-    check_finite(f"{name}: linear.weight", linear.weight)
-
-
-def _check_sizes(name: str, in_features: int, out_features: int) -> None:
-    for argument, size in (("in_features", in_features), ("out_features", out_features)):
-        if size < 1:
-            raise ValueError(f"{name}: {argument}: expected at least 1, got {size}")
 
 
 def check_choice(name: str, argument: str, value: object, choices: tuple[str, ...]) -> None:
@@ -102,7 +75,7 @@ class PreparedLinear(FrozenLinear):
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(dtype)
-        _check_sizes(self._class(), in_features, out_features)
+        check_positive(self._class(), in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
         self._padded_shapes: dict[str, tuple[int, ...]] = {}

@@ -83,6 +83,13 @@ class QuantizedLayer(StoredTensors):
         super().register_parameter(name, param)
 
 
+def check_positive(name: str, **sizes: int) -> None:
+    """Raise ValueError, on behalf of the class `name`, for sizes below 1."""
+    for argument, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: {argument}: expected at least 1, got {size}")
+
+
 def convert_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input of a layer, cast under autocast. Raises TypeError unless it is a tensor, as torch's layers do."""
     if not isinstance(x, Tensor):

@@ -12,7 +12,7 @@ from torch.nn.functional import conv2d, conv_transpose2d, pad
 
 from epiloq.nn.base.frozen import Frozen
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import check_positive, convert_input
 from epiloq.ops.convolutions.conv2d import Geometry, Padding, Pair, geometry
 from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 
@@ -61,9 +61,7 @@ class QuantizedConv2d(Frozen):
         self.in_channels, self.out_channels = in_channels, out_channels
         height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
         self.kernel_size = (height, width)
-        for argument, size in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
-            if size < 1:
-                raise ValueError(f"{name}: {argument}: expected at least 1, got {size}")
+        check_positive(name, in_channels=in_channels, out_channels=out_channels, groups=groups)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"{name}: groups: expected a divisor of {in_channels} and {out_channels} channels, got {groups}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import epiloq
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import check_positive, convert_input
 from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.nn.experts.expert_linears import Routing, check_routing
 from epiloq.weights.fp4 import FORMATS, NAN
@@ -64,8 +64,7 @@ class Fp4Experts(StoredTensors):
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
             if size < 1 or size % _BLOCK:
                 raise ValueError(f"Fp4Experts: {name}: expected a multiple of {_BLOCK}, got {size}")
-        if experts < 1:
-            raise ValueError(f"Fp4Experts: experts: expected at least 1, got {experts}")
+        check_positive("Fp4Experts", experts=experts)
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.alpha, self.limit = alpha, limit
         for name in _PROJECTIONS:

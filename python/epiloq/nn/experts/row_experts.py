@@ -13,7 +13,7 @@ import epiloq
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.prepared_linear import FLOAT_DTYPES, K_MULTIPLE, N_MULTIPLE, PreparedLinear, as_stored
-from epiloq.nn.base.quantized_layer import convert_input
+from epiloq.nn.base.quantized_layer import check_positive, convert_input
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, quantised_tokens
 
 _Layer = TypeVar("_Layer", bound="Experts")
@@ -46,8 +46,7 @@ class Experts(PreparedLinear):
         self, experts: int, in_features: int, out_features: int, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__(in_features, out_features)
-        if experts < 1:
-            raise ValueError(f"{self._class()}: experts: expected at least 1, got {experts}")
+        check_positive(self._class(), experts=experts)
         self.experts = experts
         self._hold_weight(device)
         self._hold_scales(device)
