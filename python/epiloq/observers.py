@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -165,12 +165,10 @@ def watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda module, args, kwargs: note(name, args[0] if args else kwargs["input"])
 
-    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
+    with ExitStack() as handles:
+        for name, layer in layers.items():
+            handles.enter_context(layer.register_forward_pre_hook(hook(name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

@@ -241,5 +241,4 @@ def _by_module(model: nn.Module, names: tuple[str, ...]) -> Iterator[list[str]]:
 def _put(model: nn.Module, names: list[str], layer: nn.Module) -> None:
     carry_hooks_over(model.get_submodule(names[0]), layer)
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer)
+        model.set_submodule(name, layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,11 +58,8 @@ def output_errors(
         return hook
 
     pairs = quantised_layers(teacher, student)
-    hooks = [layer.register_forward_hook(compare(name, quantised)) for name, (layer, quantised) in pairs.items()]
-    try:
-        with torch.inference_mode():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.inference_mode():
+        for name, (layer, quantised) in pairs.items():
+            hooks.enter_context(layer.register_forward_hook(compare(name, quantised)))
+        run()
     return errors

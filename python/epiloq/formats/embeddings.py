@@ -102,8 +102,7 @@ def restore_(model: nn.Module, shared: Mapping[str, str]) -> None:
         table = cast(QuantizedEmbedding, model.get_submodule(source))
         module = checked(model, name, (table.num_embeddings, table.embedding_dim))
         layer = like(table, module) if isinstance(module, nn.Embedding) else tied_head(table, module)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer)
+        model.set_submodule(name, layer)
     forget_ties(model, (*shared, *shared.values()))
 
 

@@ -74,8 +74,7 @@ def _convert(
         quantised = chosen.convert(model.get_submodule(names[0]), **seen)
         carry_hooks_over(model.get_submodule(names[0]), quantised)
         for name in names:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, quantised)
+            model.set_submodule(name, quantised)
         # Release float weights as soon as a layer's experts are complete.
         restack_complete_experts_(model, names[0].rpartition(".")[0].rpartition(".")[0])
 

@@ -21,7 +21,6 @@ def unstack_(
     """
     found = {name: kind for name, module in model.named_modules() if (kind := _kind(module, method)) and takes(name)}
     for name, kind in found.items():
-        parent, _, leaf = name.rpartition(".")
         before: Any = model.get_submodule(name)
         with torch.device("meta"):
             made = kind(model.config.get_text_config())
@@ -31,7 +30,7 @@ def unstack_(
                 # Without values it remains a view, so that the stack can be found from it.
                 weight = weight.contiguous() if copied and not weight.is_meta else weight
                 layer.weight = nn.Parameter(weight, requires_grad=False)
-        setattr(model.get_submodule(parent), leaf, made.train(before.training))
+        model.set_submodule(name, made.train(before.training))
     return list(found)
 
 
@@ -46,8 +45,7 @@ def unstacked(model: nn.Module) -> Iterator[None]:
         for name, module in before.items():
             made: Any = model.get_submodule(name)
             if all(type(layer) is nn.Linear for each in made for layer in _layers(each)):
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, module)
+                model.set_submodule(name, module)
 
 
 def _layers(expert: Any) -> tuple[nn.Module, ...]:

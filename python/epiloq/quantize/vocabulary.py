@@ -172,6 +172,5 @@ class _Exchanged(nn.Module):
     def _put(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
         before = {name: self.model.get_submodule(name) for name in layers}
         for name, layer in layers.items():
-            parent, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), leaf, layer)
+            self.model.set_submodule(name, layer)
         return before

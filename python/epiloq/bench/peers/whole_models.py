@@ -37,8 +37,7 @@ def _bitsandbytes(kind: str, **options: Any) -> Peer:
             state = {key: value.cpu() for key, value in linear.state_dict().items()}
             # bitsandbytes quantises when the weight is moved to a device.
             made.load_state_dict(state)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, made.to(device).eval())
+            model.set_submodule(name, made.to(device).eval())
         return model
 
     return quantise

@@ -147,11 +147,8 @@ def skeleton_without_parameters(checkpoint: Checkpoint) -> nn.Module | None:
             return None
         return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(without_value)
-    try:
+    with register_module_parameter_registration_hook(without_value):
         return _built(architecture(checkpoint), config, checkpoint.limits, "cpu")
-    finally:
-        handle.remove()
 
 
 def _first_other_shape(model: nn.Module, checkpoint: Checkpoint) -> FormatError | None:

@@ -69,8 +69,7 @@ def load(
                 layer = _layer(linears[name], stored, rows, activations)
         except ValueError as error:
             raise FormatError(f"{file.path}: {stored.name}: {error}") from error
-        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.train(False))
+        model.set_submodule(name.removesuffix(".weight"), layer.train(False))
     forget_ties(model, tuple(name.removesuffix(".weight") for name, _, _ in quantised))
     restack_experts_(model)
     release_float_experts_(model)

@@ -66,15 +66,11 @@ class Limits:
                     f"but the files hold {self.tensors:,} tensors"
                 )
 
-        handles = (
+        with (
             hooks.register_module_parameter_registration_hook(registered),
             hooks.register_module_module_registration_hook(registered),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def check_size(self, model: nn.Module) -> None:
         """Raise FormatError for a model (also on the meta device) with more values than the files can contain."""

@@ -112,9 +112,8 @@ def fill(layers: Layers) -> None:
         if name in targets:
             targets[name].copy_(layers.checkpoint.tensor(name))
     for name in layers.readers:
-        parent, _, leaf = name.rpartition(".")
-        setattr(layers.model.get_submodule(parent), leaf, layers.module(name))
-        restack_complete_experts_(layers.model, parent.rpartition(".")[0])
+        layers.model.set_submodule(name, layers.module(name))
+        restack_complete_experts_(layers.model, name.rpartition(".")[0].rpartition(".")[0])
     layers.share_()
 
 

@@ -32,10 +32,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype, where: str) -> None:
             )
     for name, module in quantised:
         assert isinstance(module, FrozenLinear)
-        parent, _, leaf = name.rpartition(".")
         if id(module) not in made:
             made[id(module)] = _linear(module, dtype)
-        setattr(model.get_submodule(parent), leaf, made[id(module)])
+        model.set_submodule(name, made[id(module)])
 
 
 def _linear(module: FrozenLinear, dtype: torch.dtype) -> nn.Linear:

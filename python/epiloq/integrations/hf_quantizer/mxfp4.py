@@ -111,7 +111,7 @@ def store_experts_(model: Any, checkpoint: Checkpoint, config: Mapping[str, Any]
                     f"{checkpoint.where(f'{name}.{part}')}: expected {held.dtype} {list(held.shape)}, "
                     f"got {entry.dtype} {list(entry.shape)}"
                 )
-        _put(model, name, stored)
+        model.set_submodule(name, stored)
 
 
 def open_experts_(model: nn.Module) -> None:
@@ -119,7 +119,7 @@ def open_experts_(model: nn.Module) -> None:
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredExperts)]:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredExperts)
-        _put(model, name, stored.opened())
+        model.set_submodule(name, stored.opened())
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Experts:
@@ -128,11 +128,6 @@ def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Expert
     made = like.some(range(like.whole or like.experts), whole)
     made.part = made.whole = None
     return made
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _module(model: Any, name: str, where: str) -> Any:

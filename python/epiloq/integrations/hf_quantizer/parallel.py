@@ -138,8 +138,7 @@ class Split:
                 if style is not None and (mine := _STYLES[style]) is not None:
                     layer = parallelize_module(layer, mesh, mine)
                     self.names.append(name)
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, layer.to(device))
+                model.set_submodule(name, layer.to(device))
         model._tp_plan = plan
 
     @contextmanager

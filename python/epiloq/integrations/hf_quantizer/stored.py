@@ -172,11 +172,10 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         if BIAS in parts and linear.bias is None:
             _check_empty(model, checkpoint, f"{layer}.{BIAS}", (linear.out_features,))
             del parts[BIAS]
-        parent, _, leaf = own.rpartition(".")
         stored = StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
         if layer in extra:
             stored.load_extra = partial(_read, checkpoint, extra[layer])
-        setattr(model.get_submodule(parent), leaf, stored)
+        model.set_submodule(own, stored)
         found[own] = reader
     for name, source in sharing.items():
         if source not in found:
@@ -186,8 +185,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
             place = SharedLayer(checked(model, name, (stored.out_features, stored.in_features)))
         except FormatError as error:
             raise FormatError(f"{checkpoint.folder}: {error}") from None
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, place)
+        model.set_submodule(name, place)
     check(model, checkpoint, unused)
     return found
 
@@ -275,12 +273,10 @@ def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
     """
     # Names alone, so that what is replaced is released.
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
-        restack_complete_experts_(model, parent.rpartition(".")[0])
+        model.set_submodule(name, model.get_submodule(name).opened())
+        restack_complete_experts_(model, name.rpartition(".")[0].rpartition(".")[0])
     for name in sharing:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, model.get_submodule(name).opened())
+        model.set_submodule(name, model.get_submodule(name).opened())
     restore_(model, sharing)
     restack_experts_(model)
     release_float_experts_(model)

@@ -10,7 +10,7 @@ information; YAQA, arXiv 2505.22988).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -132,9 +132,7 @@ def _watched(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None
 
         return watch
 
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as handles:
+        for name, layer in layers.items():
+            handles.enter_context(layer.register_forward_hook(hook(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -47,8 +47,7 @@ def fold_batch_norm_(model: nn.Module) -> list[str]:
             continue
         if calls[id(norm)] == 1 and calls[id(conv)] == 1 and holders[id(conv.weight)] == 1:
             _fold(conv, norm, places)
-            parent, _, leaf = str(node.target).rpartition(".")
-            setattr(model.get_submodule(parent), leaf, nn.Identity())
+            model.set_submodule(str(node.target), nn.Identity())
             folded.append(str(node.target))
     return folded
 

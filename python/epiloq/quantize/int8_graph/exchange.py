@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +89,10 @@ def _ranges(
     def watch(node: Node) -> Callable[..., None]:
         return lambda module, inputs, result: observers[node].add(result)
 
-    hooks = [layer.register_forward_hook(watch(node)) for node, layer in layers.items()]
-    try:
-        with evaluating(model):
-            calibrate(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for node, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(watch(node)))
+        calibrate(model)
     ends = {node: seen.ends() for node, seen in observers.items()}
     return {node: end.cpu() for node, end in ends.items() if end is not None and bool(end.isfinite().all())}
 
