@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from epiloq.models.adapters import adapter_layers
 from epiloq.models.held_elsewhere import held_elsewhere
 from epiloq.models.mixtures import routers
 from epiloq.models.parent_reads import read_by_parents
@@ -25,6 +25,12 @@ ROUTER, HEAD, TIED = "a router of experts", "the output head", "it shares its we
 ADAPTER = "a layer of an adapter"
 EXPECTED = frozenset({ROUTER, HEAD, TIED, ADAPTER})
 """Reasons that are not reported."""
+_WRAPPERS = {
+    "peft.tuners.tuners_utils": ("BaseTunerLayer", "base_layer"),
+    "peft.utils.other": ("AuxiliaryTrainingWrapper", "original_module"),
+}
+"""Modules of PEFT, whose adapters stay in floating point: a class that wraps a layer, and the child that is the layer
+of the model."""
 LAZY = "its lazy weight has no shape yet: run the model once before quantising it"
 
 
@@ -134,6 +140,18 @@ def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith(REGEX):
         return re.match(pattern.removeprefix(REGEX), name) is not None
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def adapter_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that PEFT's tuners, and the copies that it trains (``modules_to_save``), add to a model's layers."""
+    # A model has none unless PEFT has been imported.
+    loaded = [(getattr(sys.modules.get(module), name, None), base) for module, (name, base) in _WRAPPERS.items()]
+    wrappers = [(kind, base) for kind, base in loaded if isinstance(kind, type)]
+    for module in model.modules():
+        for kind, base in wrappers:
+            if isinstance(module, kind):
+                for name, child in module.named_children():
+                    yield from () if name == base else child.modules()
 
 
 def weight_identity(module: nn.Module) -> Identity:

@@ -17,7 +17,6 @@ from epiloq.bench.contract import Inputs, Unavailable
 from epiloq.bench.floor import Ceiling, ReadFloor, ReadSample
 from epiloq.bench.operations import OPERATIONS
 from epiloq.bench.operations.packed import weight_only_mm
-from epiloq.bench.peers import w4a8 as w4a8_peers
 from epiloq.bench.peers import weight_only as weight_only_peers
 from epiloq.bench.runner import Bench
 from epiloq.bench.timing import CpuTimer
@@ -208,7 +207,7 @@ def test_vllm_w4a8_is_given_the_same_weight(seed: int, monkeypatch: pytest.Monke
         cutlass_encode_and_reorder_int4b=integers_of,
         cutlass_pack_scale_fp8=lambda scales: scales,
     )
-    monkeypatch.setattr(w4a8_peers, "on_cuda", lambda x: None)
+    monkeypatch.setattr(weight_only_peers, "on_cuda", lambda x: None)
     row, case = OPERATIONS["w4a8_mm"], Case("w4a8_mm", "g128", "", 3, 64, 256)
     inputs = row.inputs(case, torch.Generator(CPU))
     bound = row.peers["vllm"](case, [inputs])

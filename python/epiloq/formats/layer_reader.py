@@ -8,19 +8,23 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import OFFSETS, Description
 from epiloq.formats.embeddings import TableOutline
 from epiloq.formats.layout_table import LAYOUTS, Shape, Tensors
-from epiloq.formats.layouts import gguf, scaled
-from epiloq.formats.layouts.base import Quantization, check_numbers
+from epiloq.formats.layouts import gguf
+from epiloq.formats.layouts.base import FormatError, Quantization, check_numbers, require
 from epiloq.formats.layouts.gguf_blocks import KINDS
-from epiloq.formats.weights import Weight
+from epiloq.formats.weights import ModuleWeight, ScaledWeight, Weight
 from epiloq.nn.base.scaled_input import SCALE
+from epiloq.weights.computed import FLOAT_DTYPES
+from epiloq.weights.grid import QuantizedWeight
 
 BIAS = "bias"
+# Option of the constructor of modules that multiply their input by a vector of the files first.
+_SCALED_INPUT = "scaled_input"
 
 
 @dataclass(frozen=True)
@@ -126,19 +130,46 @@ def _scaled(described: Description) -> Reader:
         module = ("WeightOnlyLinear", options)
 
     def from_tensors(tensors: Tensors, shape: Shape) -> Weight:
-        rest, scale = scaled.without_scale(tensors, shape)
-        return scaled.of(inner.from_tensors(rest, shape), inner.quantization, scale)
+        rest, scale = _without_scale(tensors, shape)
+        return _scaled_weight(inner.from_tensors(rest, shape), inner.quantization, scale)
 
     return Reader(
         described,
         None,
         from_tensors,
         inner.parts | {SCALE},
-        lambda tensors, shape: inner.check(scaled.without_scale(tensors, shape)[0], shape),
-        module=(module[0], {**module[1], scaled.OPTION: True}),
+        lambda tensors, shape: inner.check(_without_scale(tensors, shape)[0], shape),
+        module=(module[0], {**module[1], _SCALED_INPUT: True}),
         unused=inner.unused,
         made_by=(reader, described),
     )
+
+
+def _without_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """A layer's other tensors, and the vector ``[K]``. Raises FormatError for one of another shape or type, and for
+    values that are not finite.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if name != SCALE}
+    require({SCALE: tensors[SCALE]}, {SCALE: (None, (shape[1],))})
+    scale = tensors[SCALE]
+    if scale.dtype not in FLOAT_DTYPES:
+        raise FormatError(f"{SCALE}: expected floating point of 16 or 32 bits, got {scale.dtype}")
+    if not scale.is_meta and not bool(scale.isfinite().all()):
+        raise FormatError(f"{SCALE}: expected finite numbers, got {scale[~scale.isfinite()][0].item()}")
+    return rest, scale
+
+
+def _scaled_weight(inner: Weight, quantization: Quantization | None, scale: Tensor) -> ScaledWeight:
+    """The weight of such a layer, given the one that it would have without the vector."""
+    if not isinstance(inner, (ModuleWeight, QuantizedWeight)):
+        raise FormatError(f"{SCALE}: no layer of FP8 blocks scales its inputs by channel first")
+    module, options = epiloq_modules.described(inner, quantization)
+    state = epiloq_modules.state_of(inner, quantization) | {SCALE: scale}
+
+    def values() -> Tensor:
+        return inner.dequantize() * scale.to(torch.float32)
+
+    return ScaledWeight(module, {**options, _SCALED_INPUT: True}, state, values, inner, scale, columns=scale.shape[0])
 
 
 @cache

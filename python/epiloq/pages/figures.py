@@ -57,6 +57,15 @@ def count_along_x(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
+def errors_along_y(axes: Axes, along_x: str, label: str = "relative output error") -> None:
+    """Label both axes of errors, in percent, of blocks or layers that are counted along x."""
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    count_along_x(axes)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_xlabel(along_x)
+    axes.set_ylabel(label)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure in the format that the file's name ends in, PNG without one; never a part of it."""
     path = path if path.suffix else path.with_suffix(".png")

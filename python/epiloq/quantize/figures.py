@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, count_along_x, to_svg
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, errors_along_y, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,11 +147,7 @@ def _by_block(axes: Axes, label: str) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    count_along_x(axes)
-    axes.grid(axis="y", color=FAINT, linewidth=0.6)
-    axes.set_xlabel("block of the model")
-    axes.set_ylabel(label)
+    errors_along_y(axes, "block of the model", label)
 
 
 def _bars(axes: Axes, labels: list[str], values: list[float], form: str, colours: list[str]) -> None:

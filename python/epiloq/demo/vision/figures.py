@@ -8,7 +8,7 @@ from html import escape
 from itertools import chain
 
 from epiloq.demo.vision.results import Found, Results, Run
-from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, count_along_x, to_svg
+from epiloq.pages.figures import COLOURS, FAINT, FLOAT_COLOUR, canvas, errors_along_y, to_svg
 
 LABEL_PIXELS = 13
 
@@ -55,11 +55,7 @@ def layer_errors(runs: Sequence[Run]) -> str:
         boundary = len(runs[0].detector.errors) - 0.5
         axes.axvline(boundary, color=FAINT, linewidth=1)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        count_along_x(axes)
-        axes.grid(axis="y", color=FAINT, linewidth=0.6)
-        axes.set_xlabel("layers of the detector, then of the recogniser")
-        axes.set_ylabel("relative output error")
+        errors_along_y(axes, "layers of the detector, then of the recogniser")
         figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9.5, markerscale=3)
         return to_svg(figure, "Relative output error of each quantised layer")
 

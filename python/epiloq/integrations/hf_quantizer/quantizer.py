@@ -27,8 +27,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import leaving, parse, shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig
-from epiloq.integrations.hf_quantizer.dequantize import dequantize_
-from epiloq.integrations.hf_quantizer.layers import tensors_of
+from epiloq.integrations.hf_quantizer.layers import dequantize_, tensors_of
 from epiloq.integrations.hf_quantizer.names import layers_without_tensors
 from epiloq.integrations.hf_quantizer.parallel import Split, is_parallel
 from epiloq.integrations.hf_quantizer.stored import open_layers, store_layers, stored_scales

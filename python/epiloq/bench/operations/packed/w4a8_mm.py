@@ -16,7 +16,7 @@ from epiloq.bench.contract import Bound, Inputs, Operation, Unavailable, each, n
 from epiloq.bench.operations.float8_mm import tried
 from epiloq.bench.operations.packed import weights
 from epiloq.bench.operations.packed.weights import FP4, INTEGERS, OUT_DTYPE, weight_of
-from epiloq.bench.peers.w4a8 import cutlass_w4a8
+from epiloq.bench.peers.weight_only import cutlass_w4a8
 
 
 def _inputs(case: Case, generator: torch.Generator) -> Inputs:
