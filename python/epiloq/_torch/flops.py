@@ -24,8 +24,7 @@ def columns(x: Any, *_: Any) -> int:
 
 
 def count(name: str, depth: Callable[..., int]) -> None:
-    """Count two operations for each of ``depth(*arguments)`` products of an element that ``name`` or ``name_out``
-    computes."""
+    """Count two operations per element of ``depth(*arguments)`` products that ``name`` or ``name_out`` computes."""
     _depths[name] = depth
     if _COUNTER in sys.modules:
         _register(sys.modules[_COUNTER], name)

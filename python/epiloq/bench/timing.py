@@ -148,9 +148,8 @@ class CudaTimer:
 
     Events are recorded between replays, so that a replay's launch overlaps the previous one; the result is the median
     interval divided by the calls in the graph. Contenders alternate in random order, because at the power limit a GPU's
-    clock depends on the work of the last tenths of a second, and is a tenth higher after a pause. The first
-    `settle_ms` of each run do not count: with the default all contenders run at a common clock, from about 100 ms on
-    each runs at its own.
+    clock depends on the work of the last tenths of a second, and is a tenth higher after a pause. The first `settle_ms`
+    of each run do not count: by default contenders run at a common clock, from about 100 ms on each at its own.
     """
 
     SHORT_US = 200.0

@@ -148,8 +148,7 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tupl
 
 
 def get_mn_major_tma_aligned_tensor(x: Tensor) -> Tensor:
-    """float32 scales […, M, G] in the layout of TMA: strides (1, M rounded up to 4); `x` itself if it already has
-    this layout."""
+    """float32 scales […, M, G] as TMA reads them: strides (1, M rounded up to 4); `x` itself if it has this layout."""
     if x.dim() not in (2, 3) or x.dtype != torch.float32:
         raise ValueError(
             f"get_mn_major_tma_aligned_tensor: x: expected float32 of 2 or 3 dimensions, got {x.dtype} {list(x.shape)}"

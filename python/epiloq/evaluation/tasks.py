@@ -30,8 +30,7 @@ def task_files(source: Path) -> list[Path]:
 def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None = None, batch: int = 1) -> Scores:
     """Evaluate a causal language model on tasks.
 
-    A task may run Python functions from files next to its description. Paths of data sets are relative to the current
-    folder.
+    A task may run Python functions from files next to its description. Data sets' paths start at the current folder.
 
     Args:
         model: A transformers model, on the device where it shall run.

@@ -71,8 +71,7 @@ def prepare(source: Path, output: Path, name: str) -> Conversion:
 
 
 def refusal(layers: Layers, layout: Format) -> str | None:
-    """Return why a format cannot represent a checkpoint's layers, judging by sizes, kinds and channel orders; None if
-    it can."""
+    """Return why a format cannot represent layers of a checkpoint, given sizes, kinds and channel orders, or None."""
     transposed = [name for name in layers.readers if isinstance(layers.linears.get(name), TransposedConv1D)]
     if transposed and not layout.conv1d:
         return f"{transposed[0]}: {layout.name}: cannot represent a Conv1D, only torch.nn.Linear"

@@ -161,8 +161,7 @@ class Description:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows that share a scale in a kernel that multiplies these blocks: 128 or 1; None if no kernel
-        does."""
+        """Number of rows per scale in a kernel that multiplies these blocks: 128 or 1; None without such a kernel."""
         if self.block is None or self.block[1] != FP8_BLOCK:
             return None
         return 1 if self.block[0] % FP8_BLOCK else FP8_BLOCK

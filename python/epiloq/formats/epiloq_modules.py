@@ -69,8 +69,7 @@ class Group:
 
 
 def config(groups: Sequence[Group], shared: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The ``quantization_config``; `shared` maps layers without their own weight to the embedding whose weight they
-    share."""
+    """The ``quantization_config``; `shared` maps layers without a weight of their own to the embedding that has it."""
     tables = modules.QuantizedEmbedding.__name__
     schemes = {group.scheme for group in groups if group.module != tables}
     return {

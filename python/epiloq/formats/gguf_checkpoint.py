@@ -29,8 +29,7 @@ _TOKENIZER = "tokenizer.ggml.model"
 class GgufCheckpoint(Checkpoint):
     """A GGUF file opened for reading. A quantised layer has one tensor, its rows of blocks.
 
-    The model's type is the narrowest that holds every other tensor exactly. Raises FormatError as `gguf_model.load`
-    does.
+    The model's type is the narrowest that holds the others exactly. Raises FormatError as `gguf_model.load` does.
     """
 
     model: nn.Module

@@ -1,2 +1,1 @@
-"""Integrations into other libraries, one package per library. Importing one registers it; ``import epiloq`` imports
-none."""
+"""Integrations into other libraries, one package each. Importing one registers it; ``import epiloq`` imports none."""

@@ -49,8 +49,7 @@ def experts_left_stacked(model: nn.Module) -> dict[str, str]:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Routers by name: siblings of experts, or their children, with one row per expert, or one row for a shared
-    expert."""
+    """Routers by name: siblings of experts or their children, with one row per expert or one for a shared expert."""
     found = {}
     for name, module in model.named_modules():
         counts = {count for child in module.children() if (count := _count_in(child))}
@@ -122,8 +121,7 @@ def release_float_experts_(model: nn.Module) -> None:
 
 
 def restack_complete_experts_(model: nn.Module, name: str) -> None:
-    """Replace the experts with this name by the module that runs them, if they are unstacked and can be run
-    together."""
+    """Replace the experts of this name by the module that runs them, if they are unstacked and can run together."""
     module = model.get_submodule(name)
     if isinstance(module, ExpertLinears):
         whole = GatedExperts.from_linears(module) or as_before(module)

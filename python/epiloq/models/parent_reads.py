@@ -148,8 +148,7 @@ class _Search(ast.NodeVisitor):
         self.module = module
         self.found: set[str] = set()
         self.changed: dict[str, str] = {}
-        """Paths whose weight is written, and the condition on the configuration under which it is, or an empty
-        string."""
+        """Paths whose weight is written, and the condition on the configuration under which it is, or ""."""
         self.setting = ""
         """The innermost condition on the configuration that the visited code is under."""
         self.methods: set[tuple[str, str]] = set()

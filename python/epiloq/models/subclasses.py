@@ -1,5 +1,4 @@
-"""Whether subclasses of ``nn.Linear`` (tested by running them) and ``nn.Conv2d`` compute the same as their base
-class."""
+"""Whether subclasses of ``nn.Linear`` (tested by running them) and ``nn.Conv2d`` compute what the base class does."""
 
 from __future__ import annotations
 

@@ -176,8 +176,7 @@ class OnlineQuantLinear(FrozenLinear):
         return self._call(x, self._parts())
 
     def _check_stored(self) -> None:
-        """Raise ValueError for a stored tensor of another shape: by its name here, which the operation does not
-        know."""
+        """Raise ValueError for a stored tensor of another shape, by its name here, unknown to the operation."""
         kinds, blocks = 2 if self.symmetric else 3, padded_blocks(self.in_features, self.group_size)
         shapes = {
             "weight_q": (torch.int8, (self.out_features, round_up(self.in_features, K_MULTIPLE) * self.bits // 8)),

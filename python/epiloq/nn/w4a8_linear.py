@@ -80,8 +80,7 @@ class W4A8Linear(PackedLinear, W4A8Layer):
     def from_linear(
         cls, linear: nn.Linear, *, activation: str = "fp8", group_size: int = 128, zeros: str = "none"
     ) -> W4A8Linear:
-        """Round `linear` (which is not changed) to the nearest grid of each group, as `WeightOnlyLinear.from_linear`
-        does.
+        """Round `linear` (which is not changed) to each group's nearest grid, as `WeightOnlyLinear.from_linear` does.
 
         Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and for other
         activations, group sizes or zeros.

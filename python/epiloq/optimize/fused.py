@@ -1,8 +1,7 @@
 """Decoder layers, gated MLPs and norms fused with the quantiser of the next product.
 
 Each function is the ``forward`` of a module that `structure` recognised. The module's own ``forward`` runs if the fused
-one is not applicable at run time: a gradient is needed, a submodule was replaced or has hooks, or the call has another
-form.
+one is not applicable at run time: a gradient is needed, a submodule was replaced or has hooks, or the call differs.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def gated_mlp(mlp: Any, siblings: Siblings, act: nn.Module, x: Tensor) -> Tensor
 
 
 _NormReader = tuple[tuple[nn.Module, nn.Module], Siblings | None]
-"""A module of a decoder layer and the norm before it; and the layers in it that take the norm's output quantised, or
-None."""
+"""A module of a decoder layer, the norm before it, and its layers that take the norm's output quantised, or None."""
 
 
 class PreNormStep(Step):

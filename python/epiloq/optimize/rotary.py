@@ -100,8 +100,7 @@ def rotated_heads(
     checked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated query heads ``[B, T, H, D]``, with `norms_heads` normed before, and the keys and values to attend to
-    ``[B, H_kv, L, D]``, including the cached ones. `checked`: heads and angles are plain tensors of one type, in eager
-    mode.
+    ``[B, H_kv, L, D]``, including the cached ones. `checked`: heads and angles are plain, of one type, in eager mode.
 
     In eager mode, and in the graph of a decode step, one launch norms, rotates and writes to a static cache, as
     launches limit both. In other graphs inductor fuses the general implementation into two kernels.

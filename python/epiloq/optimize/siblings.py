@@ -79,8 +79,7 @@ class _Sources:
 
 
 class Siblings:
-    """Layers that share a product. Copied and pickled with them; the merged layer is updated when they change or
-    move."""
+    """Layers that share a product. Copied and pickled with them; the merged layer follows when they change or move."""
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
         self.layers = list(layers)

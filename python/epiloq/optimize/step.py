@@ -182,8 +182,7 @@ class Step:
         return total
 
     def _checked(self) -> _Parts | None:
-        """The modules, unless one is not what it was, or does not compute what its class defines or what is combined
-        here."""
+        """The modules, unless one has changed or does not compute what its class defines or what is combined here."""
         parts = self._parts
         if parts is None:
             parts = self._parts = self._found()

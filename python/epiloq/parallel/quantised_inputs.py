@@ -109,8 +109,7 @@ def check_takes(layer: nn.Module) -> None:
 
 
 def gathered_products(layer: Any, dim: int, mesh: DeviceMesh) -> None:
-    """Make a layer accept inputs sharded evenly along the token dimension `dim`, and return the product for all
-    tokens."""
+    """Make a layer accept inputs sharded evenly along the token dimension `dim`, and return all tokens' product."""
     check_takes(layer)
     quantise, multiply = _KINDS[type(layer)]
 

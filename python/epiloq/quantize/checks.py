@@ -39,8 +39,7 @@ SEEDS = 1 << 63
 
 
 def check_request(settings: Settings, world: int = 1) -> None:
-    """Raise ValueError for settings that are invalid for any model or for so many ranks, or an output that cannot be
-    created."""
+    """Raise ValueError for settings invalid for any model or for so many ranks, or an output that cannot be created."""
     if settings.budget is not None:
         check_budget(settings.budget, settings.layout, settings.symmetric)
     choose(settings.scheme, settings.layout, settings.symmetric)

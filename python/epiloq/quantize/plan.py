@@ -30,8 +30,7 @@ from epiloq.vocabulary import VocabularySchemes, planned
 from epiloq.weights.computed import computed_parts
 
 FEW, MOST = 0.05, 0.5
-"""Maximum fraction of the weights that a format may leave in floating point if it is chosen by default, and if it is
-requested."""
+"""Maximum fraction of weights that a format may leave in floating point if chosen by default, and if requested."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ def plan(settings: Settings, outline: Any) -> Plan:
 
 
 def unstack_experts_for_format_(model: nn.Module, layout: str) -> list[str]:
-    """Unstack experts if the format stores one matrix per expert although the model's files stack them; returns the
-    changes."""
+    """Unstack experts if the format stores one matrix each but the model's files stack them; returns the changes."""
     if layout == epiloq_modules.METHOD:
         return unstack_experts_(model) + unstack_(model, None)
     return unstack_(model, layout)

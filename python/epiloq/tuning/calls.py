@@ -21,8 +21,7 @@ PADDING, PANEL, LANE_BYTES = 128, 16, 16
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers with random bits, as zeros would draw less power. float8 without NaN and with moderate
-    exponents."""
+    """Random numbers of random bits, as zeros would draw less power. float8 without NaN and of moderate exponents."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
     low, high = (0, 256) if dtype == torch.uint8 else (-128, 128)

@@ -178,8 +178,7 @@ def problems_of(
     A shape or a float linear layer stands for the layers that it becomes by each scheme. Products without a choice of
     kernels, such as those with 2 and 3 bits, are left out.
 
-    Raises ValueError or TypeError, which name the argument of `epiloq.tune`; ValueError also if there is nothing to
-    tune.
+    Raises ValueError or TypeError, naming the argument of `epiloq.tune`; ValueError also if there is nothing to tune.
     """
     _check(tokens, schemes)
     products = dict.fromkeys(product for layer in _layers_of(what, schemes) for product in _products_of(layer))

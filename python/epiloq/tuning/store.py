@@ -121,8 +121,7 @@ def apply(card: Card, choices: Mapping[str, Entry]) -> None:
 
 
 def load(index: int) -> None:
-    """Callback of dispatch before the first product on a device. Never raises: an inapplicable file causes a
-    warning."""
+    """Callback of dispatch before the first product on a device. Never raises: an unsuitable file causes a warning."""
     path = cache_path()
     if path is None or not path.is_file():
         return

@@ -28,8 +28,7 @@ NO_GPU = "epiloq.tune: expected a CUDA device that epiloq has kernels for, found
 
 @dataclass(frozen=True)
 class Measured:
-    """A problem, the default kernel and the fastest one, with times in microseconds, and the number of kernels
-    timed."""
+    """A problem, its default kernel and its fastest, with times in microseconds, and the number of kernels timed."""
 
     problem: Problem
     key: str

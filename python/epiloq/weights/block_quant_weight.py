@@ -105,8 +105,7 @@ def widen(packed: Tensor) -> Tensor:
 
 
 def unpack_pairs(packed: Tensor, k: int) -> Tensor:
-    """Unpack int8 ``[N, ceil(K / 2)]`` to ``[N, K]``: value 2i is the low half of byte i, value 2i + 1 its high
-    half."""
+    """Unpack int8 ``[N, ceil(K / 2)]`` to ``[N, K]``: the low half of byte i is value 2i, its high half 2i + 1."""
     return torch.stack(((packed << 4) >> 4, packed >> 4), -1).reshape(packed.shape[0], 2 * packed.shape[1])[:, :k]
 
 

@@ -142,8 +142,7 @@ class Fp4Grid(_CodeGrid):
         return _NVFP4_RANGES if fp4.FORMATS[self.format].has_global_scale else _MXFP4_RANGES
 
     def for_weight(self, weight: Tensor, *others: Tensor) -> Fp4Grid:
-        """The grid with the divisor of a weight, or of all weights that share one, if the format has one and it is
-        unknown."""
+        """The grid with the divisor of one or more weights that share it, if the format has one and it is unknown."""
         if self.divisor is not None or not fp4.FORMATS[self.format].has_global_scale:
             return self
         return replace(self, divisor=fp4.divisor_of(weight, *others).item())

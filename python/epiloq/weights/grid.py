@@ -109,8 +109,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class InputGrid:
-    """Static quantisation of a layer's inputs to int8: ``x = scale * (q - zero)``, float32 ``[1]`` and int32
-    ``[1]``."""
+    """Static quantisation of a layer's inputs to int8: ``x = scale * (q - zero)``, float32 and int32 ``[1]``."""
 
     scale: Tensor
     zero: Tensor

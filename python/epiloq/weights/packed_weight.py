@@ -33,8 +33,7 @@ _NUMBERS = ("bits", "n", "k", "group_size")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(PackedTensors):
-    """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, with parameters per group of
-    columns.
+    """A weight ``[N, K]``: ``W[n, k] = scale * (q - zero)`` or ``scale * q + offset``, parameters per group of columns.
 
     Made by `pack_weight`. The value is immutable: do not write to its tensors. (On SM90, kernels read them before the
     preceding kernel has finished. They may be filled by copies and element-wise operations of eager torch. Kernels
@@ -125,8 +124,7 @@ class PackedWeight(PackedTensors):
         return cls(**{name: tensors.get(name) for name in cls.TENSORS}, **numbers)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise ValueError unless every tensor has the shape, dtype and device implied by the sizes, and is
-        contiguous."""
+        """Raise ValueError unless each tensor is contiguous, with the shape, dtype and device that the sizes imply."""
         check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
         if self.zero is not None and self.offset is not None:
             refuse("offset", "None with zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
@@ -158,8 +156,7 @@ class PackedWeight(PackedTensors):
         return q.contiguous(), scale, zero if offset is None else offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` in float32, float16 or bfloat16, with columns in the order of the layer's input
-        features.
+        """The weight ``[N, K]`` in float32, float16 or bfloat16, columns in the order of the layer's inputs.
 
         Product and sum are each rounded to fp32, then to ``dtype``; CPU and GPU give the same bits.
         """

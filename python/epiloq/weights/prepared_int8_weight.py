@@ -103,8 +103,7 @@ class PreparedInt8Weight:
         input: Quantizer,
         output: Quantizer | None = None,
     ) -> PreparedInt8Weight:
-        """Create from integers ``[Co, Kh, Kw, Ci / groups]`` (or ``[N, K]``), one scale or ``[Co]``, and a bias
-        ``[Co]``.
+        """From integers ``[Co, Kh, Kw, Ci / groups]`` (or ``[N, K]``), one scale or ``[Co]``, and a bias ``[Co]``.
 
         Raises ValueError: a dtype, a shape, a scale that is not positive and finite or a zero point out of range;
         TypeError for arguments that are not tensors.

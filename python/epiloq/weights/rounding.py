@@ -41,8 +41,7 @@ _Weight = TypeVar("_Weight", covariant=True)
 
 
 class Codebook(Protocol[_Weight]):
-    """A grid: the values that weights can have, with parameters fitted to each group, and the form of a rounded
-    weight."""
+    """A grid: the values that weights can have, parameters fitted to each group, and the form of a rounded weight."""
 
     @property
     def group_size(self) -> int:

@@ -139,8 +139,7 @@ def _nothing() -> None:
 def measure(
     model: Any, scheme: str, optimized: bool, mode: str, phase: str, batch: int, tokens: int, cache: str | None = None
 ) -> Measured:
-    """Measure one phase: prefill of ``[batch, tokens]`` into a new cache, or a decode step after `tokens` in a static
-    one."""
+    """Measure prefill of ``[batch, tokens]`` into a new cache, or a decode step after `tokens` in a static one."""
     device = model.device.type
     repeats, layers = _REPEATS[device], model.config.num_hidden_layers
     with _settled():

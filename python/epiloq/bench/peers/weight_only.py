@@ -157,8 +157,7 @@ def torchao(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
 
 
 def cutlass_w4a8(inputs: Inputs, weight: epiloq.PackedWeight) -> Call:
-    """vLLM's CUTLASS kernel, called as by its ``CutlassW4A8LinearKernel``: group scales in FP8 times a scale per
-    channel."""
+    """vLLM's CUTLASS kernel, called as ``CutlassW4A8LinearKernel`` does: FP8 group scales times a channel scale."""
     on_cuda(inputs["x_q"])
     ops = require("vllm._custom_ops")
     q, scale, zero = weight.unpack()

@@ -41,8 +41,7 @@ SPECIAL = frozenset("*+?^$()[]{}|\\")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, _WHERE, TUNING)
     if found.get("bits") is None or found.get("group_size") is None:
         raise FormatError(f"{_WHERE}: quantization_config: expected bits and group_size")

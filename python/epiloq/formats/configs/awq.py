@@ -21,8 +21,7 @@ _KNOWN |= {"method", "pack_dtype", "dynamic"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
     one_of(found, "act_bits", None, (None, 16, 32), METHOD)
     one_of(found, "data_type", "int", ("int", None), METHOD)

@@ -26,8 +26,7 @@ _KNOWN = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_wei
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     if found.get("quant_method") != METHOD:
         raise FormatError(f"{_WHERE}: quant_method: expected {METHOD}, got {found.get('quant_method')!r}")
     check_keys(found, _KNOWN, _WHERE, _NOTES)

@@ -55,8 +55,7 @@ class _Numbers:
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
     _check_neighbours(found)
     groups = found.get("config_groups") or {}

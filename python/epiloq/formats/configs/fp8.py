@@ -30,8 +30,7 @@ _EXPERT = re.compile(r"(.*\.)?experts\.\d+\.")
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     if found.get("quant_method") == FBGEMM:
         return _fbgemm(found)
     is_mx = found.get("quant_method") == MXFP8

@@ -33,8 +33,7 @@ _KNOWN |= {"pack_dtype", "data_type", "act_bits", "method"}
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
     one_of(found, "pack_dtype", "int32", PACKED_IN, METHOD)
     one_of(found, "method", METHOD, (METHOD, None), METHOD)
@@ -77,8 +76,7 @@ def changed(base: Description, entry: Mapping[str, Any], where: str) -> Descript
 
 
 def _exception(base: Description, text: str, entry: Any) -> Description | None:
-    """The description of layers that a ``dynamic`` entry matches; None for "-:", which leaves them in floating
-    point."""
+    """The description of layers that a ``dynamic`` entry matches; None for "-:", which keeps them in floating point."""
     where = f"{METHOD}: dynamic: {text}"
     if text.startswith("-:"):
         return None

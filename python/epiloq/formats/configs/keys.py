@@ -56,8 +56,7 @@ def entries(value: Any, known: Collection[str], where: str, harmless: Collection
 
 
 def misspelled(key: object, known: Collection[str]) -> str | None:
-    """The known key that an unknown one resembles in all but a few letters, or in the use of capitals; None without
-    one."""
+    """The known key that an unknown one resembles in all but a few letters or in capitals, or None."""
     text = str(key)
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower().replace("-", "_")
     if snake in known:
@@ -105,8 +104,7 @@ def all_but(left: Sequence[str], described: Description, leaves: Callable[[Seque
 
 
 def excludes(patterns: Sequence[str], layer: str) -> bool:
-    """Whether a layer is excluded by one of `names`: its name, a parent's name, its last parts, or a regular
-    expression."""
+    """Whether a layer is excluded by one of `names`: its name, a parent's, its last parts, or a regular expression."""
     dotted = f".{layer}."
     return any(f".{name.strip('.')}." in dotted or _means(name, layer) for name in patterns if name)
 

@@ -69,8 +69,7 @@ _OF_BITS: dict[tuple[Any, ...], str] = {
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     inner = found.get("quantization")
     entries = found if inner is None else mapping(found, "quantization", METHOD)
     described = _all_described(entries)

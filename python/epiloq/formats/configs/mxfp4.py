@@ -1,6 +1,4 @@
-"""The configurations of GPT-OSS's own checkpoints, ``quant_method`` "mxfp4": experts in MXFP4, all else in floating
-point.
-"""
+"""Configurations of GPT-OSS's own checkpoints, ``quant_method`` "mxfp4": experts in MXFP4, others unquantised."""
 
 from __future__ import annotations
 

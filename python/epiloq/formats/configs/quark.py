@@ -43,8 +43,7 @@ _OFFLINE = ("smooth", "smoothquant", "autosmoothquant", "awq", "gptq", "gptaq", 
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries."""
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, _NOTES)
     for key in ("layer_type_quant_config", "softmax_quant_spec"):
         if found.get(key):
@@ -187,8 +186,7 @@ def _numbers_of_integers(entry: Any, where: str) -> tuple[str, bool, bool]:
 
 
 def _numbers_of_fp8(entry: Any, where: str) -> tuple[str, str, bool]:
-    """The granularity of scales as that of activations and as that of weights, and whether they are computed at run
-    time."""
+    """The granularity of scales as activations' and as weights', and whether they are computed at run time."""
     entries(entry, _NUMBERS, where, _OBSERVED)
     one_of(entry, "dtype", None, (_FP8,), where)
     scheme = one_of(entry, "qscheme", None, ("per_tensor", "per_channel", "per_token"), where)

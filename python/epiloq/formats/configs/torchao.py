@@ -52,8 +52,7 @@ Shape = tuple[int, int]
 
 
 def parse(found: Mapping[str, Any]) -> Rules:
-    """The rules of a ``quantization_config``. Raises FormatError, which names key and value, for unsupported
-    entries.
+    """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries.
 
     Each quantised layer has its own metadata. Names of layers to leave in floating point are not looked at, as by
     transformers when it opens such files: it compares them with names that end in ".weight", so that "k_proj" has no

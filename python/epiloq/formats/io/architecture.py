@@ -305,8 +305,7 @@ def is_missing_in_saved(model: nn.Module, checkpoint: Checkpoint, part: str) -> 
 
 
 def layers_of_base_model(model: nn.Module) -> set[str]:
-    """Names of the linear layers that the base model's own class has and `model` has not, with and without its
-    prefix."""
+    """Names of linear layers that the base model's class has and `model` has not, with and without its prefix."""
     config = getattr(model, "config", None)
     if config is None or not getattr(model, "base_model_prefix", ""):
         return set()

@@ -48,8 +48,7 @@ class Checkpoint:
 
     Raises FormatError: no config.json; special files (FIFOs, devices, dangling links); no safetensors weights; a single
     file beside an index of others; an index that names missing files or files outside the directory; a file whose
-    header and length disagree; a tensor that is not in its file; far more layers than tensors. Pickles are never
-    opened.
+    header and length disagree; a tensor that is not in its file; far more layers than tensors. No pickle is opened.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -17,8 +17,7 @@ def convert_(checkpoint: Checkpoint, model: Any, names: Names) -> None:
     """Make a checkpoint return a model's tensors instead of the floating-point tensors from which transformers creates
     them.
 
-    Integer and FP8 tensors are left unchanged, because they have a meaning only together with their layer's other
-    tensors.
+    Integer and FP8 tensors are left unchanged, because they have a meaning only with their layer's other tensors.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, entry in checkpoint.entries.items():

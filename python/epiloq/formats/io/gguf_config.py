@@ -1,5 +1,4 @@
-"""A transformers configuration from a GGUF file's values. Each value is applied, known to have no effect, or refused by
-name.
+"""A transformers configuration from a GGUF file's values. Each is applied, known to have no effect, or refused by name.
 
 The keys are llama.cpp's (``llama-arch.cpp``, ``llama-model.cpp``); their meaning for positions is defined by its
 ``ggml_rope_ext``.
@@ -64,8 +63,7 @@ class _Values:
         return f"{self.file.path}: {self.prefix}{key}"
 
     def take(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
-        """A value of one of some types. Raises FormatError for other types, or if it is missing and there is no
-        default."""
+        """A value of one of some types. Raises FormatError for other types, or if it is missing without a default."""
         value = self.left.pop(key, default)
         if value is None or isinstance(value, bool) != (bool in kinds) or not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)

@@ -52,8 +52,7 @@ class Limits:
 
     @contextmanager
     def while_building(self) -> Iterator[None]:
-        """Raise FormatError as soon as a model being built by this thread has far more parts than the files have
-        tensors."""
+        """Raise FormatError as soon as a model that this thread builds has far more parts than the files' tensors."""
         most = self.tensors * _REGISTRATIONS_PER_TENSOR + _REGISTRATIONS
         thread, count = threading.get_ident(), 0
 

@@ -77,8 +77,7 @@ def load_float(checkpoint: Checkpoint) -> nn.Module:
 
 
 def from_directory(folder: str | Path) -> nn.Module:
-    """Load the model in a directory, in floating point or quantised in any format, in its own type and in evaluation
-    mode.
+    """Load the model in a directory, in floating point or quantised in any format, in its own type, in evaluation mode.
 
     Raises FormatError, which names file and tensor, for missing or mismatching tensors.
     """

@@ -89,8 +89,7 @@ class Names:
 
 
 def with_and_without_prefix(model: nn.Module, name: str) -> tuple[str, ...]:
-    """A name with and without the prefix of a transformers model's base model, which only models with a head have in
-    their names."""
+    """A name with and without the prefix of a transformers base model, which only models with a head have."""
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return (name,)

@@ -30,8 +30,7 @@ class Quantization:
 
     @property
     def w4a8(self) -> bool:
-        """Whether `nn.W4A8Linear` runs these layers, whose weights have the same groups and scales as weight-only
-        ones."""
+        """Whether `nn.W4A8Linear` runs these layers, whose weights have the groups and scales of weight-only ones."""
         return self.grid.bits == 4 and self.activations in ("int8", "fp8")
 
     def of(self, layer: str) -> Quantization:
@@ -86,8 +85,7 @@ def from_unsigned(q: Tensor, scale: Tensor, zero: Tensor, grid: Grid, perm: Tens
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight as stored by layouts: unsigned integers with a zero point per group; converts from and to weight
-    classes.
+    """A weight as layouts store it: unsigned integers with a zero point per group; converts from and to weight classes.
 
     q
         uint8 ``[N, K]`` from 0 to 2^bits - 1; column j is input channel perm[j], groups are of q's columns.
@@ -120,8 +118,7 @@ class Codes:
         return cls(q, scale, zero.to(torch.int32), packed.perm, packed.bits, packed.group_size)
 
     def quantized(self, grid: Grid) -> QuantizedWeight:
-        """Convert to a weight on a grid. Raises FormatError for a symmetric grid with zero points that are not in the
-        middle."""
+        """Convert to a weight on a grid. Raises FormatError for a symmetric grid with zero points off the middle."""
         return from_unsigned(self.q, self.scale, self.zero, grid, self.perm)
 
     def packed(self, symmetric: bool | None = None) -> PackedWeight:
@@ -180,8 +177,7 @@ def group_length(group_size: int, columns: int) -> int:
 
 
 def groups_of(columns: int, group_size: int, layout: str) -> int:
-    """Number of groups for a number of channels; the last one may be shorter. Raises FormatError for an invalid group
-    size."""
+    """Number of groups of some channels; the last may be shorter. Raises FormatError for an invalid group size."""
     if group_size != -1 and group_size < 1:
         raise FormatError(f"{layout}: group_size: expected -1 or at least 1, got {group_size}")
     return 1 if group_size == -1 else -(-columns // group_size)

@@ -80,8 +80,7 @@ def check_table(tensors: Mapping[str, Tensor], described: object, shape: tuple[i
 
 
 def block_size(tensors: Mapping[str, Tensor]) -> int:
-    """Number of weights that share a scale, from one of the tensors in `STATES`. Raises FormatError if it is missing or
-    invalid."""
+    """Number of weights per scale, from one of the tensors in `STATES`. Raises FormatError if missing or invalid."""
     kind = _kind(tensors)
     return _size(_state(tensors[STATES[kind]], kind), "blocksize")
 
@@ -100,8 +99,7 @@ def int8_scale(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[T
 
 
 def table_state(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], int]:
-    """The state dict of an ``nn.TableLinear`` without bias, and its block size, from 4-bit tensors of a layer ``[N,
-    K]``.
+    """The state dict of a biasless ``nn.TableLinear``, and its block size, from 4-bit tensors of a layer ``[N, K]``.
 
     Nested scales are dequantised as bitsandbytes does. Raises FormatError for tensors that disagree.
     """

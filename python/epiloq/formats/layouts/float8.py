@@ -54,8 +54,7 @@ class Names:
         return frozenset({"weight", self.scale, *inputs, *self.zeros} | ({self.limit} if self.limit else set()))
 
     def expected(self, described: Description, shape: tuple[int, int]) -> Expected:
-        """Dtypes and shapes of the tensors of a layer ``[N, K]``; a scale per tensor may have zero dimensions or
-        one."""
+        """Dtypes and shapes of the tensors of a layer ``[N, K]``; a scale per tensor may have no dimension or one."""
         inputs: Expected = {self.input_scale: (None, (1,))} if described.is_static else {}
         return {"weight": (FP8, shape), self.scale: (None, _scales(described, shape)), **inputs}
 

@@ -104,8 +104,7 @@ def _q2_k(block: Tensor) -> Decoded:
 
 
 def _q3_k(block: Tensor) -> Decoded:
-    """32 bytes of third bits (4 is subtracted where they are 0), 64 bytes of the lower two bits, 12 bytes of scales,
-    d."""
+    """32 bytes of third bits (4 is subtracted where they are 0), 64 bytes of the lower two, 12 bytes of scales, d."""
     q = _fields(block[:, 32:96], _PAIRS, 3, 32) | _fields(block[:, :32], _BITS, 1, 32) << 2
     low, high = _fields(block[:, 96:104], _NIBBLES, 15, 8), _fields(block[:, 104:108], _PAIRS, 3, 4)
     return _signed(q, 4), _scaled(_half(block, 108), _signed(low | high << 4, 32)), None

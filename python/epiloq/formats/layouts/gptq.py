@@ -69,8 +69,7 @@ def to_packed(
 def from_packed(packed: PackedWeight, *, checkpoint_format: str = "gptq") -> dict[str, Tensor]:
     """The inverse of `to_packed`, byte for byte; scales keep their dtype.
 
-    Raises FormatError for sizes that do not fill words, real offsets, or a zero point that the version cannot
-    represent.
+    Raises FormatError for sizes that do not fill words, real offsets, or zero points that the version cannot represent.
     """
     return _write(Codes.of_packed(packed, "gptq"), checkpoint_format)
 

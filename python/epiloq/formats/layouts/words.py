@@ -1,5 +1,4 @@
-"""Fields of 2 to 8 bits in int32 words, least significant first; fields of 3, 5, 6 and 7 bits may continue in the next
-word."""
+"""Fields of 2 to 8 bits in int32 words, least significant first; those of 3, 5, 6 and 7 bits may span two words."""
 
 from __future__ import annotations
 

@@ -155,8 +155,7 @@ class EpiloqQuantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> Any:
-        """transformers' weight conversions, without stacking experts that are unstacked; newer versions also pass the
-        model.
+        """transformers' weight conversions, but no stacking of unstacked experts; newer versions also pass the model.
 
         Raises ValueError for renamings that the caller of ``from_pretrained`` added: the layers are stored already.
         """

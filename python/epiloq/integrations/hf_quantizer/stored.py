@@ -125,8 +125,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
 
     Experts stored as one matrix per expert become unstacked. Returns the layers' readers by their names in the model.
     Raises FormatError, which names the file and the tensor, for an unsupported configuration, a quantised layer that
-    the model does not have or whose weight it changes, and tensors that are missing, unknown, or have a wrong shape or
-    dtype.
+    the model does not have or whose weight it changes, missing or unknown tensors, wrong shapes and dtypes.
     """
     names, found = names_in(model, checkpoint), dict[str, Reader]()
 
@@ -196,8 +195,7 @@ def _own_name(names: Names, layer: str) -> str:
 
 
 def _forget_ties_among(model: Any, quantised: set[str], stored: set[str]) -> None:
-    """Make a model no longer tie the weights of layers that the files have separately, at least one of them
-    quantised."""
+    """Make a model no longer tie weights of layers that the files have separately, at least one of them quantised."""
     layers = {
         name.removesuffix(".weight"): of.removesuffix(".weight") for name, of in model.all_tied_weights_keys.items()
     }

@@ -18,8 +18,7 @@ def fp8_weight_product(
     padding: int,
     out_features: int,
 ) -> Tensor:
-    """Product ``[…, out_features]`` with an FP8 weight that may be zero-padded along both dimensions, by `padding`
-    columns."""
+    """Product ``[…, out_features]`` with an FP8 weight, perhaps padded with zeros in both dimensions, by `padding`."""
     tokens = dense_rows(x.reshape(-1, x.shape[-1]))
     # Not from the weight's shape: torch.jit.load compares constants that a trace uses twice, and cannot compare FP8.
     if padding:

@@ -123,8 +123,7 @@ def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
 
 
 def few_bits_note(bits: int, in_features: int, group_size: int) -> str | None:
-    """Description of how a 2- or 3-bit weight runs on a GPU, for `inspect`; None if kernels support it, and for other
-    bits."""
+    """How a 2- or 3-bit weight runs on a GPU, for `inspect`; None if kernels support it, and for other bits."""
     if bits >= 4 or _has_kernel(bits, in_features, group_size):
         return None
     return f"on CUDA each call dequantises the weight: no kernel supports groups of {group_size}"

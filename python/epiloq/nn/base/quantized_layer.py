@@ -21,8 +21,7 @@ FILES_SAY_WEIGHT: Mapping[str, str] = {"weight": "weight_q"}
 
 
 class QuantizedLayer(StoredTensors):
-    """`StoredTensors` of a layer with a weight: `weight_q` and its scales, and `weight`, which is computed from
-    them."""
+    """`StoredTensors` of a layer with a weight: `weight_q`, its scales, and `weight`, which is computed from them."""
 
     weight_q: Tensor
     bias: Tensor | None

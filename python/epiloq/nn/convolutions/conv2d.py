@@ -20,8 +20,7 @@ Clamp = tuple[float, float]
 
 
 def check_conv2d(name: str, conv: nn.Module) -> None:
-    """Raise ValueError, on behalf of the class `name`, unless `conv` is a float ``nn.Conv2d`` with finite weights and
-    zero padding."""
+    """Raise ValueError, for the class `name`, unless `conv` is a float ``nn.Conv2d``, finite and padded by zeros."""
     if not isinstance(conv, nn.Conv2d):
         raise ValueError(f"{name}: conv: expected a torch.nn.Conv2d, got {type(conv).__name__}")
     if isinstance(getattr(conv, "weight", None), nn.parameter.UninitializedParameter):

@@ -50,8 +50,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
         groups: int = 1,
         clamp: Clamp | None = None,
     ) -> WeightOnlyConv2d:
-        """Create a layer that shares the tensors of a packed weight ``[out_channels, Kh, Kw, in_channels /
-        groups]``."""
+        """Create a layer with the tensors of a packed weight ``[out_channels, Kh, Kw, in_channels / groups]``."""
         check_bias("WeightOnlyConv2d: bias", bias, weight.n, weight.device)
         layer = cls(weight.channels * groups, weight.n, weight.kernel, stride, padding, dilation, groups, clamp)
         layer._dtype = weight.scale.dtype
@@ -71,8 +70,7 @@ class WeightOnlyConv2d(QuantizedConv2d):
         Rounds as `WeightOnlyLinear.from_linear`. With group_size -1, and for depthwise convolutions, there is one
         scale per output channel.
 
-        Raises ValueError unless `conv` is a float ``nn.Conv2d`` with zero padding, and for zeros other than "none"
-        and "zero".
+        Raises ValueError unless `conv` is a float ``nn.Conv2d`` with zero padding and zeros is "none" or "zero".
         """
         cls.check_convertible(conv)
         check_grid("WeightOnlyConv2d", bits, group_size, zeros)

@@ -42,8 +42,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def check_routing(
     name: str, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None, experts: int
 ) -> None:
-    """Check the inputs of the experts called `name`; values of expert indices only where no synchronisation is
-    needed.
+    """Check the inputs of the experts called `name`; values of expert indices only where this needs no synchronisation.
 
     `hidden` is None if the width of the layers is unknown.
     """
@@ -116,8 +115,7 @@ class Routing:
         )
 
     def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Combine rows ``[T top_k, H]``, sorted by expert, to each token's weighted sum ``[T, H]``, in fp32 and in
-        order."""
+        """Combine rows ``[T top_k, H]``, sorted by expert, to tokens' weighted sums ``[T, H]``, in order and fp32."""
         if y.is_cuda and not wants_gradient(y, top_k_weights):
             weights = top_k_weights if top_k_weights.dtype == y.dtype else top_k_weights.float()
             return combine_expert_rows(y, self.places, weights.contiguous(), self.ends[-1:] if self.partial else None)
@@ -152,12 +150,11 @@ class ExpertLinears(nn.Module):
     Without gate_e it is ``down_e(act(up_e(x)))``. An ``OwnGate`` as `act_fn` combines both itself.
 
     It has the interface of transformers' experts: ``hidden_states`` ``[T, H]``, ``top_k_index`` ``[T, top_k]`` and
-    ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj``
-    (or those of `experts`: gate, up and down, or up and down, in this order), and may be of any kind, quantised or
-    not. Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. A program that
+    ``top_k_weights`` ``[T, top_k]`` give ``[T, H]``. Its layers have the names used in checkpoints, ``7.gate_proj`` (or
+    those of `experts`: gate, up and down, or up and down, in this order), and may be of any kind, quantised or not.
+    Each call reads the number of rows of each expert on the host; ``GatedExperts`` does not. A program that
     ``torch.export`` or ``torch.jit.trace`` records cannot: there each expert multiplies all tokens, with zeros for
-    those of others. Raises ValueError for other shapes, and for invalid expert indices (which are not checked on a
-    GPU).
+    those of others. Raises ValueError for other shapes, and for invalid expert indices (not checked on a GPU).
 
     identities
         Number of experts after those with layers that return their tokens (LongCat's zero experts).
@@ -171,8 +168,7 @@ class ExpertLinears(nn.Module):
     part: range | None = None
     whole: int | None = None
     before: nn.Module | None = None
-    """The module with stacked matrices that was taken apart, if there was one; no child, so that its tensors are not
-    counted."""
+    """The module with stacked matrices that was taken apart, if any; no child, so that its tensors are not counted."""
 
     def __init__(
         self,

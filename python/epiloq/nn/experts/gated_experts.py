@@ -226,8 +226,7 @@ class GatedExperts(nn.Module):
             self.gate_up.clear(begin + self.intermediate, begin + self.up_begins)
 
     def _place(self, projection: str) -> tuple[Experts, int, int]:
-        """The layers that contain a projection's matrices, the matrix's first row within an expert, and its number of
-        rows."""
+        """The layers that hold a projection's matrices, the matrix's first row within an expert, and its rows."""
         if projection == self.projections.down:
             return self.down, 0, self.hidden
         follows = bool(self.projections.gate) and projection == self.projections.up

@@ -28,8 +28,7 @@ _Linears: TypeAlias = Fp4Linear | Fp8BlockLinear | Fp8Linear | Int8Linear | W4A8
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of linear layers that can be computed together: their class, its options, and the class that computes
-    them."""
+    """Kind of linear layers that can be computed together: their class, its options, and the class that does so."""
 
     linear: type[_Linears]
     experts: type[Experts]

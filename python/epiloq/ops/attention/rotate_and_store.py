@@ -104,8 +104,7 @@ register(
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads ``[B, T, H, D]`` rotated by the angles ``[B, T, D]`` of their tokens, each product rounded as in
-    transformers."""
+    """Heads ``[B, T, H, D]`` rotated by tokens' angles ``[B, T, D]``, each product rounded as in transformers."""
     first, second = heads.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)

@@ -125,8 +125,7 @@ _QUESTIONS = {
 
 
 def explain_problem(operation: str, sizes: Mapping[str, Any]) -> str:
-    """The kernel for a problem given as ``m, n, k`` and options. Raises TypeError or ValueError, which name the
-    option."""
+    """The kernel for a problem given as ``m, n, k`` and options. Raises TypeError or ValueError, naming the option."""
     question = _QUESTIONS.get(operation)
     if question is None:
         raise TypeError(f"epiloq.{operation}: expected its own arguments; it cannot be explained by sizes alone")

@@ -87,8 +87,7 @@ def _patches(x: Tensor, kernel: torch.Size, input_zero: int, geometry: Geometry,
 
 
 def _grouped(x: Tensor, weight: Tensor, input_zero: int, geometry: Geometry) -> Tensor:
-    """Uses torch's float convolution (direct, not Winograd), in which every partial sum is an exactly represented
-    integer.
+    """Uses torch's float convolution (direct, not Winograd), in which every partial sum is an exact integer.
 
     bfloat16 represents int8 too, so torch's faster modes for float32 do not change the result.
     """

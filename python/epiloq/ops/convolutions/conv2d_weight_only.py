@@ -55,8 +55,7 @@ def conv2d_weight_only(
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedConv2dWeight`, accumulated in
-    fp32.
+    """``min(max(conv2d(x, W) + bias, lo), hi)`` with ``W`` as defined by `epiloq.PackedConv2dWeight`, summed in fp32.
 
     A 1 x 1 kernel with unit strides and no padding is `weight_only_mm` of the pixels, with the same rounding. For the
     others, if `epiloq.explain` says "dequantise", the weight is rounded to x's dtype in memory (float32 on the CPU)

@@ -80,8 +80,7 @@ def _empty(
 
 
 def run(x: Tensor, *measure: Any) -> tuple[Tensor, Tensor]:
-    """`silu_and_mul_quant` for plain tensors; `measure` is granularity, group_size, ue8m0, scale_layout, dtype,
-    pad_to."""
+    """`silu_and_mul_quant` of plain tensors; `measure`: granularity, group_size, ue8m0, scale_layout, dtype, pad_to."""
     q, scale = _empty(x, *measure)
     _core.silu_and_mul_quant(q, x, scale, *measure[:3])
     return q, scale

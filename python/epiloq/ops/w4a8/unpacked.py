@@ -2,8 +2,7 @@
 
 Unpacking reads 0.5 and writes 1 byte per weight, which is negligible for many tokens, and the product then runs at the
 tensor cores' 8-bit rate; few tokens are faster with the packed weight. Integers keep their scales per row or per group
-of 128 columns. MXFP4 becomes float8 rows with a scale each: its scales are powers of two, which the exponents of E4M3
-hold.
+of 128 columns. MXFP4 becomes float8 rows with a scale each: E4M3's exponents hold its scales, powers of two.
 """
 
 from __future__ import annotations

@@ -199,8 +199,7 @@ class _Groups:
 
 
 def _quantise_block(q: Tensor, rest: Tensor, upper: Tensor, groups: _Groups, start: int, end: int) -> Tensor:
-    """Quantise columns start to end with compensation inside the block; returns their scaled errors ``[end - start,
-    N]``."""
+    """Quantise columns start to end, compensating in the block; returns their scaled errors ``[end - start, N]``."""
     values, factor = rest[start:end], upper[start:end, start:end]
     errors = torch.empty_like(values)
     for i, diagonal in enumerate(factor.diagonal().tolist()):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 def hadamard(size: int) -> Tensor | None:
-    """A matrix of 1 and -1 with orthogonal rows, float64 ``[size, size]``; None if no construction implemented here
-    has one.
+    """A matrix of 1 and -1 with orthogonal rows, float64 ``[size, size]``; None if no construction here has one.
 
     Paley's first and second construction for primes, doubled as often as needed (Sylvester): all powers of two times
     1, 12, 20, 28, 36, 44, 60, …, which covers nearly all hidden sizes of models.
@@ -32,8 +31,7 @@ def hadamard(size: int) -> Tensor | None:
 
 
 def rotation(size: int, generator: torch.Generator) -> Tensor:
-    """A random orthogonal matrix, float64 ``[size, size]``: a Hadamard matrix with random signs, or uniformly
-    distributed."""
+    """A random orthogonal matrix, float64 ``[size, size]``: Hadamard with random signs, or uniformly distributed."""
     known = hadamard(size)
     if known is None:
         q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))

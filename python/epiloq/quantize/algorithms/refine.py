@@ -97,8 +97,7 @@ class _State:
         return self.grid.restore(self.codes.clone(), self._spread())
 
     def gradient(self) -> Tensor:
-        """Half the derivative of the objective, ``H D`` ``[K, N]``; recomputed, so that rounding does not
-        accumulate."""
+        """Half the objective's derivative, ``H D`` ``[K, N]``; recomputed, so that rounding does not accumulate."""
         return self.hessian @ (self.restored() - self.weight)
 
     def descend(self) -> bool:
@@ -129,8 +128,7 @@ class _State:
         return moved
 
     def refit(self) -> bool:
-        """Refit the scale and integer zero point of each group given the others, in order; returns whether any
-        changed."""
+        """Refit each group's scale and integer zero point given the others, in order; returns whether any changed."""
         assert isinstance(self.grid, Grid)
         gradient, moved = self.gradient(), False
         scales, shift = self.parameters.scale.clone(), self.parameters.shift
@@ -155,8 +153,7 @@ class _State:
 def _best(
     codes: Tensor, within: Tensor, gradient: Tensor, before: tuple[Tensor, Tensor], grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """The scale and zero point ``[N]`` that minimise the objective for one group; codes and gradient are ``[length,
-    N]``.
+    """The scale and zero point ``[N]`` that minimise the objective for one group; codes, gradient: ``[length, N]``.
 
     With the group's weights ``s (q - z)`` the objective is ``2 s (q - z) l + s^2 (q - z) H (q - z)``: for each of the
     few z the best s has a closed form.

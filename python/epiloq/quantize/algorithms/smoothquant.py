@@ -185,8 +185,7 @@ class Folding(NamedTuple):
 
 @torch.no_grad()
 def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str], bool]) -> list[Folding]:
-    """The foldings of a run that are exact: the candidates that were seen, and linear layers that attention sums
-    over.
+    """The exact foldings of a run: the candidates that were seen, and linear layers that attention sums over.
 
     Candidates without a consumer selected by ``takes(module, name)`` are left out. A float16 model is temporarily
     also held in float32, because in float16 halving rounds values below 2^-13, which most weights contain.
@@ -210,8 +209,7 @@ def _widened(value: object) -> object:
 
 
 def _mapped(model: nn.Module, seen: Observed, before: list[Tensor], name: str) -> Folding | None:
-    """The folding into one of the linear layers that ran just before a layer, if its input consists of their
-    channels."""
+    """The folding into one of the linear layers that just ran before a layer, if its input is their channels."""
     ran = list(seen.amax)
     (consumer,) = linears(model, [name])
     for producer in reversed(ran[: ran.index(name)][-NEAREST:]):

@@ -63,8 +63,7 @@ def tune(
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> Tuned:
-    """Train scales (of weights, and static ones of inputs) and norms of a language model; the model itself is not
-    changed.
+    """Train scales (of weights, and static ones of inputs) and norms of a language model, which itself is not changed.
 
     Each step uses one window. The result is that with the smaller divergence before or after training, over at most
     `CHECKED` windows.

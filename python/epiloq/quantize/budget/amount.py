@@ -43,7 +43,6 @@ def parse_bytes(text: str) -> int:
 
 
 def megabytes(count: float) -> str:
-    """Format a number of bytes for `parse_bytes`, rounded up, so that the printed budget is sufficient; in kB below
-    0.1 MB."""
+    """Format bytes for `parse_bytes`, rounded up, so that the printed budget suffices; in kB below 0.1 MB."""
     unit, size = ("kB", 10**3) if count < 10**5 else ("MB", 10**6)
     return f"{-(-100 * count // size) / 100:g}{unit}"

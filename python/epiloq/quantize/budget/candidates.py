@@ -48,8 +48,7 @@ def grids(names: Sequence[str], symmetric: bool) -> dict[str, Grid]:
 
 
 class Sizes:
-    """Size of layers in a format, in bytes, given the model's dtype and the header bytes per tensor without its
-    name."""
+    """Bytes of layers in a format, given the model's dtype and the header bytes per tensor without its name."""
 
     def __init__(self, candidates: Mapping[str, Grid], layout: str, dtype: torch.dtype, header: int = 0) -> None:
         self.layout, self.dtype, self.header = FORMATS[layout], dtype, header
@@ -58,8 +57,7 @@ class Sizes:
         self._known: dict[tuple[str, int, int], int | None] = {}
 
     def of(self, candidate: str, shape: tuple[int, int]) -> int | None:
-        """Bytes of a layer ``[N, K]``, including its tensors' headers without names; None if the format cannot
-        represent it."""
+        """Bytes of a layer ``[N, K]`` and its tensors' headers but names; None if the format cannot represent it."""
         key = (candidate, *shape)
         if key not in self._known:
             quantization = Quantization(self.grids[candidate])

@@ -34,8 +34,7 @@ from epiloq.weights.rounding import rtn
 ROWS = 128
 """Number of output channels of a layer that are rounded as a sample; the error is extrapolated to the others."""
 LEAST = 1e-12
-"""Nats per token, below the resolution of float32: a lower bound of costs, so that smaller errors are still
-preferred."""
+"""Nats per token, below float32's resolution: a lower bound of costs, so that smaller errors are still preferred."""
 Losses = dict[tuple[str, ...], dict[str, float]]
 """Nats per token for each group of layers that share a scheme, by their names, and each candidate."""
 

@@ -173,8 +173,7 @@ def _guide(
 
 @torch.no_grad()
 def install_(block: nn.Module, layers: dict[str, nn.Linear], done: Block) -> None:
-    """Copy a finished block's values, with weights dequantised, into the model. Raises ValueError if they do not
-    fit."""
+    """Copy a finished block's values, weights dequantised, into the model. Raises ValueError if they do not fit."""
     if set(layers) != set(done.weights):
         raise ValueError(f"calibrate: finished: {done.name}: expected the layers {sorted(layers)}")
     for name, layer in layers.items():

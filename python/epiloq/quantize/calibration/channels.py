@@ -24,8 +24,7 @@ become subnormal."""
 
 @torch.no_grad()
 def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object]) -> Tensor | None:
-    """Return the output channel of `producer` to which each input channel of `consumer` is proportional, int64
-    ``[K]``.
+    """The output channel of `producer` to which each input channel of `consumer` is proportional, int64 ``[K]``.
 
     The producer's rows are multiplied by powers of two, which are exact in floating point, and every channel of the
     consumer's input must scale by one of them. The result is None if one does not, or if a channel is always zero. A
@@ -52,8 +51,7 @@ def channel_map(producer: nn.Linear, consumer: nn.Linear, run: Callable[[], obje
 def _followed(
     producer: nn.Linear, consumer: nn.Linear, run: Callable[[], object], exact: Tensor, digits: Tensor
 ) -> Tensor | None:
-    """The digit of each of the consumer's channels, if its input scales by powers of two applied to the producer's
-    rows."""
+    """The digit of each of the consumer's channels, if its input multiplies the producer's rows by powers of two."""
     powers = 2.0 ** (digits + 1)
     with restored([producer]):
         producer.weight.mul_(powers.to(producer.weight.dtype)[:, None])
@@ -88,8 +86,7 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Temporarily convert float16 tensors to float32, in which powers of two are exact; afterwards they are
-    restored."""
+    """Temporarily convert float16 tensors to float32, where powers of two are exact; afterwards they are restored."""
     narrow = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == torch.float16]
     before = [tensor.data for tensor in narrow]
     try:
@@ -108,8 +105,7 @@ def _input(layer: nn.Linear, run: Callable[[], object]) -> Tensor:
 
 
 def reduce_by_channel(values: Tensor, channels: Tensor | None, reduce: str) -> Tensor:
-    """Reduce ``[K]`` values by "amax" or "mean" to one value per distinct channel number; unchanged if `channels` is
-    None."""
+    """Reduce ``[K]`` values by "amax" or "mean" to one per distinct channel number; unchanged if `channels` is None."""
     if channels is None:
         return values
     distinct = values.new_zeros(int(channels.max()) + 1)

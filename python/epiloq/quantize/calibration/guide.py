@@ -93,8 +93,7 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
 
 @contextmanager
 def _differentiable(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
-    """Compute gradients from the first block's input onwards, but not of weights; recompute blocks in the backward
-    pass."""
+    """Compute gradients from the first block's input on, but not of weights; recompute blocks in the backward pass."""
     before = [vars(block).get("forward") for block in blocks]
     first = next(iter(blocks)).register_forward_pre_hook(_followed, with_kwargs=True)
     try:

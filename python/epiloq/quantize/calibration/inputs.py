@@ -210,8 +210,7 @@ def _fill(
 def _collected(
     sums: list[list[InputStatistics]], index: int, owner: int, counts: Sequence[list[list[int]]], ranks: Ranks
 ) -> InputStatistics | None:
-    """Return, on the owner, the sum of one input's statistics over all ranks, in order. Statistics that were sent are
-    released."""
+    """On the owner, the sum of one input's statistics over all ranks, in order. Those that were sent are released."""
     own, sums[index] = sums[index], []
     total: InputStatistics | None = None
     for source, of_rank in enumerate(counts):

@@ -112,8 +112,7 @@ def _contrast(key: str, one: Any, other: Any) -> str:
 
 
 def fingerprint(folder: Path, files: Iterable[str]) -> str:
-    """A hash of files' lengths, beginnings and ends; the beginning of a safetensors file contains all names and
-    shapes."""
+    """A hash of files' lengths, beginnings and ends; a safetensors file begins with all names and shapes."""
     digest = hashlib.sha256()
     for name in sorted(files):
         size = (folder / name).stat().st_size

@@ -46,8 +46,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def move(self, value: T | None, source: int, target: int) -> T | None:
-        """Send the source's value to the target; returns None on other ranks, and the value itself if both are the same
-        rank."""
+        """Send the source's value to the target; returns None on other ranks, and the value itself if both are one."""
         return value
 
     def gather(self, value: T) -> list[T]:

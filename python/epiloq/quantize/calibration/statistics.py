@@ -90,8 +90,7 @@ class InputStatistics:
         """`hessian` and `mean_abs`, shrunk towards a prior of `PRIOR_TOKENS` tokens with independent channels of
         average magnitude.
 
-        Without it, the weight of an expert that few tokens reached would be fitted to these tokens and be worse for all
-        others.
+        Without it, the weight of an expert that few tokens reached would fit these tokens and be worse for all others.
         """
         hessian, mean_abs = self.hessian, self.mean_abs
         share = PRIOR_TOKENS / (self.tokens + PRIOR_TOKENS)

@@ -58,8 +58,7 @@ class Runs:
     """Outputs of the exact model's block in each window, for algorithms that train."""
 
     def run(self, window: int, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The block's output for one of this rank's windows, counted from 0; `weights` replace the weights with their
-        names."""
+        """A block's output for one of this rank's windows, counted from 0; `weights` replace those of their names."""
         if weights is None:
             return self.calls[window].run(self.block, self.input(window))
         args, kwargs = self.calls[window].filled(self.input(window))
@@ -159,8 +158,7 @@ class Work:
         return weights, errors
 
     def _shared_grids(self, layers: Mapping[str, nn.Linear]) -> dict[str, Codebook[Calibrated]]:
-        """The grid of each layer. For FP4 it includes the global scale, shared by weights that engines multiply as one
-        matrix."""
+        """Each layer's grid. For FP4 with the global scale, shared by weights that engines multiply as one matrix."""
         grids = {name: self.grid_of(name) for name in layers}
         for names in together(layers):
             grid = grids[names[0]]
@@ -210,8 +208,7 @@ class Work:
         return weights, errors
 
     def _stacks(self, names: Sequence[str]) -> list[list[str]]:
-        """Group layers with the same input that can be rounded together: rows that share scales must belong to one
-        layer."""
+        """Group layers of one input that can be rounded together: rows that share scales must belong to one layer."""
         if self.grid.rows != 1:
             return [[name] for name in names]
         stacks: dict[Codebook[Calibrated], list[str]] = {}

@@ -22,8 +22,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Variant:
-    """``ragged``: experts have between one row and about three times the average; ``float8``: FP8 rows with a scale
-    each."""
+    """``ragged``: experts have one row to about three times the average; ``float8``: FP8 rows with a scale each."""
 
     experts: int
     group_size: int = 128
