@@ -16,7 +16,7 @@ from epiloq.cli.progress import progress_stages
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from epiloq.tuning.tuner import Measured, Tuned
+    from epiloq.tuning.tuner import Tuned
 
 SHAPE = re.compile(r"(\d+)x(\d+)")
 SHOWN = 20
@@ -88,15 +88,11 @@ def facts(found: Tuned) -> dict[str, Any]:
     return {"card": str(found.card), "file": found.path and str(found.path), "measured": rows}
 
 
-def _line(each: Measured) -> str:
-    return f"  {each.problem}: {each.default_us:.1f} -> {each.us:.1f} us, {each.kernel}"
-
-
 def show(found: Tuned, console: Console) -> None:
     """Print the largest gains, and the total."""
     better = sorted((each for each in found.measured if each.better), key=lambda each: each.us / each.default_us)
     lines = [f"{found.card}: {len(found.measured)} products, {len(better)} have a faster kernel than the default"]
-    lines += [_line(each) for each in better[:SHOWN]]
+    lines += [f"  {each.problem}: {each.default_us:.1f} -> {each.us:.1f} us, {each.kernel}" for each in better[:SHOWN]]
     if better:
         gain = exp(sum(log(each.default_us / each.us) for each in better) / len(better))
         more = f"; {len(better) - SHOWN} more" if len(better) > SHOWN else ""

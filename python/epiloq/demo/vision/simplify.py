@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-Match = Callable[[GraphModule, Node], Node | None]
-
 
 @torch.no_grad()
 def simplify(model: GraphModule) -> GraphModule:

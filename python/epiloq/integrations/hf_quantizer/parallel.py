@@ -67,7 +67,9 @@ class Split:
         distributed = model.config.distributed_config
         with together():
             _check(model, distributed)
-            own = {"model": _outline(model), "directory": _fingerprint(checkpoint), **_arithmetic()}
+            # Arithmetic: every rank computes some results itself, such as norms and the next token.
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            own = {"model": _outline(model), "directory": _fingerprint(checkpoint), **arithmetic(kind)}
         check_same(own, _NAME)
         self.checkpoint, self.names = checkpoint, list[str]()
         """Names of layers of which each rank has a part."""
@@ -235,11 +237,6 @@ def _check(model: Any, distributed: Any) -> None:
             and module.experts - (distributed.tp_size - 1) * -(-module.experts // distributed.tp_size) < 1
         ):
             raise ValueError(f"{_NAME}: {name}: expected at most as many ranks as there are experts, {module.experts}")
-
-
-def _arithmetic() -> dict[str, str]:
-    """Properties that determine the results that every rank computes itself, such as norms and the next token."""
-    return arithmetic("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _outline(model: Any) -> Any:

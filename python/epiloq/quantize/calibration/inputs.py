@@ -64,9 +64,6 @@ class _Watch:
         if producer:
             self.seen.feeds.setdefault(producer, []).append(name)
 
-    def after_linear(self, name: str, linear: nn.Linear) -> None:
-        self.last_linear[linear.out_features] = name
-
     def after_norm(self, name: str, output: object) -> None:
         if isinstance(output, Tensor):
             self.made[id(output)] = weakref.ref(output), name
@@ -82,7 +79,7 @@ class _Watch:
                     self.before_linear(name, m, a, k)  # type: ignore[arg-type]
 
                 def after(m: nn.Module, a: Any, out: Any, name: str = name) -> None:
-                    self.after_linear(name, m)  # type: ignore[arg-type]
+                    self.last_linear[m.out_features] = name  # type: ignore[index]
 
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -120,14 +121,11 @@ class InputWatch:
 
     def collect(self, ranks: Ranks) -> None:
         """Collect the records of all ranks on the first: all ranges, and the inputs of the first windows."""
-        seen = ranks.gather(({n: (low.cpu(), high.cpu()) for n, (low, high) in self.ends.items()}, self._counts()))
+        counts = {name: len(samples) for name, samples in self.samples.items()}
+        seen = ranks.gather(({n: (low.cpu(), high.cpu()) for n, (low, high) in self.ends.items()}, counts))
         for source, (ends, counts) in enumerate(seen[1:], 1):
             for name, (low, high) in ends.items():
-                before = self.ends.get(name, (low, high))
-                self.ends[name] = (
-                    torch.minimum(low.to(before[0]), before[0]),
-                    torch.maximum(high.to(before[1]), before[1]),
-                )
+                self._widen(name, low, high)
             for name, count in counts.items():
                 lacking = SAMPLED_WINDOWS - sum(of_rank[name] for _, of_rank in seen[:source])
                 for number in range(min(lacking, count)):
@@ -135,9 +133,6 @@ class InputWatch:
                     sample = ranks.move(own, source, 0)
                     if ranks.rank == 0 and sample is not None:
                         self.samples[name].append(sample)
-
-    def _counts(self) -> dict[str, int]:
-        return {name: len(samples) for name, samples in self.samples.items()}
 
     def freeze(
         self, weights: Mapping[str, Calibrated], settings: Static
@@ -163,13 +158,11 @@ class InputWatch:
                 raise ValueError(f"calibrate: {', '.join(names)}: {error}") from error
             x = torch.cat(self.samples[first])
             weight = torch.cat([weights[name].dequantize() for name in names])
-            found = [token_error(x, quantise(x), weight) for quantise in (_by(grid), dynamic_int8)]
+            found = [
+                token_error(x, quantise(x), weight) for quantise in (partial(static_int8, grid=grid), dynamic_int8)
+            ]
             kept = settings.keeps(names, found[0])
             errors |= dict.fromkeys(names, InputErrors(found[0], found[1], kept))
             # Copies, because safetensors refuses tensors that share memory.
             grids |= {} if kept else {name: InputGrid(grid.scale.clone(), grid.zero.clone()) for name in names}
         return grids, errors
-
-
-def _by(grid: InputGrid) -> Callable[[Tensor], Tensor]:
-    return lambda x: static_int8(x, grid)
