@@ -67,12 +67,10 @@ def vocabulary_lines(found: dict[str, Any] | None) -> list[str]:
 
 def left_in_floating_point(layers: dict[str, str]) -> list[str]:
     """A line for each reason why layers were left, with the first of their names."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in layers.items():
-        by_reason.setdefault(reason, []).append(name)
+    from epiloq.models.choice import by_reason
 
     def line(reason: str, names: list[str]) -> str:
         more = ", …" if len(names) > SHOWN else ""
         return f"{len(names)} layers in floating point: {', '.join(names[:SHOWN])}{more}: {reason}"
 
-    return [line(reason, names) for reason, names in by_reason.items()]
+    return [line(reason, names) for reason, names in by_reason(layers).items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -266,9 +266,16 @@ def _like(form: Any, hidden: Tensor) -> Any:
 
 @contextmanager
 def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
+    with forwards_restored(blocks):
+        for index, block in enumerate(blocks):
+            block.forward = lambda *args, _index=index, **kwargs: stand_in(_index, *args, **kwargs)
+        yield
+
+
+@contextmanager
+def forwards_restored(blocks: Collection[nn.Module]) -> Iterator[None]:
+    """Afterwards blocks have the ``forward`` that they have now, be it their own or their class's."""
     before = [vars(block).get("forward") for block in blocks]
-    for index, block in enumerate(blocks):
-        block.forward = lambda *args, _index=index, **kwargs: stand_in(_index, *args, **kwargs)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from epiloq.observers import evaluating
-from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
+from epiloq.quantize.calibration.blocks import forwards_restored, parameter_device, without_cache, without_gradients
 from epiloq.quantize.calibration.on_text import run_on_text
 
 TokenWeights = Mapping[str, Tensor]
@@ -94,20 +94,11 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
 @contextmanager
 def _differentiable(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[None]:
     """Compute gradients from the first block's input on, but not of weights; recompute blocks in the backward pass."""
-    before = [vars(block).get("forward") for block in blocks]
     first = next(iter(blocks)).register_forward_pre_hook(_followed, with_kwargs=True)
-    try:
+    with first, forwards_restored(blocks), without_gradients(model):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        with without_gradients(model):
-            yield
-    finally:
-        first.remove()
-        for block, forward in zip(blocks, before, strict=True):
-            if forward is None:
-                del block.forward
-            else:
-                block.forward = forward
+        yield
 
 
 def _followed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -158,9 +158,8 @@ class InputWatch:
                 raise ValueError(f"calibrate: {', '.join(names)}: {error}") from error
             x = torch.cat(self.samples[first])
             weight = torch.cat([weights[name].dequantize() for name in names])
-            found = [
-                token_error(x, quantise(x), weight) for quantise in (partial(static_int8, grid=grid), dynamic_int8)
-            ]
+            roundings = (partial(static_int8, grid=grid), dynamic_int8)
+            found = [token_error(x, quantise(x), weight) for quantise in roundings]
             kept = settings.keeps(names, found[0])
             errors |= dict.fromkeys(names, InputErrors(found[0], found[1], kept))
             # Copies, because safetensors refuses tensors that share memory.
