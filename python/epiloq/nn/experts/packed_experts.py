@@ -18,7 +18,29 @@ from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
 
 
-class PackedExperts(Experts):
+class PanelExperts(Experts):
+    """`Experts` whose packed weights are stacked panels of `PANEL_ROWS` rows. Base class."""
+
+    WEIGHT_DTYPE = torch.uint8
+    SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
+
+    weight_scale: Tensor
+
+    @property
+    def padded_in_features(self) -> int:
+        return self.in_features
+
+    @property
+    def _panels(self) -> int:
+        """Number of panels per expert."""
+        return -(-self.out_features // PANEL_ROWS)
+
+    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+        stacked = [None if part is None else part.unflatten(0, (self.experts, -1)) for part in parts]
+        return super()._of_expert(stacked, expert)
+
+
+class PackedExperts(PanelExperts):
     __doc__ = f"""{Experts.__doc__}
     Weights have 2, 3, 4 or 8 bits and activations are floating-point, as in `WeightOnlyLinear`. The product is
     `epiloq.grouped_packed_mm`, which documents when one kernel multiplies all experts.
@@ -27,11 +49,8 @@ class PackedExperts(Experts):
     or `weight_offset`, as described for ``epiloq.PackedWeight``, with the experts' panels stacked.
     """
 
-    WEIGHT_DTYPE = torch.uint8
-    SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
     PARTS = ("weight_q", "weight_scale", "weight_zero", "weight_offset")
 
-    weight_scale: Tensor
     weight_zero: Tensor | None
     weight_offset: Tensor | None
 
@@ -71,22 +90,9 @@ class PackedExperts(Experts):
         for name, place in self.places(expert, 0, self.out_features).items():
             place.copy_(packed.state_dict()[name.removeprefix("weight_")])
 
-    @property
-    def padded_in_features(self) -> int:
-        return self.in_features
-
     def places(self, expert: int, begin: int, rows: int) -> dict[str, Tensor]:
         first = expert * self._panels + begin // PANEL_ROWS
         return {name: self.get_parameter(name)[first : first - (-rows // PANEL_ROWS)] for name in self.held_parts}
-
-    @property
-    def _panels(self) -> int:
-        """Number of panels per expert."""
-        return -(-self.out_features // PANEL_ROWS)
-
-    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-        panels = slice(expert * self._panels, (expert + 1) * self._panels)
-        return [None if part is None else part[panels] for part in parts]
 
     def clear(self, begin: int, end: int) -> None:
         """Zero the scales and offsets of every expert's padding rows, so that a product with such a row is 0."""

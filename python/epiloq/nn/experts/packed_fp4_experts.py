@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from epiloq._torch.library import reads_values
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, check_choice
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS
 from epiloq.nn.experts.expert_linears import gathered
-from epiloq.nn.experts.packed_experts import QuantizedTokenProduct
+from epiloq.nn.experts.packed_experts import PanelExperts, QuantizedTokenProduct
 from epiloq.nn.experts.row_experts import ExpertRows, Experts
 from epiloq.nn.fp4_linear import packed_part
 from epiloq.weights.fp4 import FORMATS, divisor_of
@@ -30,7 +30,7 @@ from epiloq.weights.packed_layout import PANEL_ROWS
 _GLOBAL = "weight_global_scale"
 
 
-class PackedFp4Experts(Experts):
+class PackedFp4Experts(PanelExperts):
     __doc__ = f"""{Experts.__doc__}
     Weights are E2M1 numbers in blocks that share a scale, and activations are floating-point, as in `Fp4Linear`. The
     product is `epiloq.packed_fp4_mm`, which documents when one kernel multiplies all experts.
@@ -46,11 +46,8 @@ class PackedFp4Experts(Experts):
         weight_global_scale     float32 [E matrices], for "nvfp4": the global scales or, by default, their reciprocals
     """
 
-    WEIGHT_DTYPE = torch.uint8
-    SCALE, ROWS_PER_SCALE, IN_PANELS = "weight_scale", PANEL_ROWS, True
     PARTS = ("weight_q", "weight_scale", _GLOBAL)
 
-    weight_scale: Tensor
     weight_global_scale: Tensor | None
 
     def __init__(
@@ -85,15 +82,6 @@ class PackedFp4Experts(Experts):
         panels, *rest = shapes_of_parts(self.format, self.out_features, self.in_features)[name]
         shape = (self.experts * panels, *rest)
         self._hold(f"weight_{name}", shape, (1,) * len(shape), torch.uint8, device)
-
-    @property
-    def padded_in_features(self) -> int:
-        return self.in_features
-
-    @property
-    def _panels(self) -> int:
-        """Number of panels per expert."""
-        return -(-self.out_features // PANEL_ROWS)
 
     @property
     def _rows_of_matrix(self) -> int:
@@ -162,13 +150,6 @@ class PackedFp4Experts(Experts):
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
         q, scale, global_scale = tensors
         return self._value(q, scale, global_scale, self.out_features).dequantize()[first:last]
-
-    def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for part in parts:
-            each = 0 if part is None else part.shape[0] // self.experts
-            found.append(None if part is None else part[expert * each : (expert + 1) * each])
-        return found
 
     def multiply(self, q: Tensor, scale: Tensor | None, out_dtype: torch.dtype, rows: ExpertRows) -> Tensor:
         x, (codes, scales, global_scale) = q[..., : self.in_features], self._made
