@@ -218,7 +218,7 @@ def empty_rows(operation: str, x: Tensor, n: int) -> Tensor:
     """An uninitialised product of ``x`` and a weight of ``n`` rows. Raises ValueError for a scalar ``x``."""
     if x.ndim == 0:
         raise ValueError(f"epiloq.{operation}: x: expected at least one dimension, got a scalar")
-    return x.new_empty((*x.shape[:-1], n))
+    return x.new_empty(*x.shape[:-1], n)
 
 
 def direct(required: tuple[Tensor, ...], optional: tuple[Tensor | None, ...] = ()) -> bool:

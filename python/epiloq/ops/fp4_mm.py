@@ -109,7 +109,7 @@ def _empty(x: Tensor, codes: Tensor) -> Tensor:
         refuse(_NAME, "x", "at least one dimension", "a scalar")
     if codes.ndim != 2:
         refuse(_NAME, "codes", "uint8 [N, ceil(K / 2)]", described(codes))
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_given: bool) -> None:

@@ -102,7 +102,7 @@ def _empty(x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"epiloq.{_NAME}: x: expected at least one dimension, got a scalar")
     if weight.ndim != 2:
         raise ValueError(f"epiloq.{_NAME}: weight: expected [N, K], got {list(weight.shape)}")
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _by_chunks(

@@ -63,12 +63,12 @@ def grouped_mm(
     if (offs is None) == (masked_m is None):
         given = "neither" if offs is None else "both"
         raise ValueError(f"epiloq.grouped_mm: offs: expected either offs or masked_m, got {given}")
-    arguments = (a, b, scale_a, scale_b, offs, masked_m, columns, depth)
     if not direct((a, b, scale_a, scale_b), (offs, masked_m, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         optional = {"offs": offs, "masked_m": masked_m, "out": out}
+        arguments = (a, b, scale_a, scale_b, offs, masked_m, columns, depth)
         return dispatched("grouped_mm", required, optional, arguments, out_dtype=out_dtype)
-    return _run(*arguments, out_dtype=out_dtype, out=out)
+    return _run(a, b, scale_a, scale_b, offs, masked_m, columns, depth, out_dtype=out_dtype, out=out)
 
 
 def _run(

@@ -70,11 +70,11 @@ def groupwise_mm(
     """
     rows, columns = granularity_of("groupwise_mm", recipe)
     expect_flags("groupwise_mm", constant_b=constant_b)
-    arguments = (a, b, scale_a, scale_b, bias, rows, columns, constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+        arguments = (a, b, scale_a, scale_b, bias, rows, columns, constant_b)
         return dispatched("groupwise_mm", required, {"bias": bias, "out": out}, arguments, out_dtype=out_dtype)
-    return _run(*arguments, out_dtype=out_dtype, out=out)
+    return _run(a, b, scale_a, scale_b, bias, rows, columns, constant_b, out_dtype=out_dtype, out=out)
 
 
 def granularity_of(

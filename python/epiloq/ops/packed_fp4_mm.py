@@ -105,7 +105,7 @@ def run(
     """`packed_fp4_mm` for plain tensors, with the weight's tensors as separate arguments."""
     weight, counts = PackedFp4Weight(q, scale, global_scale, format, n, k), counts_of(offs, masked_m)
     experts = experts_of(x, n, counts, masked_m is not None)
-    result = x.new_empty((*x.shape[:-1], n // experts)) if out is None else out
+    result = x.new_empty(*x.shape[:-1], n // experts) if out is None else out
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() > 0 and not _by_kernel(result, x, weight, bias, counts):
         _refuse_dense(x)

@@ -62,11 +62,11 @@ def scaled_mm(
             backward pass, as there is no derivative (a compiled graph stops the gradient instead).
     """
     expect_flags("scaled_mm", fast_accum=fast_accum, constant_b=constant_b)
-    arguments = (a, b, scale_a, scale_b, bias, fast_accum, constant_b)
     if not direct((a, b, scale_a, scale_b), (bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+        arguments = (a, b, scale_a, scale_b, bias, fast_accum, constant_b)
         return dispatched("scaled_mm", required, {"bias": bias, "out": out}, arguments, out_dtype=out_dtype)
-    return run(*arguments, out_dtype=out_dtype, out=out)
+    return run(a, b, scale_a, scale_b, bias, fast_accum, constant_b, out_dtype=out_dtype, out=out)
 
 
 def scaled_mm_azp(
@@ -100,12 +100,12 @@ def scaled_mm_azp(
         ValueError: as for `scaled_mm`; ``K`` is at most 65793.
     """
     expect_flags("scaled_mm_azp", constant_b=constant_b)
-    arguments = (a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b)
     if not direct((a, b, scale_a, scale_b, azp_adj), (azp, bias, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "azp_adj": azp_adj}
         optional = {"azp": azp, "bias": bias, "out": out}
+        arguments = (a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b)
         return dispatched("scaled_mm_azp", required, optional, arguments, out_dtype=out_dtype)
-    return _run_azp(*arguments, out_dtype=out_dtype, out=out)
+    return _run_azp(a, b, scale_a, scale_b, azp_adj, azp, bias, constant_b, out_dtype=out_dtype, out=out)
 
 
 def run(

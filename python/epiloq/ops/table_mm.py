@@ -63,10 +63,10 @@ def table_mm(
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
     _expect_sizes(out_features, block_size)
-    arguments = (x, codes, table, scale, bias, out_features, block_size)
     if direct((x, codes, table, scale), (bias, out)):
-        return run(*arguments, out=out)
+        return run(x, codes, table, scale, bias, out_features, block_size, out=out)
     tensors = {"x": x, "codes": codes, "table": table, "scale": scale}
+    arguments = (x, codes, table, scale, bias, out_features, block_size)
     return dispatched(_NAME, tensors, {"bias": bias, "out": out}, arguments)
 
 

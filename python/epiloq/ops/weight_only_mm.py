@@ -64,10 +64,10 @@ def weight_only_mm(
     """
     lo, hi = limits(_NAME, clamp)
     w = _expect(weight)
-    arguments = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias, w.bits, w.n, w.k, w.group_size, lo, hi)
     if not direct((x, w.q, w.scale), (w.zero, w.offset, w.perm, bias, out)):
+        arguments = (x, w.q, w.scale, w.zero, w.offset, w.perm, bias, w.bits, w.n, w.k, w.group_size, lo, hi)
         return dispatched(_NAME, *_tensors(x, w, bias, out), for_operator(arguments, _LIMITS))
-    return run(*arguments, out=out)
+    return run(x, w.q, w.scale, w.zero, w.offset, w.perm, bias, w.bits, w.n, w.k, w.group_size, lo, hi, out=out)
 
 
 def _tensors(

@@ -55,12 +55,11 @@ def scaled_bmm(
         TypeError: an argument is not a tensor.
         NotImplementedError: as for `scaled_mm`.
     """
-    arguments = (a, b, scale_a, scale_b, scale_out)
     if not direct((a, b, scale_a, scale_b), (scale_out, out)):
         required = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
         optional = {"scale_out": scale_out, "out": out}
-        return dispatched("scaled_bmm", required, optional, arguments, out_dtype=out_dtype)
-    return _run(*arguments, out_dtype=out_dtype, out=out)
+        return dispatched("scaled_bmm", required, optional, (a, b, scale_a, scale_b, scale_out), out_dtype=out_dtype)
+    return _run(a, b, scale_a, scale_b, scale_out, out_dtype=out_dtype, out=out)
 
 
 def _empty(a: Tensor, b: Tensor, scale_out: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from epiloq._torch.checks import expect_flags, expect_positive
 from epiloq.weights.tensor_checks import refuse
 
+_FUSED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
 
 def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
@@ -38,7 +40,7 @@ def expect_measure(
     pad_to: int,
 ) -> None:
     """Check how the quantisers that are fused with another operation measure scales."""
-    expect_choice(operation, "dtype", dtype, (torch.int8, torch.float8_e4m3fn))
+    expect_choice(operation, "dtype", dtype, _FUSED_DTYPES)
     expect_choice(operation, "granularity", granularity, ("token", "group"))
     expect_layout(operation, granularity, group_size, scale_layout, pad_to)
     expect_flags(operation, ue8m0=ue8m0)
@@ -62,7 +64,7 @@ def empty_scale(x: Tensor, columns: int, granularity: str, group_size: int, scal
     if granularity == "block":
         return x.new_empty(((x.shape[0] + group_size - 1) // group_size, groups), dtype=torch.float32)
     if scale_layout == "row":
-        return x.new_empty((*leading, groups), dtype=torch.float32)
+        return x.new_empty(*leading, groups, dtype=torch.float32)
     strides = [math.prod(leading[i + 1 :]) for i in range(len(leading))]
     pitch = max(round_up(math.prod(leading), 4), 1)
     return x.new_empty_strided((*leading, groups), (*strides, pitch), dtype=torch.float32)

@@ -145,11 +145,11 @@ def _run_into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static
 def _empty_q(x: Tensor, pad_to: int) -> Tensor:
     if x.ndim == 0:
         refuse("quantize_int8", "x", "at least one dimension", "a scalar")
-    return x.new_empty((*x.shape[:-1], (x.shape[-1] + pad_to - 1) // pad_to * pad_to), dtype=torch.int8)
+    return x.new_empty(*x.shape[:-1], (x.shape[-1] + pad_to - 1) // pad_to * pad_to, dtype=torch.int8)
 
 
 def _empty_parameter(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
+    return x.new_empty(*x.shape[:-1], 1, dtype=dtype)
 
 
 def _empty_symmetric(x: Tensor, pad_to: int) -> tuple[Tensor, Tensor]:

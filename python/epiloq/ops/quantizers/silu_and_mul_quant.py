@@ -79,10 +79,11 @@ def _empty(
     return q, empty_scale(x, columns, granularity, group_size, scale_layout)
 
 
-def run(x: Tensor, *measure: Any) -> tuple[Tensor, Tensor]:
-    """`silu_and_mul_quant` of plain tensors; `measure`: granularity, group_size, ue8m0, scale_layout, dtype, pad_to."""
-    q, scale = _empty(x, *measure)
-    _core.silu_and_mul_quant(q, x, scale, *measure[:3])
+def run(
+    x: Tensor, granularity: str, group_size: int, ue8m0: bool, scale_layout: str, dtype: torch.dtype, pad_to: int
+) -> tuple[Tensor, Tensor]:
+    q, scale = _empty(x, granularity, group_size, ue8m0, scale_layout, dtype, pad_to)
+    _core.silu_and_mul_quant(q, x, scale, granularity, group_size, ue8m0)
     return q, scale
 
 
