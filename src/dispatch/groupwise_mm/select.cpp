@@ -14,8 +14,13 @@ namespace {
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 
+// Experts that may have rows: of few rows each could be another expert's.
+std::int64_t experts_with_rows(GroupwiseMmProblem const& p) {
+  return p.has_experts ? std::min<std::int64_t>(p.experts, p.m) : p.experts;
+}
+
 std::int64_t tiles_of(Tile const& tile, GroupwiseMmProblem const& p) {
-  return p.experts * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
+  return experts_with_rows(p) * ceil_div(rows_of_expert(p), tile.config.tokens()) * ceil_div(p.n, tile.config.n);
 }
 
 // Delay of the next kernel because this one occupies the SMs: if at most half of them are busy, PDL starts the next
