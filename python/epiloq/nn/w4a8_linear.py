@@ -35,7 +35,7 @@ class W4A8Linear(PackedLinear, W4A8Layer):
 
     The attribute `weight_only_below`, 0 by default, may be set at any time and is not part of the state dict: a call
     with fewer tokens (rows of `x`) does not quantise them and runs as a `WeightOnlyLinear`. This is closer to the
-    float layer and, for fewer than 256 tokens on a GPU, faster, because such a product is limited by reading the
+    float layer and, for fewer than about 64 tokens on a GPU, faster, because such a product is limited by reading the
     weight. But a token's result then depends on the number of tokens, so it cannot be combined with
     ``epiloq.set_batch_invariant``, and it deviates from the scheme. ``epiloq.optimize_`` sets it for a model.
 

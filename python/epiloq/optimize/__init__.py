@@ -67,8 +67,8 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     Args:
         model: a model quantised by `epiloq.quantize_` or opened by transformers with epiloq, in evaluation mode.
         weight_only_below: for ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and ``w4a8-nvfp4-fp8``: value to set on
-            each layer (see `epiloq.nn.W4A8Linear`, also for why it is off by default); 256 is suitable for an H100.
-            None does not change the layers.
+            each layer (see `epiloq.nn.W4A8Linear`, also for why it is off by default); on an H200 64 is suitable for
+            ``w4a8-fp8``, 256 for the others. None does not change the layers.
 
     Returns:
         A report of what was merged and fused, and what was not and why; it can be printed.
