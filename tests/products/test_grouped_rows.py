@@ -72,7 +72,7 @@ def rows_of(counts: list[int]) -> list[slice]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(136, 400), (17, 100), (1, 1), (24, 4095)])
-@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 64, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 64, 0], [0, 0, 0, 0], [8, 9, 16, 17, 32, 33]], ids=str)
 def test_experts_by_offsets(seed: int, device: str, kind: torch.dtype, counts: list[int], n: int, k: int) -> None:
     p = make(sum(counts) + 7, n, k, len(counts), kind, device)
     for dtype in DTYPES:

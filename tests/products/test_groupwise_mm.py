@@ -89,7 +89,7 @@ def test_compiles(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2]])
-@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 64, 0], [17, 33, 128, 256]])
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 64, 0], [17, 33, 128, 256], [8, 9, 16, 17, 32, 33]])
 def test_experts_by_offsets(seed: int, device: str, recipe: Recipe, counts: list[int]) -> None:
     p = make(sum(counts) + 7, 136, 400, device=device, recipe=recipe, experts=len(counts))
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(device)
