@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -49,6 +50,26 @@ def test_products() -> None:
         if (row["variant"], row["peer"]) in (*cited, ("w4a16_g128", "vllm machete")):
             ratios = row["ratio"].values()
             assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in readme, row
+
+
+def test_w4a8_and_experts_beside_vllm() -> None:
+    """Geometric means over layers by number of tokens, and every layer of experts by number of tokens."""
+    readme = " ".join((documents.ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = load("nvidia-h200/w4a8")["rows"]
+    for peer in ("vllm_us", "fp8_us", "bf16_us"):
+        of_m: dict[int, list[float]] = {}
+        for row in rows:
+            of_m.setdefault(row["m"], []).append(row[peer] / row["w4a8_us"])
+        means = [geometric_mean(ratios) for ratios in of_m.values()]
+        assert is_published([f"{mean:.2f}" for mean in means]), peer
+        assert peer != "vllm_us" or f"{min(means):.2f} to {max(means):.2f} times vLLM" in readme
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in load("nvidia-h200/mixtures/vllm_experts")["rows"]:
+        ratios.setdefault((row["experts"], row["kind"]), []).append(row["vllm_us"] / row["epiloq_us"])
+    for layer, of_layer in ratios.items():
+        assert is_published([f"{ratio:.2f}" for ratio in of_layer], "docs/guide/engines.md"), layer
+    every = [ratio for of_layer in ratios.values() for ratio in of_layer]
+    assert f"experts {min(every):.2f} to {max(every):.2f} times vLLM" in readme
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/whole_models.md"])

@@ -104,7 +104,7 @@ ACCESSES = {
         "Out: `has_lines`, else elements. Scales and zero points: " + FOUR + " " + SHARED,
     ),
     "sm90/groupwise_gemm.cuh": (
-        7,
+        8,
         REFUSED
         + " Maps of scales and of out are made only after can_copy_scales, may_copy_all_scales, can_store_boxes.",
     ),
