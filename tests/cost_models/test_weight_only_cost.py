@@ -132,12 +132,6 @@ def test_more_of_each_costs_more() -> None:
 ROW = re.compile(r"\{(\d+), (\d+), (\d+), (\d+), (\d+), \{Family::k(\w+), (\d+), (\d+)\}\},")
 
 
-def test_small_groups_leave_kernels_that_promote_each() -> None:
-    """Kernels that round weights sum over all of K; others scale each group's sums."""
-    choices = [epiloq.explain("weight_only_mm", m=320, n=4096, k=14336, group_size=group) for group in (128, 64, 32)]
-    assert ["rounded" in choice for choice in choices] == [False, True, True]
-
-
 def test_measured_layers_take_the_measured_kernel() -> None:
     header = cost_fit.COST / "measured.h"
     if not header.exists():

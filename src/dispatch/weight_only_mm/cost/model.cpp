@@ -99,10 +99,7 @@ Shape add_wgmma(Cost& cost, int row, WeightOnlyMmProblem const& p, int split, Ta
   Shape s = divide(c.rows(), c.tokens, c.k_groups, early_steps(c.tokens), p, split);
   set_residency(s, 1, split, t);
   double const products = 64.0 * kPadding * c.tokens;
-  double block = costs.hardware.convert + products / (costs.hardware.tensor * 1e6);
-  // Promoting the sums of a further scale group, 64 rows by 64 tokens: microseconds on an H200.
-  constexpr double kPromotion = 0.034;
-  if (!c.rounds) block += kPromotion * (groups_in_step(p) - 1) * c.tokens / 64;
+  double const block = costs.hardware.convert + products / (costs.hardware.tensor * 1e6);
   cost.arithmetic = real(s.steps * c.m_groups * c.blocks) * block;
   return s;
 }
