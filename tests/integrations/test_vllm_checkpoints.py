@@ -309,7 +309,7 @@ def test_experts_that_are_refused_by_name(seed: int, monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(ValueError, match=f"epiloq: {first}: {reason}"):
             mixture(experts, **options)
-    monkeypatch.setattr("epiloq.integrations.vllm.experts.capability_here", lambda: 90)
+    monkeypatch.setattr("epiloq.integrations.vllm.expert_offers.capability_here", lambda: 90)
     mixture(experts_of("w2a16-g32", 2, 64))  # the engine records no graphs on a CPU
     monkeypatch.setattr(checkpoint_experts, "get_current_vllm_config_or_none", lambda: None)
     with pytest.raises(ValueError, match=f"{first}: expected experts that CUDA graphs can record, but no kernel"):

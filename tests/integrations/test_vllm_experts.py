@@ -24,6 +24,7 @@ import epiloq.integrations.vllm as integration
 from epiloq import nn as modules
 from epiloq.formats.layouts import awq, gptq
 from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
+from epiloq.integrations.vllm import expert_offers
 from epiloq.integrations.vllm import experts as plugin
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
@@ -494,7 +495,7 @@ def test_what_cuda_graphs_record(
 def test_experts_that_cuda_graphs_cannot_record_are_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
-    monkeypatch.setattr(plugin, "capability_here", lambda: 90)
+    monkeypatch.setattr(expert_offers, "capability_here", lambda: 90)
     for bits, ours in ((4, True), (8, False)):
         with vllm_on_cpu.engine():
             layer = vllm_on_cpu.experts(words(bits, 32, "none").config(), 4, 2, HIDDEN, INTERMEDIATE)

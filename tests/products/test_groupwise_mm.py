@@ -32,6 +32,14 @@ def test_empty(device: str, shape: tuple[int, int, int]) -> None:
     assert_close(call(p), *p.operands())
 
 
+def test_no_tokens_with_strides_of_zero(device: str) -> None:
+    """torch.compile gives a tensor without elements strides (0, 0)."""
+    a = torch.empty_strided((0, 256), (0, 0), dtype=torch.float8_e4m3fn, device=device)
+    b = torch.zeros(64, 256, device=device).to(a.dtype).t()
+    scale_a, scale_b = torch.ones(0, 2, device=device), torch.ones(2, 1, device=device)
+    assert epiloq.groupwise_mm(a, b, scale_a, scale_b).shape == (0, 64)
+
+
 @pytest.mark.parametrize("shape", [(3, 0), (2, 0, 5), (2, 3, 0), (0, 0), (0, 3)])
 def test_empty_batches(device: str, shape: tuple[int, ...]) -> None:
     q, scale = epiloq.quantize_fp8(torch.zeros(*shape, 256, device=device), granularity="group")

@@ -15,14 +15,8 @@ from epiloq.formats.epiloq_modules import Group
 from epiloq.formats.layouts.base import FormatError
 from epiloq.integrations.engines.experts import Sizes
 from epiloq.integrations.engines.parts import Part
-from epiloq.integrations.vllm.experts import (
-    EpiloqRoutedExperts,
-    ExpertsMethod,
-    gate_of,
-    reason_against,
-    reason_against_recording,
-    settle,
-)
+from epiloq.integrations.vllm.expert_offers import gate_of, reason_against_recording
+from epiloq.integrations.vllm.experts import EpiloqRoutedExperts, ExpertsMethod, reason_against, settle
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
 
