@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,224 +10,20 @@ import torch
 from torch import Tensor, nn
 
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
-from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
-from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
-from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.models.gpt_oss import GptOssModel
 
-import epiloq.integrations.vllm as integration
 from epiloq import nn as modules
-from epiloq.formats.layouts import awq, gptq
-from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
-from epiloq.integrations.vllm import expert_offers
 from epiloq.integrations.vllm import experts as plugin
 from epiloq.nn.experts.expert_linears import ExpertLinears
 from epiloq.nn.experts.gated_experts import GatedExperts
 from mixture_references import error, mixture_in_float64
-from vllm_checkpoints import arguments, compressed_tensors, words_of_compressed_tensors
-from vllm_kernel_lists import backends_of_gpus
-
-Layers = list[dict[str, Any]]
-HIDDEN, INTERMEDIATE, COUNT = 256, 256, 8
-TOKEN = arguments(8, "int", "token", dynamic=True)
-FLOAT_TOKEN = arguments(8, "float", "token", dynamic=True)
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a checkpoint quantises a matrix, and the engine's configuration of it.
-
-    kind
-        The kind of layers, as in ``EPILOQ_ENGINE_LAYERS``.
-    error
-        Bound of the relative error that rounded activations cause.
-    """
-
-    kind: str
-    config: Callable[[], Any]
-    convert: Callable[[nn.Linear], Any]
-    tensors: Callable[[Any], dict[str, Tensor]]
-    error: float
-
-
-def words(bits: int, group_size: int, zeros: str) -> Format:
-    strategy = {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
-    weights = arguments(bits, "int", **strategy) | {"symmetric": zeros == "none"}
-    return Format(
-        f"w{bits}a16-experts",
-        lambda: compressed_tensors(weights, None, "pack-quantized"),
-        lambda layer: modules.WeightOnlyLinear.from_linear(layer, bits=bits, group_size=group_size, zeros=zeros),
-        words_of_compressed_tensors,
-        2**-7,
-    )
-
-
-def by_group(zeros: str, bits: int = 4) -> Callable[[nn.Linear], Any]:
-    return lambda layer: modules.WeightOnlyLinear.from_linear(layer, bits=bits, group_size=32, zeros=zeros)
-
-
-def with_columns(module: Any) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = module.file_state()
-    return state | {"weight_scale": state["weight_scale"].view(-1, 1)}
-
-
-def int8() -> Any:
-    return compressed_tensors(arguments(8, "int", "channel"), TOKEN, "int-quantized")
-
-
-def float8(strategy: str, inputs: str) -> Callable[[], Any]:
-    rounded = arguments(8, "float", inputs, dynamic=True)
-    return lambda: compressed_tensors(arguments(8, "float", strategy), rounded, "float-quantized")
-
-
-def float8_blocks() -> Any:
-    weights = arguments(8, "float", "block", block_structure=[128, 128])
-    return compressed_tensors(weights, arguments(8, "float", "group", dynamic=True, group_size=128), "float-quantized")
-
-
-def per_tensor(layer: nn.Linear) -> Any:
-    return modules.Fp8Linear.from_linear(layer, weight="tensor")
-
-
-def fp4(form: str, inputs: dict[str, Any] | None = None) -> Format:
-    group = {"mxfp4": {"strategy": "group", "group_size": 32}, "nvfp4": {"strategy": "tensor_group", "group_size": 16}}
-    scale = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}[form]
-    weights = arguments(4, "float", **group[form]) | {"scale_dtype": scale}
-
-    def tensors(module: Any) -> dict[str, Tensor]:
-        state = module.file_state()
-        found = {"weight_packed": state["weight"], "weight_scale": state["weight_scale"]}
-        return found | ({"weight_global_scale": state["weight_global_scale"]} if form == "nvfp4" else {})
-
-    return Format(
-        f"{form}-experts",
-        lambda: compressed_tensors(weights, inputs, f"{form}-pack-quantized"),
-        lambda layer: modules.Fp4Linear.from_linear(layer, format=form),
-        tensors,
-        2**-6,
-    )
-
-
-FORMATS = {
-    "words of 4 bits": words(4, 32, "none"),
-    "words of 4 bits with zero points": words(4, 128, "zero"),
-    "words of 4 bits per channel": words(4, -1, "none"),
-    "words of 8 bits": words(8, 128, "none"),
-    "GPTQ": Format(
-        "w4a16-experts",
-        lambda: AutoGPTQConfig(4, 32, False, True, False, {}, {}),
-        by_group("none"),
-        lambda module: gptq.from_packed(module.packed),
-        2**-7,
-    ),
-    "GPTQ of 8 bits": Format(
-        "w8a16-experts",
-        lambda: AutoGPTQConfig(8, 32, False, True, False, {}, {}),
-        by_group("none", 8),
-        lambda module: gptq.from_packed(module.packed),
-        2**-7,
-    ),
-    "AWQ": Format(
-        "w4a16-experts",
-        lambda: AutoAWQConfig(4, 32, True, False, [], {}),
-        by_group("zero"),
-        lambda module: awq.from_packed(module.packed),
-        2**-7,
-    ),
-    "FP8 in blocks": Format(
-        "fp8-block-experts",
-        lambda: Fp8Config(True, "dynamic", weight_block_size=[128, 128]),
-        modules.Fp8BlockLinear.from_linear,
-        lambda module: module.file_state(),
-        0.08,
-    ),
-    "FP8 in blocks of compressed-tensors": Format(
-        "fp8-block-experts",
-        float8_blocks,
-        modules.Fp8BlockLinear.from_linear,
-        lambda module: {"weight": module.file_state()["weight"], "weight_scale": module.weight_scale_inv},
-        0.08,
-    ),
-    "FP8 per channel": Format(
-        "fp8-experts", float8("channel", "token"), modules.Fp8Linear.from_linear, with_columns, 0.08
-    ),
-    "FP8 per tensor": Format(
-        "fp8-experts", lambda: Fp8Config(True, "dynamic"), per_tensor, lambda module: module.file_state(), 0.08
-    ),
-    "FP8 per tensor of compressed-tensors": Format(
-        "fp8-experts", float8("tensor", "tensor"), per_tensor, lambda module: module.file_state(), 0.08
-    ),
-    "MXFP4": fp4("mxfp4"),
-    "NVFP4": fp4("nvfp4"),
-    "NVFP4 with activations": fp4(
-        "nvfp4", arguments(4, "float", "tensor_group", dynamic=True, group_size=16) | {"dynamic": "local"}
-    ),
-    "int8": Format("int8-experts", int8, modules.Int8Linear.from_linear, with_columns, 0.03),
-}
+from vllm_expert_formats import FORMATS, HIDDEN, INTERMEDIATE, inputs, made, quantised, take_all_kinds
 
 
 @pytest.fixture(autouse=True)
 def _all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    integration.register()
-    integration.register()
-    monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "all")
-    backends_of_gpus(monkeypatch)
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What the plug-in logs about experts."""
-    found: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    listener = Listener()
-    for once in ("_print_info_once", "_print_warning_once"):
-        getattr(__import__("vllm.logger", fromlist=[once]), once).cache_clear()
-    plugin.logger.addHandler(listener)
-    yield found
-    plugin.logger.removeHandler(listener)
-
-
-def quantised(form: Format, count: int = COUNT, intermediate: int = INTERMEDIATE) -> Layers:
-    found = []
-    for _ in range(count):
-        sizes = {"gate_proj": (HIDDEN, intermediate), "up_proj": (HIDDEN, intermediate)}
-        sizes["down_proj"] = (intermediate, HIDDEN)
-        layers = {}
-        for name, (k, n) in sizes.items():
-            layer = nn.Linear(k, n, bias=False, dtype=vllm_on_cpu.DTYPE)
-            nn.init.normal_(layer.weight, std=k**-0.5)
-            layers[name] = form.convert(layer)
-        found.append(layers)
-    return found
-
-
-def made(form: Format, layers: Layers, top_k: int = 2, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
-    """The engine's layer with a checkpoint's tensors, and its configuration."""
-    intermediate = layers[0]["gate_proj"].out_features
-    expert_parallel = options.pop("expert_parallel", False)
-    with vllm_on_cpu.engine(rank, ranks, expert_parallel=expert_parallel) as config:
-        layer = vllm_on_cpu.experts(form.config(), len(layers), top_k, HIDDEN, intermediate, **options)
-        assert isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
-        for expert, each in enumerate(layers):
-            for name, module in each.items():
-                tensors = form.tensors(module).items()
-                found = set(layer.load_weights((f"{expert}.{name}.{part}", tensor) for part, tensor in tensors))
-                assert len(found) == len(tensors) or layer.expert_map is not None
-        vllm_on_cpu.settle(layer.routed_experts)
-    return layer, config
-
-
-def inputs(tokens: int, count: int = COUNT, uneven: bool = False) -> tuple[Tensor, Tensor]:
-    logits = torch.randn(tokens, count)
-    if uneven:  # nearly all tokens go to the first two experts, and none to the last
-        logits += torch.tensor([9.0, 8.0, *[0.0] * (count - 3), -30.0])
-    return torch.randn(tokens, HIDDEN, dtype=vllm_on_cpu.DTYPE), logits
+    take_all_kinds(monkeypatch)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -324,50 +117,6 @@ def test_values_of_8_bits_are_not_copied(seed: int) -> None:
     assert len(layers) == own.experts
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("words of 4 bits", {"activation": "relu2"}, "expected the activation silu or gelu or gelu_tanh, got relu2"),
-        ("words of 4 bits", {"swiglu_limit": 7.0}, "expected no limits of the activation"),
-        ("FP8 in blocks", {"has_bias": True}, "expected no biases"),
-        ("FP8 per channel", {"apply_router_weight_on_input": True}, "expected router weights on outputs"),
-        ("FP8 per channel", {"intermediate_size": 72}, "expected multiples of 16, got hidden size 256 and 72 per rank"),
-        ("int8", {"intermediate_size": 8}, "expected multiples of 16, got hidden size 256 and 8 per rank"),
-    ],
-)
-def test_unsupported_layers_are_left_to_the_engine(
-    messages: list[str], name: str, options: dict[str, Any], reason: str
-) -> None:
-    form = FORMATS[name]
-    with vllm_on_cpu.engine():
-        options = {"intermediate_size": INTERMEDIATE} | options
-        layer = vllm_on_cpu.experts(form.config(), 4, 2, HIDDEN, options.pop("intermediate_size"), **options)
-    method = layer.routed_experts.quant_method
-    assert not isinstance(method, plugin.EpiloqExperts)
-    left = f"epiloq leaves {form.kind} to vLLM's {type(method).__name__}: {reason}"
-    assert [message for message in messages if message.startswith(left)], messages
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (lambda: AutoGPTQConfig(4, 32, True, True, False, {}, {}), "expected no activation order"),
-        (lambda: Fp8Config(True, "static"), "expected a dynamic scale of activations, got a static one"),
-        (
-            lambda: compressed_tensors(
-                arguments(4, "int", "group", group_size=32, actorder="group"), None, "pack-quantized"
-            ),
-            "expected no activation order",
-        ),
-    ],
-)
-def test_unsupported_weights_are_left_to_the_engine(messages: list[str], config: Any, reason: str) -> None:
-    with vllm_on_cpu.engine():
-        layer = vllm_on_cpu.experts(config(), 4, 2, HIDDEN, INTERMEDIATE)
-    assert not isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
-    assert any(reason in message for message in messages), messages
-
-
 def gpt_oss(intermediate: int, rank: int, ranks: int, expert_parallel: bool, tensors: dict[str, Tensor]) -> Any:
     """GPT-OSS's layer, loaded by the model's own function."""
     count = tensors["w13_bias"].shape[0]
@@ -431,81 +180,6 @@ def test_gpt_oss(
         parts = torch.stack([vllm_on_cpu.run_experts(*layer, x, logits) for layer in layers])
         assert ranks > 1 or torch.equal(parts[0], whole(x, ids.long(), weights))
         assert error(parts.double().sum(0), of_gpt_oss(whole, x, weights, ids)) < 2**-6
-
-
-def test_gpt_oss_with_8_bit_activations_is_left_to_the_engine(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str]
-) -> None:
-    asked = Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8, None
-    monkeypatch.setattr("vllm.model_executor.layers.quantization.mxfp4.select_mxfp4_moe_backend", lambda *_: asked)
-    with vllm_on_cpu.engine():
-        layer = vllm_on_cpu.experts(
-            GptOssMxfp4Config(), 2, 1, HIDDEN, 128, has_bias=True, activation="swigluoai"
-        ).routed_experts
-    assert not isinstance(layer.quant_method, plugin.EpiloqExperts)
-    assert messages[-1].endswith("expected bfloat16 activations, got the backend FLASHINFER_CUTLASS_MXFP4_MXFP8")
-
-
-def test_experts_are_not_taken_by_default(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
-    for chosen, ours in ((None, False), ("int8,fp8-block", False), ("fp8-block-experts", True), ("none", False)):
-        monkeypatch.delenv("EPILOQ_ENGINE_LAYERS")
-        if chosen is not None:
-            monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", chosen)
-        with vllm_on_cpu.engine():
-            layer = vllm_on_cpu.experts(FORMATS["FP8 in blocks"].config(), 4, 2, HIDDEN, INTERMEDIATE)
-        assert isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts) is ours
-        monkeypatch.setenv("EPILOQ_ENGINE_LAYERS", "all")
-    assert messages == ["Selected epiloq's fp8-block-experts for the experts of vLLM's Fp8MoEMethod"]
-
-
-def test_floating_point_experts_stay_as_they_are() -> None:
-    with vllm_on_cpu.engine():
-        layer = vllm_on_cpu.experts(None, 4, 2, HIDDEN, INTERMEDIATE).routed_experts
-    assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod" and hasattr(layer, "w13_weight")
-
-
-@pytest.mark.parametrize(
-    ("bits", "group_size", "dtype", "capability", "recorded"),
-    [
-        (4, 32, torch.bfloat16, 90, True),
-        (4, 128, torch.float16, 80, True),
-        (4, -1, torch.bfloat16, 89, True),
-        (4, 96, torch.bfloat16, 90, False),
-        (8, 128, torch.bfloat16, 90, True),
-        (8, 32, torch.bfloat16, 90, False),
-        (4, 128, torch.bfloat16, 75, False),
-        (4, 128, torch.float16, 75, True),
-    ],
-)
-def test_what_cuda_graphs_record(
-    monkeypatch: pytest.MonkeyPatch,
-    messages: list[str],
-    bits: int,
-    group_size: int,
-    dtype: torch.dtype,
-    capability: int,
-    recorded: bool,
-) -> None:
-    reason = reason_against_graphs(Sizes(128, 2048, 768), bits, group_size, dtype, capability)
-    assert (reason is None) is recorded
-    if reason is not None:
-        assert reason.startswith("no kernel multiplies all experts of 1536 x 2048 with")
-
-
-def test_experts_that_cuda_graphs_cannot_record_are_left_to_the_engine(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str]
-) -> None:
-    monkeypatch.setattr(expert_offers, "capability_here", lambda: 90)
-    for bits, ours in ((4, True), (8, False)):
-        with vllm_on_cpu.engine():
-            layer = vllm_on_cpu.experts(words(bits, 32, "none").config(), 4, 2, HIDDEN, INTERMEDIATE)
-        assert isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts) is ours
-    assert "no kernel multiplies all experts of 512 x 256 with 8 bits in groups of 32" in messages[-1]
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with vllm_on_cpu.engine():
-        layer = vllm_on_cpu.experts(words(4, 32, "none").config(), 4, 2, HIDDEN, INTERMEDIATE)
-    assert not isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
-    assert "batch-invariant packed experts are multiplied one after the other" in messages[-1]
 
 
 @pytest.mark.parametrize("name", ["words of 4 bits", "FP8 in blocks", "int8"])
