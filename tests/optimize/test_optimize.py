@@ -17,7 +17,7 @@ import transformers
 import epiloq
 from epiloq.optimize import optimize_
 from epiloq.optimize.siblings import siblings_of
-from small_models import FAMILIES, SIZES, logits, quantised, relative, rounding_noise, tokens
+from small_models import FAMILIES, SIZES, equal_sequences, logits, quantised, relative, rounding_noise, tokens
 
 FLOAT_INPUTS = ("w4a16-g32", "w8a16", "w4a16-mxfp4", "w8a16-fp8", "w8a16-fp8-block")
 SCHEMES = (
@@ -46,17 +46,11 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 def assert_same_logits(model: nn.Module, plain: nn.Module, scheme: str, x: Tensor) -> None:
     """Of an optimised model and a plain one with the same weights, on `x`; on fresh tokens too where they are rounded.
 
-    Activations near a tie may be rounded the other way, which is rare, and no more than the noise of rounding.
+    Activations near a tie may be rounded the other way, which is no more than the noise of rounding.
     """
-    differences = [relative(logits(model, x), logits(plain, x))]
-    if scheme in FLOAT_INPUTS:
-        assert differences[0] <= 1e-5
-        return
-    assert differences[0] <= rounding_noise(plain, x)
-    for _ in range(3):
-        fresh = tokens()
-        differences.append(relative(logits(model, fresh), logits(plain, fresh)))
-    assert min(differences) <= 1e-5, differences
+    floats = scheme in FLOAT_INPUTS
+    assert relative(logits(model, x), logits(plain, x)) <= (1e-5 if floats else rounding_noise(plain, x))
+    assert floats or equal_sequences(model, plain) >= 4
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -291,14 +285,9 @@ def test_compiles_as_one_graph(seed: int, scheme: str) -> None:
     bound = 1e-5 if scheme in FLOAT_INPUTS else rounding_noise(model, x)
     optimize_(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    differences = [relative(logits(compiled, x), logits(model, x))]
     # A graph has torch's norms and activations, whose last bit may, rarely, round a quantised activation the other way.
-    assert differences[0] <= bound
-    if scheme not in FLOAT_INPUTS:
-        for _ in range(3):
-            x = tokens()
-            differences.append(relative(logits(compiled, x), logits(model, x)))
-    assert min(differences) <= 1e-5, differences
+    assert relative(logits(compiled, x), logits(model, x)) <= bound
+    assert scheme in FLOAT_INPUTS or equal_sequences(compiled, model) >= 4
 
 
 @pytest.mark.parametrize("scheme", ["w4a8-fp8", "w4a8-int8", "w4a8-mxfp4-fp8"])
