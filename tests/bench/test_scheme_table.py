@@ -1,4 +1,4 @@
-"""The table of docs/guide/choosing_a_scheme.md, from rows that are made up."""
+"""The tables of docs/accuracy.md and docs/guide/choosing_a_scheme.md, from rows that are made up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ import budget_rows
 import encoder_rows
 from command_line import ROUND, letters
 from tiny_teacher import save, tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(scheme: str, perplexity: float, dynamic: int = 0) -> dict[str, Any]:
@@ -72,14 +70,14 @@ def test_writing_keeps_the_rest(tmp_path: Path) -> None:
     begin = scheme_table.BEGIN.format("")
     doc.write_text(f"before\n{begin}\nold\n{scheme_table.END}\nafter\n")
     for _ in range(2):
-        scheme_table.write(doc, rows)
+        scheme_table.write([doc], rows)
         text = doc.read_text()
         assert text.startswith(f"before\n{begin}\n| scheme") and text.endswith(f"{scheme_table.END}\nafter\n")
         assert "old" not in text and text.count(begin) == 1
 
 
-def test_the_document_has_the_table_of_the_kept_figures() -> None:
-    text = (ROOT / "docs" / "guide" / "choosing_a_scheme.md").read_text(encoding="utf-8")
+def test_the_documents_have_the_tables_of_the_kept_figures() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in scheme_table.DOCUMENTS)
     files = (scheme_table.RESULTS, scheme_table.TEACHER_RESULTS, scheme_table.ENCODER_RESULTS)
     made = scheme_table.tables(*map(scheme_table.read, files))
     for part, table in made.items():

@@ -58,6 +58,22 @@ ROWS = (
     # Only the epiloq format has these short groups.
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
 )
+SUMMARY = (
+    Row("w8a16", "rtn"),
+    *(Row(f"fp8{kind}", "rtn") for kind in ("-token", "-block")),
+    *(Row("w8a8-int8", algorithm) for algorithm in ("rtn", "smoothquant", "smoothquant-search+gptq")),
+    Row("w8a8-int8-azp", "rtn"),
+    Row("w8a8-int8-static", "smoothquant-search+gptq"),
+    Row("w8a8-int8-static", "smoothquant-search", TUNED),
+    *(Row("w4a16-g32", algorithm) for algorithm in ("rtn", "awq+gptq")),
+    *(Row("w4a16-g64", algorithm) for algorithm in ("rtn", "gptq", "awq+gptq", "gptq-guided")),
+    Row("w4a16-g64", "awq+gptq", TUNED),
+    *(Row("w4a16-g128", algorithm, SHORT_GROUPS) for algorithm in ("rtn", "gptq")),
+    Row("w4a16", "rtn"),
+    *(Row("w4a16", "gptq", options) for options in ((), ROTATED, (*ROTATED, *TUNED))),
+    *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
+    *(Row("w4a8-block", algorithm) for algorithm in ("rtn", "gptq")),
+)
 TEACHER_ROWS = (
     *(Row(scheme, "rtn") for scheme in ("w4a16-g32", "w4a8-block-g32", "w8a8-int8", "fp8-token")),
     Row("w4a8-block-g32", "gptq"),
@@ -97,3 +113,9 @@ def table(found: dict[str, Any], rows: Sequence[Row] = ROWS) -> str:
     lines += [f"| {' | '.join(line(name, found[name], found))} |" for name in names if name in found]
     absent = [f"`{name}`" for name in names if name not in found]
     return "\n".join(lines) + (f"\n\nNot measured: {', '.join(absent)}." if absent else "")
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Format the table of the rows between which most users choose."""
+    rows = {FLOAT, *NO_ROWS, *(row.name for row in SUMMARY)}
+    return table({name: row for name, row in found.items() if name in rows}, SUMMARY)

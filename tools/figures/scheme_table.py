@@ -1,15 +1,15 @@
-"""Measures schemes and algorithms on a model, for docs/guide/choosing_a_scheme.md.
+"""Measures schemes and algorithms on a model, for docs/accuracy.md and docs/guide/choosing_a_scheme.md.
 
     python tools/figures/scheme_table.py all MODEL --work DIR
 
-cuts the text, measures every missing row, and writes the document's tables. The steps by themselves:
+cuts the text, measures every missing row, and writes the documents' tables. The steps by themselves:
 
     python tools/figures/scheme_table.py text TEXTS
     python tools/figures/scheme_table.py measure MODEL --texts TEXTS --work DIR [--rows w4a16-g64,…] [--device cuda]
     python tools/figures/scheme_table.py algorithms MODEL --texts TEXTS
     python tools/figures/scheme_table.py budget MODEL --texts TEXTS --work DIR
     python tools/figures/scheme_table.py speed MODEL --texts TEXTS --work DIR
-    python tools/figures/scheme_table.py write docs/guide/choosing_a_scheme.md
+    python tools/figures/scheme_table.py write
 
 Rows are written to benchmarks/results/accuracy (`--results`) as they are measured, and an interrupted run can be
 repeated. `speed` times one output directory of each measured scheme alternately with the floating-point model;
@@ -33,12 +33,13 @@ from typing import Annotated, Any
 
 import typer
 
-from scheme_rows import ALGORITHMS, BUDGET, FLOAT, ROWS, TEACHER_ROWS, Row, table
+from scheme_rows import ALGORITHMS, BUDGET, FLOAT, ROWS, TEACHER_ROWS, Row, summary, table
 
 app = typer.Typer(add_completion=False, help=__doc__)
 WINDOWS, LENGTH, EVALUATED = 32, 512, 6 * 512
 ROOT = Path(__file__).parents[2]
-DOCUMENT, RESULTS = ROOT / "docs/guide/choosing_a_scheme.md", ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
+DOCUMENTS = [ROOT / "docs/accuracy.md", ROOT / "docs/guide/choosing_a_scheme.md"]
+RESULTS = ROOT / "benchmarks/results/accuracy/smollm2-135m.json"
 ENCODER_RESULTS = ROOT / "benchmarks/results/accuracy/encoder.json"
 TEACHER_RESULTS = ROOT / "benchmarks/results/accuracy/small_teacher.json"
 BEGIN, END = "<!-- made by tools/figures/scheme_table.py{} -->", "<!-- end -->"
@@ -46,6 +47,7 @@ Texts = Annotated[Path, typer.Option(help="The folder that `text` made.")]
 Work = Annotated[Path, typer.Option(help="The folder for outputs.")]
 Results = Annotated[Path, typer.Option(help="The file of results.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Documents = Annotated[list[Path], typer.Argument(help="Documents with the tables' marks.")]
 
 
 def epiloq(*arguments: object) -> None:
@@ -199,7 +201,7 @@ def teacher(model: Path, work: Work, results: Results = TEACHER_RESULTS) -> None
     schemes(model, texts, work, TEACHER_ROWS, results)
     budget(model, texts, work, results)
     _algorithms(model, texts, algorithm_rows.TEACHER_ROWS, algorithm_rows.TEACHER_COUNT, results)
-    write(DOCUMENT)
+    write()
 
 
 @app.command()
@@ -213,7 +215,7 @@ def encoder(work: Work, results: Results = ENCODER_RESULTS) -> None:
     for row in encoder_rows.ROWS:
         if row.name not in read(results):
             add(results, row.name, encoder_rows.measure(model, texts, row))
-    write(DOCUMENT)
+    write()
 
 
 @app.command()
@@ -243,11 +245,10 @@ def tables(found: dict[str, Any], trained: dict[str, Any], encoded: dict[str, An
     import algorithm_rows
     import budget_rows
     import encoder_rows
-    import target_rows
 
     return {
         "": table(found),
-        " targets": target_rows.table(found),
+        " summary": summary(found),
         " algorithms": algorithm_rows.table(found.get(ALGORITHMS, {})),
         " budget": budget_rows.table(found.get(BUDGET, {})),
         " teacher": table(trained, TEACHER_ROWS) if trained else "",
@@ -258,14 +259,16 @@ def tables(found: dict[str, Any], trained: dict[str, Any], encoded: dict[str, An
 
 
 @app.command()
-def write(doc: Annotated[Path, typer.Argument()] = DOCUMENT, results: Results = RESULTS) -> None:
-    """Write the tables into a document, between their marks."""
-    whole = doc.read_text(encoding="utf-8")
-    for part, made in tables(read(results), read(TEACHER_RESULTS), read(ENCODER_RESULTS)).items():
-        before, mark, rest = whole.partition(BEGIN.format(part))
-        if mark:
-            whole = f"{before}{mark}\n{made}\n{END}{rest.partition(END)[2]}"
-    doc.write_text(whole, encoding="utf-8")
+def write(documents: Documents = DOCUMENTS, results: Results = RESULTS) -> None:
+    """Write the tables into documents, between their marks."""
+    made = tables(read(results), read(TEACHER_RESULTS), read(ENCODER_RESULTS))
+    for document in documents:
+        whole = document.read_text(encoding="utf-8")
+        for part, rows in made.items():
+            before, mark, rest = whole.partition(BEGIN.format(part))
+            if mark:
+                whole = f"{before}{mark}\n{rows}\n{END}{rest.partition(END)[2]}"
+        document.write_text(whole, encoding="utf-8")
 
 
 @app.command("all")
@@ -274,15 +277,14 @@ def everything(
     work: Work,
     results: Results = RESULTS,
     device: Device = "cpu",
-    document: Annotated[Path, typer.Option(help="The document with the tables' marks.")] = DOCUMENT,
 ) -> None:
-    """Cut the text, measure the missing rows, and write the document's tables."""
+    """Cut the text, measure the missing rows, and write the documents' tables."""
     texts = work / "texts"
     text(texts)
     measure(model, texts, work, results=results, device=device)
     algorithms(model, texts, results)
     budget(model, texts, work, results)
-    write(document, results)
+    write(results=results)
 
 
 if __name__ == "__main__":
