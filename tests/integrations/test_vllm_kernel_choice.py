@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 import epiloq.integrations.vllm as integration
-from epiloq.integrations.vllm import kernels
+from epiloq.integrations.vllm import kernels, mixed_precision
 from epiloq.integrations.vllm.mixed_precision import EpiloqMixedPrecisionLinearKernel
 from vllm_kernel_lists import LISTS, only_epiloq
 
@@ -52,6 +53,17 @@ def test_unsupported_layers_are_left_to_the_engine(changed: dict[str, Any], reas
     with pytest.raises(ValueError, match="Failed to find a kernel") as error:
         choose_mp_linear_kernel(mixed(**changed))
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(("size", "taken"), [(32, True), (256, True), (384, False), (768, True), (-1, True)])
+def test_groups_that_no_kernel_reads_are_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, size: int, taken: bool
+) -> None:
+    monkeypatch.setattr(mixed_precision, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    shape = (768, 192)
+    layer = mixed(full_weight_shape=shape, partition_weight_shape=shape, group_size=size)
+    found, reason = EpiloqMixedPrecisionLinearKernel.can_implement(layer)
+    assert found is taken and (taken or "128 times a power of two or whole rows, got 384" in str(reason))
 
 
 def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

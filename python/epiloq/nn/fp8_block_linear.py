@@ -72,9 +72,7 @@ class Fp8BlockLinear(PreparedLinear):
     def from_linear(cls, linear: nn.Linear) -> Fp8BlockLinear:
         """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
-        A block with a NaN or an infinity in its weights gives NaN.
-
-        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear``.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` with finite weights.
         """
         cls.check_convertible(linear)
         values, layer = linear.weight, cls._like(linear)

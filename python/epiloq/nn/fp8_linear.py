@@ -100,11 +100,10 @@ class Fp8Linear(PreparedLinear):
     ) -> Fp8Linear:
         """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
-        `input_scale` (finite, at least 2^-126) is for static activations: x is about ``input_scale * q``. Weights
-        that share a scale with a NaN or an infinity become NaN.
+        `input_scale` (finite, at least 2^-126) is for static activations: x is about ``input_scale * q``.
 
-        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for an `input_scale`
-        that is missing, out of range or not applicable.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` with finite weights, and for
+        an `input_scale` that is missing, out of range or not applicable.
         """
         cls.check_convertible(linear)
         values, static = linear.weight, activation == "static"

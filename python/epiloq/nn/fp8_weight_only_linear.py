@@ -69,10 +69,8 @@ class Fp8WeightOnlyLinear(PreparedLinear):
     def from_linear(cls, linear: nn.Linear, *, block: Sequence[int] = (1, -1)) -> Fp8WeightOnlyLinear:
         """Quantise `linear` (which is not changed) to the nearest FP8 weights, on its device (including "meta").
 
-        Weights that share a scale with a NaN or an infinity become NaN.
-
-        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for a `block` other than
-        (1, -1), (-1, -1) and (128, 128).
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` with finite weights, and for
+        a `block` other than (1, -1), (-1, -1) and (128, 128).
         """
         cls.check_convertible(linear, block=block)
         values, layer = linear.weight, cls._like(linear, block=block)

@@ -111,11 +111,10 @@ class Int8Linear(PreparedLinear):
         """Quantise `linear` (which is not changed) to the nearest int8 weights, on its device (including "meta").
 
         `input_scale` (finite, at least 2^-126) is for static activations, `input_zero_point` (-128 to 127) for static
-        asymmetric ones: x is about ``input_scale * (q - input_zero_point)``. An output channel with a NaN or an
-        infinity in its weights gives NaN.
+        asymmetric ones: x is about ``input_scale * (q - input_zero_point)``.
 
-        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` and for input parameters
-        that are missing, out of range or not applicable.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` with finite weights, and for
+        input parameters that are missing, out of range or not applicable.
         """
         cls.check_convertible(linear, symmetric=symmetric)
         weight, static = linear.weight, activation == "static"

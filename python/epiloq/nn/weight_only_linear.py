@@ -78,12 +78,11 @@ class WeightOnlyLinear(PackedLinear):
 
         With zeros "none", ``scale = 2 amax / (2^bits - 1)``; with "zero" ``scale = (hi - lo) / (2^bits - 1)`` and
         ``zero = round(-lo / scale)``, where [lo, hi] is the range of the group and 0. Scales are rounded to the
-        weight's dtype and at least its smallest normal number; ``q = clamp(round(W / scale) + zero)``, half to even. A
-        group with a NaN or an infinity, or whose range is infinite in the weight's dtype, gives NaN. "meta" gives
-        "meta".
+        weight's dtype and at least its smallest normal number; ``q = clamp(round(W / scale) + zero)``, half to even.
+        "meta" gives "meta".
 
-        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called, and other
-        zeros.
+        Raises ValueError unless `linear` is a float32, float16 or bfloat16 ``nn.Linear`` that is called and has finite
+        weights, and for other zeros.
         """
         cls.check_convertible(linear)
         check_grid("WeightOnlyLinear", bits, group_size, zeros)

@@ -15,6 +15,7 @@ from epiloq.ops.online_quant_mm import run as run_online_quant
 from epiloq.ops.weight_only_mm import run as run_weight_only
 from epiloq.tuning.problems import Problem
 from epiloq.weights.block_quant_weight import prepare
+from epiloq.weights.packed_layout import depth_of
 
 Call = Callable[[], Any]
 PADDING, PANEL, LANE_BYTES = 128, 16, 16
@@ -62,7 +63,7 @@ def _packed(p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor | 
     padded_k, panels = -(-p.k // PADDING) * PADDING, -(-p.n // PANEL)
     shape = (panels, 1 if group == -1 else -(-padded_k // group), PANEL)
     dtype = torch.float32 if options.get("scale_bytes") == 4 else getattr(torch, options.get("dtype", "bfloat16"))
-    q = _values((panels, padded_k // (32 if bits == 8 else 64), 32, LANE_BYTES), torch.uint8, device)
+    q = _values((panels, padded_k // depth_of(bits), 32, LANE_BYTES), torch.uint8, device)
     zero = torch.full(shape, 1 << bits - 1, dtype=torch.uint8, device=device) if options.get("zeros") else None
     offset = _scales(shape, dtype, device) if options.get("offsets") else None
     return q, _scales(shape, dtype, device), zero, offset

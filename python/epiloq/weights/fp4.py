@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -215,23 +214,19 @@ def fp4_quantize(
 def _checked(weight: Tensor, format: str, global_scale: Tensor | None) -> Fp4Format:
     expect_tensors(_QUANTIZE, {"weight": weight}, {"global_scale": global_scale}, writes=False)
     if format not in FORMATS:
-        _no("format", f"one of {', '.join(FORMATS)}", repr(format))
+        refuse(_QUANTIZE, "format", f"one of {', '.join(FORMATS)}", repr(format))
     if weight.dtype not in FLOATS or weight.ndim != 2:
-        _no("weight", "float32, float16 or bfloat16 [N, K]", described(weight))
+        refuse(_QUANTIZE, "weight", "float32, float16 or bfloat16 [N, K]", described(weight))
     check_memory("weight", weight, weight.device, _QUANTIZE)
     if global_scale is None:
         return FORMATS[format]
     if not FORMATS[format].has_global_scale:
-        _no("global_scale", f"None for {format}", described(global_scale))
+        refuse(_QUANTIZE, "global_scale", f"None for {format}", described(global_scale))
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != weight.device:
-        _no("global_scale", f"float32, one element on {weight.device}", described(global_scale))
+        refuse(_QUANTIZE, "global_scale", f"float32, one element on {weight.device}", described(global_scale))
     if not 0 < (value := global_scale.item()) < float("inf"):
-        _no("global_scale", "a positive number", value)
+        refuse(_QUANTIZE, "global_scale", "a positive number", value)
     return FORMATS[format]
-
-
-def _no(argument: str, expected: object, got: object) -> NoReturn:
-    refuse(_QUANTIZE, argument, expected, got)
 
 
 def divisor_of(*weights: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from epiloq._torch.library import expect_tensors
 from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
+from epiloq.weights.tensor_checks import refuse
 
 # Columns that a kernel reads at once.
 _CHUNK = 8
@@ -147,14 +148,19 @@ def pack_conv2d_weight(
     """
     expect_tensors("pack_conv2d_weight", {"q": q, "scale": scale}, {"zero": zero, "offset": offset}, writes=False)
     if q.ndim != 4 or 0 in q.shape[1:]:
-        _refuse("q", "[Co, Kh, Kw, Ci / groups] with at least one tap and one channel", f"{list(q.shape)}")
+        refuse(
+            "pack_conv2d_weight",
+            "q",
+            "[Co, Kh, Kw, Ci / groups] with at least one tap and one channel",
+            f"{list(q.shape)}",
+        )
     if type(group_size) is not int or (group_size != -1 and (group_size < 1 or group_size % _CHUNK)):
-        _refuse("group_size", f"-1 or a multiple of {_CHUNK}", repr(group_size))
+        refuse("pack_conv2d_weight", "group_size", f"-1 or a multiple of {_CHUNK}", repr(group_size))
     n, kh, kw, channels = q.shape
     shape = parameter_shape(group_size, (n, kh, kw, channels))
     for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset)):
         if tensor is not None and tuple(tensor.shape) != shape:
-            _refuse(name, f"{list(shape)}", f"{list(tensor.shape)}")
+            refuse("pack_conv2d_weight", name, f"{list(shape)}", f"{list(tensor.shape)}")
     parameters = [None if t is None else t.reshape(n, math.prod(shape[1:])) for t in (scale, zero, offset)]
     assert parameters[0] is not None
     if channels == 1:
@@ -178,7 +184,3 @@ def _pack_taps(q: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | N
     zero = None if small[1] is None else small[1].to(torch.uint8)
     codes = codes.to(torch.uint8).contiguous()
     return PackedConv2dWeight(codes, small[0], zero, small[2], bits, n, (kh, kw), 1, 1, -1)
-
-
-def _refuse(argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"epiloq.pack_conv2d_weight: {argument}: expected {expected}, got {got}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from epiloq.weights.packed_layout import (
     parameters_of,
     shapes_of,
 )
-from epiloq.weights.tensor_checks import check_memory
+from epiloq.weights.tensor_checks import check_memory, refuse
 
 _PACK = "pack_fp4_weight"
 ONE = {"mxfp4": BIAS, "nvfp4": 0x58}
@@ -131,19 +131,25 @@ def pack_fp4_weight(
     """
     expect_tensors(_PACK, {"codes": codes, "scale": scale}, {"global_scale": global_scale}, writes=False)
     if type(in_features) is not int or in_features < 0:
-        _refuse("in_features", "an integer from 0", in_features)
+        refuse(_PACK, "in_features", "an integer from 0", in_features)
     check_weight(codes, scale, None, in_features, _PACK)
     n, chosen = codes.shape[0], format_of(scale, _PACK)
     if global_scale is not None:
         matrices = global_scale.numel()
         if global_scale.dtype != torch.float32 or global_scale.device != codes.device or matrices < 1:
-            _refuse(
+            refuse(
+                _PACK,
                 "global_scale",
                 f"float32 on {codes.device}",
                 f"{global_scale.dtype} {list(global_scale.shape)} on {global_scale.device}",
             )
         if matrices > 1 and n % (matrices * PANEL_ROWS):
-            _refuse("global_scale", f"one element, or one for each matrix of a multiple of {PANEL_ROWS} rows", matrices)
+            refuse(
+                _PACK,
+                "global_scale",
+                f"one element, or one for each matrix of a multiple of {PANEL_ROWS} rows",
+                matrices,
+            )
         global_scale = global_scale.reshape(matrices)
     stored = packed_scales(scale, chosen, in_features)
     q = without_codes_of_zeros(pack_codes(codes, in_features), stored, chosen)
@@ -173,7 +179,7 @@ def packed_scales(scale: Tensor, chosen: Fp4Format, k: int) -> Tensor:
     else:
         values = scale.float()
         if not values.is_meta and bool((values < 0).any()):
-            _refuse("scale", "no negative numbers", f"{values.nan_to_num(nan=0).min().item():g}")
+            refuse(_PACK, "scale", "no negative numbers", f"{values.nan_to_num(nan=0).min().item():g}")
         # NaN of either sign becomes the positive one.
         half = torch.where(values.isnan(), torch.nan, values.abs() * _STEP).to(torch.float16)
         bytes_of = (half.view(torch.int16) >> _SHIFT).to(torch.uint8)
@@ -226,10 +232,6 @@ def _dequantize(
 def _fake_dequantize(q: Tensor, *rest: Any) -> Tensor:
     _, _, _, n, k, dtype = rest
     return q.new_empty((n, k), dtype=dtype)
-
-
-def _refuse(argument: str, expected: object, got: object) -> NoReturn:
-    raise ValueError(f"epiloq.{_PACK}: {argument}: expected {expected}, got {got}")
 
 
 register(

@@ -14,6 +14,16 @@ PANEL_ROWS, PADDING = 16, 128
 _PANELS_AT_ONCE = 64
 
 
+def depth_of(bits: int) -> int:
+    """Columns of a tile."""
+    return 32 if bits == 8 else 64
+
+
+def parameter_of(row: int) -> int:
+    """Index, among the scales or zero points of a panel's group, of a row of the panel."""
+    return row % 8 * 2 + row // 8
+
+
 def groups_of(k: int, group_size: int) -> int:
     """Number of groups in ``k`` columns."""
     return int(k > 0) if group_size == -1 else -(-k // group_size)
@@ -22,10 +32,10 @@ def groups_of(k: int, group_size: int) -> int:
 def shapes_of(bits: int, n: int, k: int, group_size: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the packed tensors."""
     panels, padded = -(-n // PANEL_ROWS), -(-k // PADDING) * PADDING
-    depth, lane_bytes = (32, 16) if bits == 8 else (64, 4 * bits)
+    lane_bytes = 16 if bits == 8 else 4 * bits
     parameters = (panels, groups_of(padded, min(group_size, max(padded, 1))), PANEL_ROWS)
     names = dict.fromkeys(("scale", "zero", "offset"), parameters)
-    return {"q": (panels, padded // depth, 32, lane_bytes), **names, "perm": (k,)}
+    return {"q": (panels, padded // depth_of(bits), 32, lane_bytes), **names, "perm": (k,)}
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -50,7 +60,7 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 def codes_of(packed: Tensor, bits: int) -> Tensor:
     """Inverse of `packed_codes`, including padding."""
     panels, tiles = packed.shape[:2]
-    rows, columns = panels * PANEL_ROWS, tiles * (32 if bits == 8 else 64)
+    rows, columns = panels * PANEL_ROWS, tiles * depth_of(bits)
     if bits == 8:
         in_order = packed.view(panels, tiles, 8, 4, 2, 2, 2, 2).permute(0, 6, 2, 1, 4, 5, 3, 7)
         return in_order.reshape(rows, columns)

@@ -11,7 +11,7 @@ from torch import Tensor
 from epiloq._torch.library import expect_tensors
 from epiloq.weights.packed.checks import BITS as BITS
 from epiloq.weights.packed.checks import SCALE_DTYPES as SCALE_DTYPES
-from epiloq.weights.packed.checks import check_integers, check_parameters, check_sizes, checked_perm, refuse
+from epiloq.weights.packed.checks import check_integers, check_parameters, check_sizes, checked_perm
 from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_layout import (
@@ -24,6 +24,7 @@ from epiloq.weights.packed_layout import (
     recoded,
     shapes_of,
 )
+from epiloq.weights.tensor_checks import refuse
 
 ZEROS = ("none", "zero", "offset")
 # Version of the byte order of ``q``, stored in files.
@@ -108,9 +109,9 @@ class PackedWeight(PackedTensors):
         of scales."""
         check_sizes(bits, group_size, "PackedWeight", n=n, k=k)
         if zeros not in ZEROS:
-            refuse("zeros", f"one of {', '.join(ZEROS)}", repr(zeros), "PackedWeight")
+            refuse("PackedWeight", "zeros", f"one of {', '.join(ZEROS)}", repr(zeros))
         if dtype not in SCALE_DTYPES:
-            refuse("dtype", "float16, bfloat16 or float32", dtype, "PackedWeight")
+            refuse("PackedWeight", "dtype", "float16, bfloat16 or float32", dtype)
         shapes = shapes_of(bits, n, k, group_size)
         dtypes = {"q": torch.uint8, "scale": dtype, "zero": torch.uint8, "offset": dtype}
         tensors = {
@@ -127,7 +128,7 @@ class PackedWeight(PackedTensors):
         """Raise ValueError unless each tensor is contiguous, with the shape, dtype and device that the sizes imply."""
         check_sizes(self.bits, self.group_size, "PackedWeight", n=self.n, k=self.k)
         if self.zero is not None and self.offset is not None:
-            refuse("offset", "None with zero", f"{self.offset.dtype} {list(self.offset.shape)}", "PackedWeight")
+            refuse("PackedWeight", "offset", "None with zero", f"{self.offset.dtype} {list(self.offset.shape)}")
         expected = shapes_of(self.bits, self.n, self.k, self.group_size)
         dtypes = {"q": (torch.uint8,), "scale": SCALE_DTYPES, "zero": (torch.uint8,), "perm": (torch.int64,)}
         dtypes["offset"] = (self.scale.dtype,)
@@ -135,9 +136,9 @@ class PackedWeight(PackedTensors):
             shape = list(expected[name])
             if list(tensor.shape) != shape or tensor.dtype not in dtypes[name] or tensor.device != self.device:
                 wanted = f"{' or '.join(map(str, dtypes[name]))} {shape} on {self.device}"
-                refuse(name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", "PackedWeight")
+                refuse("PackedWeight", name, wanted, f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}")
             if not tensor.is_contiguous():
-                refuse(name, "contiguous memory", f"strides {tensor.stride()}", "PackedWeight")
+                refuse("PackedWeight", name, "contiguous memory", f"strides {tensor.stride()}")
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``(q [N, K], scale [N, groups], zero or offset [N, groups] or None)``, with the values that were packed.
@@ -190,7 +191,7 @@ class PackedWeight(PackedTensors):
         except ValueError:
             q = None
         if q is None or too_high:
-            refuse("bits", "enough for the weight's integers and zero points", bits, "PackedWeight.in_bits")
+            refuse("PackedWeight.in_bits", "bits", "enough for the weight's integers and zero points", bits)
         return replace(self, q=q, bits=bits)
 
     def row_slice(self, first: int, last: int) -> PackedWeight:
@@ -270,4 +271,4 @@ def _number(name: str, text: str | None) -> int:
     try:
         return int(text or "")
     except ValueError:
-        return refuse(name, "a number", text, "PackedWeight")
+        return refuse("PackedWeight", name, "a number", text)

@@ -177,9 +177,7 @@ def routed_to_part(module: GatedExperts | Fp4Experts) -> nn.Module:
     return module
 
 
-def reason_against_graphs(
-    sizes: Sizes, bits: int, group_size: int, dtype: torch.dtype, capability: int, format: str = "int"
-) -> str | None:
+def reason_against_graphs(sizes: Sizes, bits: int, group_size: int, dtype: torch.dtype, capability: int) -> str | None:
     """Why a CUDA graph cannot record such packed experts; None if one kernel multiplies them all.
 
     Otherwise they are multiplied one after the other, and the host reads how many rows each has. `capability` is that
@@ -194,7 +192,6 @@ def reason_against_graphs(
             experts=sizes.experts,
             bits=bits,
             group_size=group_size,
-            format=format,
             dtype=str(dtype).removeprefix("torch."),
             arch=arch,
         )

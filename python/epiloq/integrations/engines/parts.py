@@ -44,7 +44,7 @@ class Part:
 
     def __post_init__(self) -> None:
         module, options = (None, {}) if self.group is None else (self.group.module, self.group.options)
-        self.rules = rules_of(module, options, self.in_features)
+        self.rules = rules_of(module, options)
 
     def take(self, name: str, tensor: Tensor, rows: tuple[int, int], device: torch.device) -> None:
         """Keep the part of one of the layer's tensors that belongs to these rows, as stored.

@@ -7,7 +7,7 @@ within a unit are extended to whole units; `Window` records the surplus.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal, TypeAlias
@@ -18,7 +18,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
 from epiloq.nn.base.scaled_input import SCALE
 from epiloq.weights.fp4 import FORMATS as FP4_FORMATS
-from epiloq.weights.packed_layout import PADDING, PANEL_ROWS
+from epiloq.weights.packed_layout import PADDING, PANEL_ROWS, depth_of
 
 Axis: TypeAlias = "tuple[Literal['rows', 'columns'], int] | None"
 """The axis of a tensor's dimension, and the rows or columns per index; None if all ranks need the whole dimension."""
@@ -26,6 +26,8 @@ Rules: TypeAlias = "Mapping[str, tuple[Axis, ...]]"
 
 _ROW: Axis = ("rows", 1)
 _WEIGHT: tuple[Axis, ...] = (_ROW, ("columns", 1))
+_STATIC: Rules = {"input_scale": (), "input_zero_point": ()}
+_SCALED: Rules = {SCALE: (("columns", 1),)}
 
 
 def _spanned(axis: Literal["rows", "columns"], size: int) -> Axis:
@@ -37,44 +39,66 @@ def _packed(options: Mapping[str, Any]) -> Rules:
     parameters = (rows, _spanned("columns", options["group_size"]), None)
     names = dict.fromkeys(("weight_scale", "weight_zero", "weight_offset"), parameters)
     return {
-        "weight_q": (rows, ("columns", 32 if options.get("bits") == 8 else 64), None, None),
+        "weight_q": (rows, ("columns", depth_of(options.get("bits", 4))), None, None),
         **names,
         "weight_perm": (),
+        **(_SCALED if options.get("scaled_input") else {}),
     }
 
 
-def _static(rules: Rules) -> Rules:
-    return {**rules, "input_scale": (), "input_zero_point": ()}
+def _fp8(options: Mapping[str, Any]) -> Rules:
+    return {"weight": _WEIGHT, "weight_scale": (_ROW,) if options["weight"] == "channel" else (), **_STATIC}
 
 
-def rules_of(module: str | None, options: Mapping[str, Any], columns: int) -> Rules:
-    """The axes of a layer's tensors, given its number of input features and the class of its module (None for a float
-    layer). Raises FormatError for an unsupported class.
-    """
-    if module is None:
-        return {"weight": _WEIGHT}
-    if module == "Int8Linear":
-        return _static({"weight": _WEIGHT, "weight_scale": (_ROW,)})
-    if module == "Fp8Linear":
-        return _static({"weight": _WEIGHT, "weight_scale": (_ROW,) if options["weight"] == "channel" else ()})
-    if module == "Fp8BlockLinear":
-        rows = options.get("rows", FP8_BLOCK)
-        return {"weight": _WEIGHT, "weight_scale_inv": (("rows", rows), ("columns", FP8_BLOCK))}
-    if module == "Fp8WeightOnlyLinear":
-        down, across = options["block"]
-        return {"weight": _WEIGHT, "weight_scale": (_spanned("rows", down), _spanned("columns", across))}
-    if module == "OnlineQuantLinear":
-        parameters: tuple[Axis, ...] = (_ROW, ("columns", options["group_size"]))
-        weight: tuple[Axis, ...] = (_ROW, ("columns", 8 // options["bits"]))
-        return {"weight": weight, "weight_scale": parameters, "weight_offset": parameters}
-    if module in ("WeightOnlyLinear", "W4A8Linear"):
-        scaled = {SCALE: (("columns", 1),)} if options.get("scaled_input") else {}
-        return {**_packed(options), **scaled}  # type: ignore[dict-item]
-    if module in ("Fp4Linear", "W4A8Fp4Linear"):
-        blocks: tuple[Axis, ...] = (_ROW, ("columns", FP4_FORMATS[options["format"]].block_size))
-        whole: Rules = {"weight_global_scale": (), "input_scale": (), SCALE: (("columns", 1),)}
-        return {"weight": (_ROW, ("columns", 2)), "weight_scale": blocks, **whole}
-    raise FormatError(f"{module}: expected a class of layer that serving engines run")
+def _fp8_blocks(options: Mapping[str, Any]) -> Rules:
+    return {"weight": _WEIGHT, "weight_scale_inv": (("rows", options.get("rows", FP8_BLOCK)), ("columns", FP8_BLOCK))}
+
+
+def _fp8_weight_only(options: Mapping[str, Any]) -> Rules:
+    down, across = options["block"]
+    return {"weight": _WEIGHT, "weight_scale": (_spanned("rows", down), _spanned("columns", across))}
+
+
+def _online(options: Mapping[str, Any]) -> Rules:
+    parameters: tuple[Axis, ...] = (_ROW, ("columns", options["group_size"]))
+    return {
+        "weight": (_ROW, ("columns", 8 // options["bits"])),
+        "weight_scale": parameters,
+        "weight_offset": parameters,
+    }
+
+
+def _fp4(options: Mapping[str, Any]) -> Rules:
+    blocks: tuple[Axis, ...] = (_ROW, ("columns", FP4_FORMATS[options["format"]].block_size))
+    return {
+        "weight": (_ROW, ("columns", 2)),
+        "weight_scale": blocks,
+        "weight_global_scale": (),
+        "input_scale": (),
+        **_SCALED,
+    }
+
+
+_RULES: Mapping[str | None, Callable[[Mapping[str, Any]], Rules]] = {
+    None: lambda options: {"weight": _WEIGHT},
+    "Int8Linear": lambda options: {"weight": _WEIGHT, "weight_scale": (_ROW,), **_STATIC},
+    "Fp8Linear": _fp8,
+    "Fp8BlockLinear": _fp8_blocks,
+    "Fp8WeightOnlyLinear": _fp8_weight_only,
+    "OnlineQuantLinear": _online,
+    "WeightOnlyLinear": _packed,
+    "W4A8Linear": _packed,
+    "Fp4Linear": _fp4,
+    "W4A8Fp4Linear": _fp4,
+}
+"""The axes of a layer's tensors from its options, by the class of its module; None for a float layer."""
+
+
+def rules_of(module: str | None, options: Mapping[str, Any]) -> Rules:
+    """The axes of a layer's tensors. Raises FormatError for an unsupported class."""
+    if module not in _RULES:
+        raise FormatError(f"{module}: expected a class of layer that serving engines run")
+    return _RULES[module](options)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import epiloq
 from epiloq.formats.layouts.base import order_of
 from epiloq.formats.layouts.words import period, unpack
 from epiloq.integrations.vllm.device import Answer, supported
+from epiloq.nn.base.packed_linear import has_kernel
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
 
 _TYPES = {
@@ -25,7 +26,6 @@ _TYPES = {
     scalar_types.uint8: (8, True),
 }
 """Bits, and whether there are zero points, for each of the engine's weight types."""
-_GROUPS_OF_KERNELS = (32, 64)
 
 
 class EpiloqMixedPrecisionLinearKernel(MPLinearKernel):
@@ -110,6 +110,6 @@ def _groups(c: Any, bits: int) -> Answer:
         return True, None
     if k % size:
         return False, f"epiloq expects whole groups of {size} in each part of the layer, got {k} inputs"
-    if current_platform.is_cuda() and size not in _GROUPS_OF_KERNELS and size % 128 and size != k:
-        return False, f"epiloq expects groups of 32, 64, multiples of 128 or whole rows, got {size}"
+    if current_platform.is_cuda() and not has_kernel(bits, k, size):
+        return False, f"epiloq expects groups of 32, 64, 128 times a power of two or whole rows, got {size}"
     return True, None

@@ -16,9 +16,9 @@ from epiloq.nn.base.scaled_input import SCALE
 from epiloq.nn.base.stored_tensors import expected
 from epiloq.ops.checks.problems import explain_problem
 from epiloq.weights.computed import FLOAT_DTYPES, check_bias
+from epiloq.weights.grid import Grid
 from epiloq.weights.packed.checks import check_sizes, checked_perm
 from epiloq.weights.packed_weight import PackedWeight, pack_weight
-from epiloq.weights.scales import scales_in, wide_enough
 
 _PARTS = ("q", "scale", "zero", "offset", "perm")
 # Stored tensors, in the order in which layers pass them.
@@ -117,14 +117,15 @@ class PackedLinear(FrozenLinear):
 
 
 @cache
-def _has_kernel(bits: int, in_features: int, group_size: int) -> bool:
+def has_kernel(bits: int, in_features: int, group_size: int) -> bool:
+    """Whether a GPU multiplies a weight's integers; otherwise each call dequantises it for a dense product."""
     sizes = {"m": 1, "n": 1, "k": in_features}
     return "dense" not in explain_problem("weight_only_mm", {**sizes, "bits": bits, "group_size": group_size})
 
 
 def few_bits_note(bits: int, in_features: int, group_size: int) -> str | None:
     """How a 2- or 3-bit weight runs on a GPU, for `inspect`; None if kernels support it, and for other bits."""
-    if bits >= 4 or _has_kernel(bits, in_features, group_size):
+    if bits >= 4 or has_kernel(bits, in_features, group_size):
         return None
     return f"on CUDA each call dequantises the weight: no kernel supports groups of {group_size}"
 
@@ -147,28 +148,15 @@ def packed_nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) 
 
 
 def nearest(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Round a weight to nearest: q ``[N, K]``, scale ``[N, groups]``, and zero points unless symmetric.
+    """Round a weight to nearest: q ``[N, K]``, scale ``[N, groups]`` in its dtype, and zero points unless symmetric.
 
-    Bit-identical to ``epiloq.quantize.Grid``, which depends on these layers and cannot be imported here.
+    The arithmetic is that of `epiloq.quantize.Grid`; scales of a weight that is too small for float16 are float32.
     """
+    grid = Grid(bits, group_size, symmetric, weight.dtype, widens=not weight.is_meta).suited(weight)
     n, k = weight.shape
-    length = k if group_size == -1 else group_size
+    length = grid.length(k)
     groups = -(-k // length)
-    padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)
-    # Padding with zeros is allowed, since ranges include zero. A symmetric grid has one more point below zero than
-    # above, so half a step is added on either side.
-    low, high = padded.amin(-1), padded.amax(-1)
-    span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
-    # The divisor is a tensor, because torch's CUDA kernels replace division by a number with a product.
-    dtype = weight.dtype
-    if not weight.is_meta:
-        largest = float(weight.abs().max()) * (2 if symmetric else 1) / ((1 << bits) - 1)
-        dtype = wide_enough(largest, dtype)
-    scale = scales_in(span / span.new_tensor((1 << bits) - 1), dtype)
-    step, lowest, most = scale.float(), -(1 << (bits - 1)) if symmetric else 0, (1 << bits) - 1
-    zero = None if symmetric else torch.round(-low.clamp(max=0) / step).nan_to_num_(0).clamp_(0, most)
-    q = torch.round(padded / step.unsqueeze(-1)).nan_to_num_(0)
-    if zero is not None:
-        q += zero.unsqueeze(-1)
-    q = q.clamp_(lowest, lowest + most).view(n, -1)[:, :k].to(torch.int8 if symmetric else torch.uint8)
-    return q, scale, None if zero is None else zero.to(torch.uint8)
+    padded = nn.functional.pad(weight.float(), (0, groups * length - k)).view(n, groups, length)  # ranges include 0
+    found = grid.parameters(padded.amin(-1), padded.amax(-1))
+    q = grid.round(padded, found.map(lambda values: values.unsqueeze(-1))).view(n, -1)[:, :k].to(grid.dtype)
+    return q, found.scale.to(grid.scale_dtype), None if found.shift is None else found.shift.to(torch.uint8)

@@ -23,12 +23,11 @@ _PROJECTIONS = ("gate_up_proj", "down_proj")
 class Fp4Experts(StoredTensors):
     """``sum_j w_j (act(x Wg_e^T + bg_e, x Wu_e^T + bu_e) Wd_e^T + bd_e)``, e = index_j, with MXFP4 weights.
 
-    Replaces transformers' ``GptOssExperts``, with the same interface: ``hidden_states`` ``[T, H]`` (float32, float16
-    or bfloat16), ``router_indices`` ``[T, top_k]`` and ``routing_weights`` ``[T, top_k]`` give ``[T, H]`` of the same
-    dtype. ``act(gate, up) = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)`` with ``g =
-    min(gate, limit)``. Rows are sorted by expert and multiplied by two `epiloq.packed_fp4_mm`, which on a GPU do not
-    read anything back to the host for up to 64 rows per expert on average. The experts' results are added in fp32, in
-    a fixed order.
+    Replaces transformers' ``GptOssExperts``, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
+    float16 or bfloat16), ``router_indices`` ``[T, top_k]`` and ``routing_weights`` ``[T, top_k]`` give ``[T, H]``
+    of the same dtype. ``act(gate, up) = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)`` with ``g = min(gate,
+    limit)``. Rows are sorted by expert and multiplied by two `epiloq.packed_fp4_mm`. The experts' results are added
+    in fp32, in a fixed order.
 
     Parameters without gradients, which form the state dict (E = experts, H = hidden, I = intermediate):
         gate_up_proj_q, gate_up_proj_scale  uint8, the tensors of an ``epiloq.PackedFp4Weight`` ``[2 E I, H]``: the

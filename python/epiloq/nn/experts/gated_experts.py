@@ -39,10 +39,10 @@ class GatedExperts(nn.Module):
     Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
     float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give
     ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and up in one
-    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU; limits of gates and ups are applied in
-    place before), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back to the host,
-    except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) for more than 64 rows per expert on average, where
-    experts are multiplied one by one. Raises ValueError for other shapes, and on a CPU for invalid expert indices.
+    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU; limits of gates and ups are applied
+    in place before), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back to
+    the host, except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) where `epiloq.grouped_packed_mm`
+    does so. Raises ValueError for other shapes, and on a CPU for invalid expert indices.
 
     The tensors of all experts are stored together, gate before up, in `gate_up` and `down`, and so they are in the
     state dict. Loading also accepts one matrix per expert, as returned by `file_state` and stored in checkpoints: the

@@ -14,7 +14,7 @@ from epiloq.nn.base.prepared_linear import check_choice, kernel_dtype
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS
 from epiloq.nn.experts.row_experts import ExpertRows, Experts, TokenQuantizedExperts
 from epiloq.weights.packed.checks import check_sizes
-from epiloq.weights.packed_layout import PANEL_ROWS, shapes_of
+from epiloq.weights.packed_layout import PANEL_ROWS, parameter_of, shapes_of
 from epiloq.weights.packed_weight import PackedWeight
 
 
@@ -100,7 +100,7 @@ class PackedExperts(PanelExperts):
             panel, place = row // PANEL_ROWS, row % PANEL_ROWS
             for name in ("weight_scale", "weight_offset"):
                 if self._parameters[name] is not None:
-                    self.get_parameter(name)[panel :: self._panels, :, place % 8 * 2 + place // 8] = 0
+                    self.get_parameter(name)[panel :: self._panels, :, parameter_of(place)] = 0
 
     def _value(self, parts: Any, rows: int) -> PackedWeight:
         q, scale, zero, offset = parts

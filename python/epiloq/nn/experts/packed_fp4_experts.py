@@ -25,7 +25,7 @@ from epiloq.weights.packed_fp4_weight import (
     unpacked_scales,
     without_codes_of_zeros,
 )
-from epiloq.weights.packed_layout import PANEL_ROWS
+from epiloq.weights.packed_layout import PANEL_ROWS, parameter_of
 
 _GLOBAL = "weight_global_scale"
 
@@ -129,7 +129,7 @@ class PackedFp4Experts(PanelExperts):
             # Two rows share the bytes of four lanes, one in each half of a byte.
             lanes, other = slice(place % 8 * 4, place % 8 * 4 + 4), 0xF0 if place < 8 else 0x0F
             self.weight_q[panel :: self._panels, :, lanes] &= other
-            self.weight_scale[panel :: self._panels, :, place % 8 * 2 + place // 8] = ONE[self.format]
+            self.weight_scale[panel :: self._panels, :, parameter_of(place)] = ONE[self.format]
 
     def _make(self) -> Any:
         """There is one global scale per expert if its matrices have the same one, otherwise one per matrix."""

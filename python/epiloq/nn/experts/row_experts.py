@@ -157,7 +157,7 @@ class Experts(PreparedLinear):
 
     @abstractmethod
     def _rows(self, first: int, last: int, *tensors: Any) -> Tensor:
-        """Product for one expert, whose weight and scales are the `tensors`."""
+        """Dequantised rows of one expert's weight, whose codes and scales are the `tensors`."""
 
     def _of_expert(self, parts: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
         """The tensors of one expert that kernels read."""
