@@ -182,6 +182,7 @@ def pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04\x95 never opened")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: damaged_shard(f).unlink(), r"model-0000\d-of-0000\d.safetensors: missing"),
     "truncated": (truncate, r"model-0000\d-of-0000\d.safetensors: [a-z_.0-9]+: damaged safetensors file"),
@@ -202,6 +203,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "fewer layers": (lambda f: sized(f, num_hidden_layers=1), r"model\.layers\.1\."),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: missing"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json: expected JSON"),
+    "config not fetched": (
+        lambda f: (f / "config.json").write_text(POINTER),
+        "config.json: .* a pointer of Git LFS: run",
+    ),
+    "shard not fetched": (lambda f: damaged_shard(f).write_text(POINTER), "safetensors: .* a pointer of Git LFS: run"),
 }
 
 

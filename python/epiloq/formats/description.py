@@ -83,6 +83,8 @@ class Description:
         How activations are quantised; None leaves them in floating point.
     scaled
         Whether inputs are multiplied by a vector of the files first.
+    powers_of_two
+        Whether the files describe scales of activations that are rounded up to powers of two.
     left
         How the files describe activations that stay in floating point, because no layer quantises them so; None if
         `inputs` says it.
@@ -98,6 +100,7 @@ class Description:
     ordered: bool = False
     inputs: Inputs | None = None
     scaled: bool = False
+    powers_of_two: bool = False
     left: Inputs | None = None
 
     def __post_init__(self) -> None:
@@ -228,6 +231,11 @@ class Description:
             )
         if self.layout == INT8_OF_BITSANDBYTES:
             return "activations stay in floating point, where bitsandbytes (LLM.int8) quantises them too"
+        if self.powers_of_two:
+            return (
+                "scales of activations are not rounded up to powers of two (scale_fmt ue8m0), which is closer to the "
+                "floating-point model"
+            )
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -55,7 +56,10 @@ def parse(found: Mapping[str, Any]) -> Rules:
     if scheme != "dynamic":
         raise FormatError(f"{_WHERE}: activation_scheme: expected dynamic with blocks, got {scheme!r}")
     inputs = Inputs("fp8", "group", group_size=sizes[1])
-    described = Description(BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs)
+    powers = found.get("scale_fmt") == "ue8m0"
+    described = Description(
+        BLOCKS, "fp8", strategy="block", block=(sizes[0], sizes[1]), inputs=inputs, powers_of_two=powers
+    )
     return _all_but(found, described, in_fp4)
 
 
@@ -78,7 +82,7 @@ def _all_but(found: Mapping[str, Any], described: Description, experts_in_fp4: b
     experts = described
     if experts_in_fp4:
         # With MXFP4 weights, activations are quantised as with FP8 weights, for kernels that multiply both.
-        experts = Description(EXPERTS, "fp4", 4, "group", 32, inputs=described.inputs)
+        experts = replace(described, layout=EXPERTS, kind="fp4", bits=4, strategy="group", group_size=32, block=None)
     left = [name for key in ("modules_to_not_convert", "ignored_layers") for name in names(found, key, _WHERE)]
 
     def rules(layer: Sequence[str], kind: type[nn.Module]) -> Description | None:

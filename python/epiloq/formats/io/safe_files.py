@@ -13,6 +13,7 @@ from typing import Any
 from epiloq.files import nearest_parent, why_in_no_folder, why_not_made, why_not_named
 from epiloq.formats.layouts.base import FormatError
 
+_POINTER = b"version https://git-lfs."
 LARGEST_JSON = 64 << 20
 """Bytes. The index of a model with a trillion parameters takes about 20 MB, a tokenizer with 260,000 tokens 35 MB."""
 
@@ -118,6 +119,14 @@ def check_folder(folder: Path) -> None:
                 raise FormatError(f"{entry}: expected at most {LARGEST_JSON:,} bytes of JSON, got {found.st_size:,}")
 
 
+def pointer(file: Path) -> str | None:
+    """What to do about a file that git left as a pointer to its content; None for other files."""
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) != _POINTER:
+            return None
+    return "expected the file itself, got a pointer of Git LFS: run 'git lfs pull' in its repository"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises FormatError, naming the file, for anything else."""
     size = check_regular(file).st_size
@@ -126,7 +135,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: expected JSON: {error}") from None
+        raise FormatError(f"{file}: {pointer(file) or f'expected JSON: {error}'}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{file}: expected a JSON object")
     return found

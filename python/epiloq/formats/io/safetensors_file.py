@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from epiloq.formats.io.safe_files import check_regular
+from epiloq.formats.io.safe_files import check_regular, pointer
 from epiloq.formats.layouts.base import FormatError
 
 METADATA = "__metadata__"
@@ -113,7 +113,8 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise FormatError(f"{file}: damaged safetensors file: its header does not fit {size} bytes")
+            damage = f"damaged safetensors file: its header does not fit {size} bytes"
+            raise FormatError(f"{file}: {pointer(file) or damage}")
         try:
             header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_without_twins)
         except (ValueError, RecursionError) as error:
