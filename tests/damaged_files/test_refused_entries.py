@@ -121,7 +121,7 @@ def test_refused(base: dict[str, Any], change: dict[str, Any], message: str) -> 
         (GPTQ, {"meta": {"quantizer": ["gptqmodel:5"]}, "damp_percent": 0.05, "adapter": None, "lm_head": False}),
         (AWQ, {"modules_to_not_convert": None, "backend": "autoawq"}),
         (ROUND, {"super_bits": None, "seqlen": 2048, "enable_torch_compile": False}),
-        (FP8, {"scale_fmt": "ue8m0", "dequantize": False, "modules_to_convert": None, "fmt": None}),
+        (FP8, {"scale_fmt": "float", "dequantize": False, "modules_to_convert": None, "fmt": None}),
         (GPTQ, {"checkpoint_format": "gptq", "format": "gptq", "desc_act": None}),
         (CT, {"moe_sparsity_config": {}, "transform_configuration_file": None}),
         (ROUND, {"act_data_type": None, "act_group_size": None, "act_sym": None, "act_dynamic": None}),
@@ -130,6 +130,15 @@ def test_refused(base: dict[str, Any], change: dict[str, Any], message: str) -> 
 def test_notes_change_nothing(base: dict[str, Any], change: dict[str, Any]) -> None:
     layer = ["model.layers.0.mlp.up_proj"]
     assert parse(base | change)(layer, nn.Linear) == parse(base)(layer, nn.Linear)
+
+
+def test_scales_of_activations_that_are_not_rounded_are_a_loss() -> None:
+    """DeepSeek-V3.1 asks for them with ``scale_fmt``."""
+    layer = ["model.layers.0.mlp.up_proj"]
+    usual, rounded = (parse(FP8 | {"scale_fmt": form})(layer, nn.Linear) for form in ("float", "ue8m0"))
+    assert usual is not None and usual.loss is None
+    assert rounded is not None and "not rounded up to powers of two" in str(rounded.loss)
+    assert rounded.module == usual.module
 
 
 def test_selection_by_name() -> None:
