@@ -15,7 +15,7 @@ struct Shape {
 
 // SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. FP8 tensor cores accumulate with fewer bits than FP32; partial sums are
 // promoted to FP32 at intervals unless fast_accum is set.
-struct MmaConfig {
+struct CutlassMmaConfig {
   Shape tile;
   Shape warp;
   int stages;
@@ -27,7 +27,7 @@ struct MmaConfig {
 // SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed: tile.m runs along
 // N and tile.n along M.
 enum class Schedule : std::uint8_t { kWarpSpecialized, kPingpong, kCooperative };
-struct WgmmaConfig {
+struct CutlassWgmmaConfig {
   Shape tile;
   int cluster_m, cluster_n;
   Schedule schedule;

@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90 CUTLASS 3.x GEMM: WgmmaConfig x operand types x epilogue. The only place where one is assembled.
+// SM90 CUTLASS 3.x GEMM: CutlassWgmmaConfig x operand types x epilogue. The only place where one is assembled.
 
 #include <tuple>
 #include <utility>
@@ -41,7 +41,7 @@ struct ScheduleTags<Schedule::kCooperative> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-template <WgmmaConfig kConfig, Inputs kInputs, class Epilogue>
+template <CutlassWgmmaConfig kConfig, Inputs kInputs, class Epilogue>
 struct Sm90Gemm {
   using Left = CutlassType<kConfig.swap ? kInputs.b : kInputs.a>;
   using Right = CutlassType<kConfig.swap ? kInputs.a : kInputs.b>;
