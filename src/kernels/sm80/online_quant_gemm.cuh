@@ -255,10 +255,7 @@ struct OnlineQuantGemm {
   static void launch(OnlineQuantGemmProblem const& p, int device, Stream stream) {
     auto* const kernel = online_quant_kernel<K>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, K::kSharedBytes, device);
     dim3 const grid((p.m + K::kTileM - 1) / K::kTileM, (p.n + K::kTileN - 1) / K::kTileN);
     cuda_check(launch_pdl(kernel, grid, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.online_quant_mm");
   }

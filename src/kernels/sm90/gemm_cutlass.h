@@ -109,11 +109,7 @@ struct Sm90Gemm {
 
   static void launch(Problem const& p, int device, Stream stream) {
     static PerDevice prepared;
-    prepared.once(device, [] {
-      cuda_check(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      Kernel::SharedStorageSize),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(&cutlass::device_kernel<Kernel>, Kernel::SharedStorageSize, device);
     constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the preceding kernel
     if (Adapter::run(params_of(p, device), stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
       throw CudaError("epiloq.scaled_mm: the launch of an SM90 kernel failed");

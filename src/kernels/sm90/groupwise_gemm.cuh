@@ -233,10 +233,7 @@ struct GroupwiseGemm {
     GroupwiseProblem const p = C::kTransposesD ? transposed(given) : given;
     auto* const kernel = groupwise_kernel<C>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, C::kSharedBytes, device);
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });

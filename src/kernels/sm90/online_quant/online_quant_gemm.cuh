@@ -113,10 +113,7 @@ struct OnlineQuantSm90Gemm {
   static void launch(OnlineQuantGemmProblem const& p, int device, Stream stream) {
     auto* const kernel = online_quant_sm90_kernel<T>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, T::kSharedBytes, device);
     thread_local ParamsCache<OnlineQuantGemmProblem, OnlineQuantSm90Params> cache;
     auto const& params =
         cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return OnlineQuantSm90Copies<T>::params_of(p); });

@@ -284,10 +284,7 @@ void launch_expert_wgmma(Problem const& p, int tiles, int, int device, Stream st
   int const shared_bytes = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(ExpertShared));
   params.stages = wo::stage_count(G::kConfig, params.stage, shared_bytes);
   static PerDevice prepared;
-  prepared.once(device, [shared_bytes] {
-    cuda_check(cudaFuncSetAttribute(&expert_kernel<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(&expert_kernel<G>, shared_bytes, device);
   int const blocks = std::min(tiles * params.row_tiles, device_properties(device).sm_count);
   cuda_check(launch_pdl_clusters(&expert_kernel<G>, dim3(blocks), dim3(1), C::kThreads,
                                  wo::kAtom + params.stages * params.stage.bytes, stream, params),

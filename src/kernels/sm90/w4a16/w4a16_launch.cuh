@@ -126,11 +126,7 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
                   int device, Stream stream, char const* launching) {
   static PerDevice prepared;
   int const shared_bytes = device_properties(device).shared_memory_per_block;
-  prepared.once(device, [kernel, shared_bytes] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    shared_bytes - barrier_bytes(C::kMostStages)),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(kernel, shared_bytes - barrier_bytes(C::kMostStages), device);
   int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
   int const bytes =
       std::max(pipeline_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
