@@ -12,21 +12,6 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Loads a float of another CTA's shared memory, at the offset it has in this CTA's.
-__device__ __forceinline__ float load_dsmem_float(float const* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %2;\n\tld.shared::cluster.f32 %1, [%0];"
-               : "+r"(address), "=f"(value)
-               : "r"(rank)
-               : "memory");
-  return value;
-#else
-  return *shared;
-#endif
-}
-
 template <class T>
 __device__ __forceinline__ T clamped(Problem const& p, float value) {
   return static_cast<T>(epiloq::clamped(value, p.lo, p.hi));

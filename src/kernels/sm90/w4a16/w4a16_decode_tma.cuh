@@ -91,8 +91,8 @@ struct DecodeMainloop {
         if (block % kVectorBlocks == 0) {
 #pragma unroll
           for (int s = 0; s < C::kOwnPanels; ++s) {
-            load_vector(words[s],
-                        stage + weights + s * panel_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
+            gemm::load_shared(
+                words[s], stage + weights + s * panel_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
           }
         }
         multiply_block(part, words, stage, block, zero);

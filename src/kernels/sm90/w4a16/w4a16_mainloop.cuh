@@ -84,8 +84,8 @@ struct WgmmaMainloop {
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int subtile) const {
     int const column = subtile % kSubtiles * kSubtileDepth;
     if (word_of(C::kBits, column) != 0) return;
-    load_vector(words,
-                stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
+    gemm::load_shared(
+        words, stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
   }
 
   __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int subtile,
@@ -114,7 +114,7 @@ struct WgmmaMainloop {
     Word low, high;
   };
   __device__ __forceinline__ Factor factor_of(Stage const& stage, int subtile) const {
-    Word const both = load_word(stage.scales + parameters_at(subtile) * 2);
+    Word const both = gemm::load_shared_bits(stage.scales + parameters_at(subtile) * 2);
     return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
   }
   static __device__ __forceinline__ void scale(Fragments& a, Factor const& factor) {
