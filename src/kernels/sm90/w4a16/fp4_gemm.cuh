@@ -46,9 +46,10 @@ struct Fp4Wgmma : Wgmma<T, 4, kGroups, kMGroups, kKGroups, 1, kTokens, true, Row
 
 template <class T, class F, int kGroups, int kMGroups, int kKGroups, int kTokens>
 struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
-    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>::Integers> {
+    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>::Integers,
+                    WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>> {
   using C = Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>;
-  using Base = WgmmaMainloop<typename C::Integers>;
+  using Base = WgmmaMainloop<typename C::Integers, WgmmaMainloop>;
   using Base::Base;
   using typename Base::Fragments;
   using typename Base::Stage;
@@ -72,7 +73,7 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
   }
 
   // A K step. Fragments are made while the tensor cores multiply earlier ones.
-  __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
+  __device__ __forceinline__ void multiply_step(Sums& sums, Stage const& stage) const {
     Fragments a[kBuffers];
     Word words[4], scales[kGroups];
     this->load(words, stage, 0);
@@ -91,24 +92,6 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
     this->fence(sums[0]);
   }
 
-  __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               int& next, gemm::DynamicPipelineState& state) const {
-#pragma unroll 1
-    for (; next < steps; next += kKGroups) {
-      gemm::mbarrier_wait(full + state.stage * 8, state.phase);
-      multiply(sums, this->stage_of(stages + state.stage * this->params.stage.bytes));
-      __syncwarp();
-      if (this->lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
-      state.advance(this->params.stages, kKGroups);
-    }
-    next -= steps;
-  }
-
-  __device__ __forceinline__ void store_directly(typename C::WorkTile const& work, Sums const& sums) const {
-    DirectRows<T> const rows(this->params.p, (work.first_panel + this->panel) * kPanelRows);
-#pragma unroll
-    for (int i = 0; i < Base::kSums; i += 4) store(this->params, rows, work.first_token + i * 2, sums[0] + i);
-  }
   static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
                                                float const* four) {
     float const* const factor = static_cast<FactorParams const&>(params).factor;
