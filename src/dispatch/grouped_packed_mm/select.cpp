@@ -22,8 +22,6 @@ constexpr int kStepsPerCta = 4;                                 // minimum numbe
 constexpr int kMostRows = std::numeric_limits<int>::max() / 2;  // that TMA addresses, of all experts
 constexpr int kMemoryBoundTokens = 16;                          // tiles of at most as many are limited by memory
 
-bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
-
 // Whether x's type represents each product of a code and its scale.
 bool is_exact(Format format, DType x) { return format == Format::kNvfp4 || x == DType::kBFloat16; }
 
@@ -55,7 +53,7 @@ int stage_bytes(Weight const& w, Format format, int tokens) {
 }
 
 bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
-  int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
+  int const stages = bits_of(format) == 8 ? c.stages8 : c.stages4;
   constexpr int kExpertWork = 256;  // besides the stages, at most
   return kExpertWork + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
 }
@@ -209,7 +207,7 @@ std::string describe(Choice const& choice) {
     return text.str();
   }
   if (choice.family == Family::kExperts) {
-    weight_only_mm::WgmmaConfig const c = expert_config(choice.row, choice.format == Format::kInt8Wide ? 8 : 4);
+    weight_only_mm::WgmmaConfig const c = expert_config(choice.row, bits_of(choice.format));
     text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to "
          << c.tokens << " tokens, " << choice.tiles << " tiles of tokens at most"
          << (c.rounds && !is_fp4(choice.format) ? ", weights rounded with their scales" : "");

@@ -47,22 +47,21 @@ struct ExpertTile {
 template <int kRow, class T_, Format kFormat>
 struct ExpertFormat {
   using T = T_;
-  static constexpr int kBits = kFormat == Format::kInt8Wide ? 8 : 4;
-  static constexpr int kGroups = kFormat == Format::kInt4Of64 ? 2 : kFormat == Format::kInt4Of32 ? 4 : 1;
+  static constexpr int kBits = bits_of(kFormat);
   static constexpr wo::WgmmaConfig kConfig = expert_config(kRow, kBits);
   template <int kTokens>
-  using Tile =
-      wo::Wgmma<T, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens, kConfig.rounds>;
+  using Tile = wo::Wgmma<T, kBits, groups_of(kFormat), kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens,
+                         kConfig.rounds>;
 };
 template <int kRow, class T_, Format kFormat>
-  requires(kFormat == Format::kMxfp4 || kFormat == Format::kNvfp4)
+  requires(is_fp4(kFormat))
 struct ExpertFormat<kRow, T_, kFormat> {
   using T = T_;
-  using Folded = FoldedOf<T, kFormat>;
-  static constexpr int kBits = 4;
+  static constexpr int kBits = bits_of(kFormat);
   static constexpr wo::WgmmaConfig kConfig = expert_config(kRow, kBits);
   template <int kTokens>
-  using Tile = wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.k_groups, kTokens>;
+  using Tile = wo::Fp4Wgmma<T, typename FoldedOf<T, kFormat>::Type, groups_of(kFormat), kConfig.m_groups,
+                            kConfig.k_groups, kTokens>;
 };
 template <int kRow, class T, Format kFormat>
 struct ExpertWgmma : ExpertFormat<kRow, T, kFormat> {

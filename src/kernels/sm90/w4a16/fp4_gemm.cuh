@@ -106,16 +106,14 @@ namespace epiloq::ops::grouped_packed_mm {
 namespace wo = weight_only_mm;
 
 template <class T, Format kFormat>
-struct FoldedOf;
+struct FoldedOf;  // the fragment of weights that are multiplied by their scales
 template <>
 struct FoldedOf<__nv_bfloat16, Format::kMxfp4> {
-  using Fragment = wo::Mxfp4FoldedFragment;
-  static constexpr int kGroups = 4;
+  using Type = wo::Mxfp4FoldedFragment;
 };
 template <class T>
 struct FoldedOf<T, Format::kNvfp4> {
-  using Fragment = wo::Nvfp4Fragment<T>;
-  static constexpr int kGroups = 8;
+  using Type = wo::Nvfp4Fragment<T>;
 };
 
 template <int kRow, DType kX, Format kFormat>
@@ -123,9 +121,8 @@ void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
   constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
   static_assert(kConfig.blocks == 1 && kConfig.rounds);
   using T = CudaType<kX>;
-  using Folded = FoldedOf<T, kFormat>;
-  using C =
-      wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.tokens>;
+  using C = wo::Fp4Wgmma<T, typename FoldedOf<T, kFormat>::Type, groups_of(kFormat), kConfig.m_groups, kConfig.k_groups,
+                         kConfig.tokens>;
   wo::Problem const& of = p.product;
   constexpr int kAligned = 8;  // elements
   // The stride of a single row does not matter, and may be anything.
