@@ -7,6 +7,7 @@
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/w4a16/config.h"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
@@ -44,11 +45,11 @@ __device__ __forceinline__ void store_rows(Problem const& p, int token, int row,
   }
 }
 
-// sums: [kTokens][kRows + 4] in shared memory, complete for this CTA. In a cluster each CTA stores some of the
+// sums: [kTokens][sum_stride(kRows)] in shared memory, complete for this CTA. In a cluster each CTA stores some of the
 // elements.
 template <class T, int kRows, int kTokens>
 __device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
-  constexpr int kStride = kRows + 4;
+  constexpr int kStride = sum_stride(kRows);
   int const threads = blockDim.x, elements = min(kTokens, p.m - first_token) * kRows;
   auto const for_each = [&](int first, int step, auto const& sum_of) {
     for (int i = first; i < elements; i += step) {

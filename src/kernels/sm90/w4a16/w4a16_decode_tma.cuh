@@ -22,7 +22,7 @@ struct Decode : TileCopies<kBits_, kGroups_, kPanelRows * kOwnPanels_ * kMGroups
   static constexpr int kWarps = kMGroups * kKGroups, kConsumerThreads = 32 * kWarps, kThreads = kConsumerThreads + 32;
   static constexpr int kResident = kResident_;
   static constexpr bool kReallocatesRegisters = false, kReducesInStages = false, kIsPersistent = false;
-  static constexpr int kSumStride = sum_stride(DecodeConfig{kMGroups, kKGroups, kOwnPanels, kTokens_, kResident});
+  static constexpr int kSumStride = sum_stride(Decode::kRows);
   static constexpr int kKGroupSums = kTokens_ * kSumStride;
 };
 

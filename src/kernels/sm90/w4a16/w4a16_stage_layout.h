@@ -81,8 +81,7 @@ constexpr int received_bytes(Config const& c, bool and_own) {
 }
 
 // Sums that replace the stages after the main loop: a K group's, [token][row]; those of all K groups; of all CTAs.
-constexpr int sum_stride(DecodeConfig const& c) { return c.rows() + 4; }
-constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * c.tokens * sum_stride(c) * 4; }
+constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * sum_bytes(c.rows(), c.tokens); }
 constexpr int sum_bytes(WgmmaConfig const& c) {
   return c.k_groups > 1         ? (c.k_groups - 1) * c.tokens * c.rows() * 4
          : reduces_in_stages(c) ? received_bytes(c, true)
