@@ -31,6 +31,9 @@ inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
 inline constexpr std::array kRows{Config{8, 4, 3, 4, 128}, Config{16, 4, 3, 4, 128}, Config{32, 4, 3, 3, 128},
                                   Config{64, 3, 2, 2, 64}};
 
+// Shared memory of a CTA before its stages, for what it multiplies.
+inline constexpr int kExpertWorkBytes = 256;
+
 // GEMV of one matrix of FP4 weights, for at most `tiles` tiles of kGemvTile tokens; see GemvConfig. Few rows per CTA by
 // many warps where there are few CTAs, small CTAs where there are many; many rows per warp spare reads of tokens, and
 // shared memory for them limits stages.
