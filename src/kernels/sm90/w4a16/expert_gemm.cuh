@@ -238,7 +238,7 @@ __global__ __launch_bounds__(TileOf<G>::kThreads, 1) void expert_kernel(__grid_c
   extern __shared__ unsigned char memory[];
   __shared__ ExpertShared shared;
   SharedAddress const start = shared_address(memory);
-  SharedAddress const stages = start + (wo::kAtom - start % wo::kAtom) % wo::kAtom;
+  SharedAddress const stages = start + wo::padding_to_atom(start);
   int const group = warp_uniform(threadIdx.x / C::kWarpgroupThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
   if (threadIdx.x == 0) {
     wo::prefetch_maps(params);

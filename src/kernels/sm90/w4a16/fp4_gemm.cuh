@@ -124,17 +124,8 @@ void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
   using C = wo::Fp4Wgmma<T, typename FoldedOf<T, kFormat>::Type, groups_of(kFormat), kConfig.m_groups, kConfig.k_groups,
                          kConfig.tokens>;
   wo::Problem const& of = p.product;
-  constexpr int kAligned = 8;  // elements
-  // The stride of a single row does not matter, and may be anything.
-  std::int64_t const stride_x = of.m > 1 ? of.stride_x : (of.weight.k + kAligned - 1) / kAligned * kAligned;
-  wo::MatrixReads const reads{wo::WeightReads::of(of.weight, C::kRows, C::kGroups),
-                              of.x,
-                              stride_x,
-                              of.weight.k,
-                              of.m,
-                              C::Tokens::kBytes,
-                              wo::TokenBoxes::of(of.m, C::kTokens)};
-  wo::FactorParams const params{wo::params_of<C>(kConfig, of, split, wo::cached_maps(reads, device), device), p.factor};
+  auto const& maps = wo::cached_maps(wo::MatrixReads::of<C>(of), device);
+  wo::FactorParams const params{wo::params_of<C>(kConfig, of, split, maps, device), p.factor};
   wo::launch_tiles<C>(&wo::wgmma_kernel<C>, kConfig, params, split, device, stream, "launching epiloq.packed_fp4_mm");
 }
 

@@ -227,7 +227,7 @@ __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__gri
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
-  unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
+  unsigned char* const stages = memory + padding_to_atom(shared_address(memory));
   SharedAddress const first_stage = shared_address(stages);
   int const warp = warp_uniform(threadIdx.x / 32);
   if (warp == C::kWarps) return run_producer<C>(params, shared, first_stage, 0);

@@ -23,6 +23,7 @@ inline constexpr int kAtom = 1024;       // alignment of swizzled data
 inline constexpr int kColumns = 64;      // of tokens, per line
 inline constexpr int kInstruction = 16;  // columns per mma instruction; of 8-bit tokens twice as many
 constexpr int instruction_depth(int token_bytes) { return 2 * kInstruction / token_bytes; }
+EPILOQ_HD constexpr std::uint32_t padding_to_atom(std::uint32_t address) { return (kAtom - address % kAtom) % kAtom; }
 // One stage is read while another is filled.
 inline constexpr int kFewestStages = 2;
 constexpr int most_stages(WgmmaConfig const&) { return 8; }
