@@ -73,9 +73,8 @@ gemm::GroupScales check_scale(Checker const& check, char const* argument, char c
     reach += std::max<std::int64_t>(scale.shape[i] - 1, 0) * scale.strides[i];
   }
   if (reach > kMaxSize) check.fail(argument, "expected at most 2^31 elements of memory, got a reach of ", reach);
-  constexpr int kShiftOf128 = 7;
   return {scale.as<float>(), static_cast<int>(scale.stride(row_dim)), static_cast<int>(scale.stride(k_dim)),
-          per_scale == 1 ? 0 : kShiftOf128};
+          per_scale == 1 ? gemm::GroupScales::kPerRow : gemm::GroupScales::kPerBlock};
 }
 
 // scale_a as a matrix: leading dimensions must equal a's, and collapse like them.

@@ -114,7 +114,7 @@ online::Work work_of(OnlineQuantMm const& call, Sizes const& sizes) {
   work.quantise.group = static_cast<int>(call.group_size);
   work.quantise.stride_x = sizes.x.stride;
   work.quantise.x = call.x.data;
-  gemm::BlockwiseProblem& p = work.gemm;
+  gemm::OnlineQuantGemmProblem& p = work.gemm;
   p.m = work.quantise.rows;
   p.n = static_cast<int>(sizes.n);
   p.k = work.quantise.padded_cols;

@@ -42,15 +42,18 @@ class DeviceGuard {
   int previous_ = kNothingToRestore;
 };
 
-// Runs a kernel's preparation once per device, as attributes belong to the current device. Two threads may both run it,
-// which is harmless.
+// What a kernel needs once per device, as attributes belong to the current device. Two threads may both do it, which is
+// harmless.
 class PerDevice {
  public:
-  template <class Prepare>
-  void once(int device, Prepare prepare) {
+  // Lets `kernel` be launched with up to `bytes` of dynamic shared memory on the current device, which is `device`.
+  template <class... Parameters>
+  void allow_shared(void (*kernel)(Parameters...), int bytes, int device) {
     std::uint64_t const bit = std::uint64_t{1} << device;
     if (done_.load(std::memory_order_acquire) & bit) return;
-    prepare();
+    cuda_check(
+        cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "asking for shared memory");
     done_.fetch_or(bit, std::memory_order_release);
   }
 

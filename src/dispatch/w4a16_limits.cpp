@@ -42,7 +42,7 @@ bool fits(WgmmaConfig const& c, WeightOnlyMmProblem const& p, Target const& t) {
 std::int64_t shared_bytes(TiledConfig const& c, WeightOnlyMmProblem const& p) {
   return std::max<std::int64_t>(
       c.stages(p.bits) * (c.warps * stage_bytes(p, c.rows() / c.warps) + c.tokens * kPadding * 2),
-      c.tokens * (c.rows() + 4) * 4);
+      sum_bytes(c.rows(), c.tokens));
 }
 
 char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {

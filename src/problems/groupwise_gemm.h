@@ -6,11 +6,13 @@
 
 namespace epiloq::gemm {
 
-// Scales of a matrix by row and by 128 of K; one scale per 2^shift rows (1 or 128).
+// Scales of a matrix by row and by 128 of K; one scale per 2^shift rows.
 struct GroupScales {
+  static constexpr int kPerRow = 0, kPerBlock = 7;  // shifts: one scale per row, or per 128 rows
+
   float const* ptr = nullptr;
   int stride_row = 0, stride_k = 0;  // the largest offset fits an int
-  int shift = 0;
+  int shift = kPerRow;
 
   friend bool operator==(GroupScales const&, GroupScales const&) = default;
 };

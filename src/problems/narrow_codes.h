@@ -49,13 +49,6 @@ EPILOQ_HD constexpr std::uint32_t pattern(int bits, std::uint32_t const* block, 
   return second_mask(bits, pair) == 0 ? first : first | (block[1] & second_mask(bits, pair));
 }
 
-// A 3-bit value of a half of the block's own word and of its byte.
-EPILOQ_HD constexpr int three_bits(int own, int byte, int pair) {
-  if (pair < 5) return own >> (3 * pair) & 7;
-  if (pair < 7) return byte >> (3 * (pair - 5)) & 7;
-  return own >> 15 | (byte >> 6) << 1;
-}
-
 // The block's words from a lane's.
 template <int kBits>
 EPILOQ_HD constexpr void take_block(std::uint32_t* block, std::uint32_t const* lane, int b) {

@@ -3,15 +3,15 @@
 #include <string>
 
 #include "epiloq/online_quant_mm.h"
+#include "problems/online_quant_gemm.h"
 #include "problems/quantizers/quantize_blockwise_int8.h"
-#include "problems/w4a8_gemm.h"
 
 namespace epiloq::ops::online_quant_mm {
 
 // Both halves of a call: the quantising kernel writes what the product reads.
 struct Work {
   quantize_blockwise_int8::Problem quantise;
-  gemm::BlockwiseProblem gemm;
+  gemm::OnlineQuantGemmProblem gemm;
   std::int32_t* products;  // staged only
   float* sums;             // staged only
 };

@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "epilogue/expr.h"
-#include "problems/narrow_codes.h"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -23,7 +22,6 @@ inline constexpr int kPadding = 128;   // K is padded to a multiple of this
 // Columns of a tile, and bytes per lane.
 EPILOQ_HD constexpr int depth(int bits) { return bits == 8 ? 32 : 64; }
 EPILOQ_HD constexpr int lane_bytes(int bits) { return bits == 8 ? 16 : 4 * bits; }
-EPILOQ_HD constexpr int lane_values(int bits) { return kPanelRows * depth(bits) / kLanes; }
 
 struct TileCoord {
   int row, column;  // within the tile
@@ -34,30 +32,13 @@ struct TileCoord {
 //         r = 0, 1 and 3 of r = 1, so that (word >> 4 p) & 0x000f000f is register p of the fragment.
 // 2 and 3 bits: value 16 b + 2 n + e is pair n of the block b, of whose two columns it is column e.
 EPILOQ_HD constexpr TileCoord tile_coord_of(int bits, int lane, int value) {
-  int row = 0, column = 0;
-  if (bits == 8) {
-    row = value / 2 % 2;
-    column = value / 8 * 16 + value / 4 % 2 * 8 + value % 2;
-  } else if (bits == 4) {
+  int row = value / 2 % 2, column = value / 8 * 16 + value / 4 % 2 * 8 + value % 2;
+  if (bits == 4) {
     int const byte = value / 2;
     row = value % 2;
     column = byte / 4 * 16 + byte % 2 * 8 + byte / 2 % 2;
-  } else {
-    row = value / 2 % 2;
-    column = value / 8 * 16 + value / 4 % 2 * 8 + value % 2;
   }
   return {lane / 4 + 8 * row, lane % 4 * 2 + column};
-}
-
-// The stored value i of a lane, counted from 0.
-EPILOQ_HD constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
-  if (bits == 8) return lane[i];
-  if (bits == 4) return lane[i / 2] >> (i % 2 * 4) & 15;
-  int const block = i / 16, pair = i % 16 / 2, byte = i % 2 * 2;  // of a word, whose half is the pair's column
-  auto const half_word = [&](int word) { return lane[4 * word + byte] | lane[4 * word + byte + 1] << 8; };
-  if (bits == 2) return half_word(block) >> (2 * pair) & 3;
-  int const own = half_word(block), shared = half_word(2) >> (8 * block) & 0xff;
-  return narrow::three_bits(own, shared, pair);
 }
 
 // Parameters of a panel and scale group: rows g and g + 8 are neighbours, as a lane needs them.

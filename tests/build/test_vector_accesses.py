@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not inside a check
 ACCESS = re.compile(
     r"cp_async(?:4|16)\(|bulk_load\(|tma_load(?:_multicast)?\(|tma_store\(|encode_tensor_map\(|tensor_map_of\("
     r"|row_tiles_of\(|copy_or_fill<|(?:ld|st)\.(?:global|shared)[\w.:]*\.v[24]|cp\.async[a-z.]*\.(?:shared|bulk)"
-    r"|\.load(?:_cached|_if)?\(|store_at_once\(|load_vector\("
+    r"|\.load(?:_cached|_if)?\(|store_at_once\("
     r"|reinterpret_cast<(?:u?int[24]|float[24]|u?char2|[A-Za-z_:]*(?:Vector|Chunk|Word|half2|bfloat162))(?: const)?\*>"
 )
 
@@ -38,6 +38,7 @@ IN_VECTORS = "`in_vectors`, `plan_rows` and `Aligned` of the quantisers leave ot
 FOUR = "One element of four bytes, which `Checker::tensor` requires to be aligned."
 
 ACCESSES = {
+    "common/online_quant_epilogue.cuh": (4, TESTED + " Out: `aligned`; sums: " + SHARED),
     "common/ptx/cluster.cuh": (1, WRAPPER),
     "common/ptx/cp_async.cuh": (6, WRAPPER),
     "common/ptx/shared_memory.cuh": (5, WRAPPER),
@@ -48,7 +49,6 @@ ACCESSES = {
         "Out, if K is a multiple of 8: refused by dequantize_fp4.cpp and weight_only_mm.cpp.",
     ),
     "common/w4a16/epilogue.cuh": (5, TESTED + " Four rows of out: `aligned`, `is_full`."),
-    "common/w4a8_epilogue.cuh": (4, TESTED + " Out: `aligned`; sums: " + SHARED),
     "conv2d/int8_epilogue.cuh": (2, TESTED + " `whole` is has_whole_runs of the output."),
     "conv2d/int8_producer.cuh": (
         6,
@@ -80,10 +80,12 @@ ACCESSES = {
     "quantize/normed_rows.cuh": (2, IN_VECTORS),
     "quantize/rms_norm.cu": (4, IN_VECTORS),
     "quantize/silu_and_mul.cu": (2, IN_VECTORS),
-    "sm75/w4a8_mainloop.cuh": (6, WORKSPACE),
+    "sm75/online_quant_mainloop.cuh": (6, WORKSPACE),
     "sm80/conv2d_w4a16_gemm.cuh": (1, "`has_chunks`: pointer and strides of x, else a dense convolution."),
     "sm80/gemm_skinny.cuh": (3, REFUSED),
     "sm80/groupwise_gemm.cuh": (2, REFUSED + " The other is an atomic."),
+    "sm80/online_quant_gemm.cuh": (3, SHARED),
+    "sm80/online_quant_mainloop.cuh": (1, WORKSPACE),
     "sm80/w4a16_gemm.cuh": (1, TOKENS),
     "sm80/w4a16_gemv.cuh": (5, TOKENS + " The sums: " + SHARED),
     "sm80/w4a16_gemv_fp4.cuh": (3, TOKENS),
@@ -96,8 +98,6 @@ ACCESSES = {
         5,
         PACKED + " Scales of a group are 16 bytes. The rest: " + SHARED,
     ),
-    "sm80/w4a8_gemm.cuh": (3, SHARED),
-    "sm80/w4a8_mainloop.cuh": (1, WORKSPACE),
     "sm90/conv2d_w4a16_gemm.cuh": (2, "`has_chunks` and `image_map_of`: pointer and strides of x."),
     "sm90/groupwise_epilogue.cuh": (
         12,
@@ -119,17 +119,16 @@ ACCESSES = {
         2,
         "`can_store_boxes`: pointer, stride and length of D's rows. From slots of a multiple of 128 bytes.",
     ),
+    "sm90/online_quant/online_quant_producer.cuh": (9, WORKSPACE + " Out: `stores_boxes`, else rows by threads."),
+    "sm90/online_quant/online_quant_store.cuh": (1, "`stores_boxes`: pointer, stride and N."),
     "sm90/w4a16/expert_gemm.cuh": (
         1,
         TOKENS + " Boxes of w4a16_launch.cuh's maps, in chunks of a multiple of 8 lines of 128 bytes.",
     ),
-    "sm90/w4a16/w4a16_decode_tma.cuh": (2, SHARED),
+    "sm90/w4a16/w4a16_decode_tma.cuh": (1, SHARED),
     "sm90/w4a16/w4a16_launch.cuh": (3, PACKED + " " + TOKENS + " A single row gets a stride that is a multiple of 8."),
-    "sm90/w4a16/w4a16_mainloop.cuh": (1, SHARED),
     "sm90/w4a16/w4a16_producer.cuh": (4, "Boxes of w4a16_launch.cuh's maps, to stages of a multiple of 128 bytes."),
-    "sm90/w4a16/w4a16_stage_loads.cuh": (3, SHARED),
-    "sm90/w4a8/w4a8_producer.cuh": (9, WORKSPACE + " Out: `stores_boxes`, else rows by threads."),
-    "sm90/w4a8/w4a8_store.cuh": (1, "`stores_boxes`: pointer, stride and N."),
+    "sm90/w4a16/w4a16_stage_loads.cuh": (1, SHARED),
 }
 
 # CUTLASS's GEMMs copy 16 bytes at a time too, of operands and of D, without a line that says so here.

@@ -56,7 +56,7 @@ void sweep(int n, int k, int m, cudaStream_t stream) {
     p.stride_a = k, p.stride_b = k, p.stride_d = n;
     p.a = a, p.b = weights + i * weight_bytes, p.d = d + i * std::size_t(m) * n;
     p.scale_a = {scale_a, 1, PER_ROW_SCALES ? 0 : padded_m, 0};
-    p.scale_b = PER_ROW_SCALES ? GroupScales{scale_b, 1, 0, 0} : GroupScales{scale_b, blocks_k, 1, 7};
+    p.scale_b = PER_ROW_SCALES ? GroupScales{scale_b, 1, 0} : GroupScales{scale_b, blocks_k, 1, GroupScales::kPerBlock};
     if (PER_ROW_SCALES) p.depth = k;
     problems.push_back(p);
   }

@@ -3,8 +3,8 @@
 #include "kernels/sm90/gemm_cutlass.h"
 
 using epiloq::gemm::Schedule;
-static constexpr epiloq::gemm::WgmmaConfig kTile{{TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N,
-                                                 Schedule::SCHEDULE,       SWAP,      FAST_ACCUM};
+static constexpr epiloq::gemm::CutlassWgmmaConfig kTile{{TILE_M, TILE_N, TILE_K}, CLUSTER_M, CLUSTER_N,
+                                                        Schedule::SCHEDULE,       SWAP,      FAST_ACCUM};
 static constexpr epiloq::gemm::Inputs kInputs{epiloq::DType::OPERAND, epiloq::DType::OPERAND};
 
 void NAME(epiloq::gemm::Problem const& problem, int device, epiloq::Stream stream) {

@@ -6,6 +6,7 @@
 
 #include "cpu/common/rows.h"
 #include "cpu/isa/vectors.h"
+#include "problems/narrow_codes.h"
 
 namespace epiloq::ops::weight_only_mm {
 namespace {

@@ -16,10 +16,7 @@ void launch_tiled(TiledProblem const& t, unsigned blocks, int split, int device,
   static_assert(T::kThreads == kTile.threads() && T::Mainloop::kAhead == kTile.ahead() && sizeof(conv2d::Window) == 16);
   auto* const kernel = tiled_kernel<T, kTile.pipeline_bytes()>;
   static PerDevice prepared;
-  prepared.once(device, [kernel] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTile.shared_bytes()),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(kernel, kTile.shared_bytes(), device);
   dim3 const grid(blocks, t.problem.shape.groups, split);
   cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, 1, split), T::kThreads, kTile.shared_bytes(), stream, t),
              "launching epiloq.conv2d_int8");

@@ -8,8 +8,9 @@
 #include "core/checks.h"
 #include "dispatch/wgmma_cycles.h"
 #include "epiloq/batch_invariant.h"
-#include "kernels/common/w4a16/config.h"
+#include "kernels/common/occupancy.h"
 #include "kernels/common/w4a16/split_k.h"
+#include "kernels/common/w4a16/stage_layout.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::grouped_packed_mm {
@@ -21,8 +22,6 @@ using weight_only_mm::Weight;
 constexpr int kStepsPerCta = 4;                                 // minimum number of K steps per CTA with split-K
 constexpr int kMostRows = std::numeric_limits<int>::max() / 2;  // that TMA addresses, of all experts
 constexpr int kMemoryBoundTokens = 16;                          // tiles of at most as many are limited by memory
-
-bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
 
 // Whether x's type represents each product of a code and its scale.
 bool is_exact(Format format, DType x) { return format == Format::kNvfp4 || x == DType::kBFloat16; }
@@ -41,23 +40,19 @@ int most_tiles(Problem const& p, int tokens) {
   return (m + std::min(p.experts, m) * (tokens - 1)) / tokens;
 }
 
-// Shared memory of a K step of one panel, with its scales and zero points; and of tokens.
-int panel_bytes(Weight const& w, Format format) {
-  int const groups = std::max(1, kPadding / w.group),
-            scale_bytes = is_fp4(format) ? 1 : static_cast<int>(size_of(w.scale_dtype));
-  return weight_only_mm::kPanelRows * (kPadding * w.bits / 8 + groups * (scale_bytes + (w.zero != nullptr)));
+// Shared memory of a K step: a warp's panels with their scales and zero points; and tokens.
+int panel_bytes(Weight const& w, Format format, int panels) {
+  int const scale_bytes = is_fp4(format) ? 1 : static_cast<int>(size_of(w.scale_dtype));
+  return weight_only_mm::StageLayout::of(w.bits, scale_bytes, w.zero != nullptr, panels, groups_of(format)).bytes;
 }
 int token_bytes(int tokens) { return tokens * kPadding * 2; }
 
-// Shared memory of one pipeline stage: two weight panels per warp, and the token tile.
-int stage_bytes(Weight const& w, Format format, int tokens) {
-  return kWarps * weight_only_mm::whole_lines(2 * panel_bytes(w, format)) + token_bytes(tokens);
-}
-
 bool fits(Problem const& p, Format format, Config const& c, Target const& target) {
-  int const stages = format == Format::kInt8Wide ? c.stages8 : c.stages4;
-  constexpr int kExpertWork = 256;  // besides the stages, at most
-  return kExpertWork + stages * stage_bytes(p.product.weight, format, c.tokens) <= target.shared_bytes;
+  int const stages = bits_of(format) == 8 ? c.stages8 : c.stages4;
+  constexpr int kWarpPanels = kTileRows / kWarps / weight_only_mm::kPanelRows;
+  int const stage = kWarps * panel_bytes(p.product.weight, format, kWarpPanels) + token_bytes(c.tokens);
+  int const sums = weight_only_mm::sum_bytes(kTileRows, c.tokens);
+  return kExpertWorkBytes + std::max(stages * stage, sums) <= target.shared_bytes;
 }
 
 Choice experts_of(Problem const& p, Format format, int row) {
@@ -80,14 +75,12 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
     // With split-K, each warp of a CTA has at least one K step.
     int const most = has_clusters(target) ? std::clamp(steps / c.warps, 1, kMaxCluster) : 1;
     int const split = std::clamp(room / ctas, 1, most);
-    int const stage = weight_only_mm::whole_lines(c.panels * panel_bytes(w, format)) + token_bytes(p.product.m);
+    int const stage = panel_bytes(w, format, c.panels) + token_bytes(p.product.m);
     int const bytes = weight_only_mm::gemv_received_bytes(p.product.m, c.rows(), split) + c.warps * c.stages * stage;
     if (bytes > target.shared_bytes) continue;
     last = Choice{format, row, 1, split, Family::kGemv};
-    // A CTA occupies kReserved bytes of shared memory in addition to its own; an SM has kReserved more than a CTA can
-    // use.
-    constexpr int kReserved = 1024;
-    if (ctas <= room && c.blocks * (bytes + kReserved) <= target.shared_bytes + kReserved) return last;
+    bool const are_resident = c.blocks * (bytes + kReservedPerCta) <= target.shared_bytes + kReservedPerCta;
+    if (ctas <= room && are_resident) return last;
   }
   return last;
 }
@@ -209,7 +202,7 @@ std::string describe(Choice const& choice) {
     return text.str();
   }
   if (choice.family == Family::kExperts) {
-    weight_only_mm::WgmmaConfig const c = expert_config(choice.row, choice.format == Format::kInt8Wide ? 8 : 4);
+    weight_only_mm::WgmmaConfig const c = expert_config(choice.row, bits_of(choice.format));
     text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to "
          << c.tokens << " tokens, " << choice.tiles << " tiles of tokens at most"
          << (c.rounds && !is_fp4(choice.format) ? ", weights rounded with their scales" : "");

@@ -74,7 +74,8 @@ void launch_mma_row(int row, gemm::GroupwiseProblem const& p, DType out, int dev
 }
 
 void launch_mma(int row, gemm::GroupwiseProblem const& p, DType element, DType out, int device, Stream stream) {
-  [[maybe_unused]] bool const per_row_scales = p.depth != gemm::kGroupDepth, columns = p.scale_b.shift == 0;
+  [[maybe_unused]] bool const per_row_scales = p.depth != gemm::kGroupDepth,
+                              columns = p.scale_b.shift == gemm::GroupScales::kPerRow;
 #if EPILOQ_HAS_SM80
   if (element == DType::kInt8) return launch_mma_row<Scales::kPerRowScales, DType::kInt8>(row, p, out, device, stream);
 #endif

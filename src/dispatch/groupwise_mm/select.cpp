@@ -117,11 +117,11 @@ Tile const* tile_of(Choice const& choice) {
 
 // mma.sync has a tile for small M or N, and one for large.
 int mma_row(GroupwiseMmProblem const& p) {
-  BlockwiseConfig const& small = kMmaTiles[0];
+  WarpTileConfig const& small = kMmaTiles[0];
   return p.m <= std::int64_t{p.experts} * small.tile_m() || p.n <= small.tile_n() ? 0 : 1;
 }
 
-std::string describe(BlockwiseConfig const& c) {
+std::string describe(WarpTileConfig const& c) {
   std::ostringstream text;
   text << "mma.sync " << c.tile_m() << 'x' << c.tile_n() << "x128 warp " << c.warp_m << 'x' << c.warp_n << " stages "
        << c.stages;

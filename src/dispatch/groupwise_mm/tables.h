@@ -9,8 +9,8 @@
 
 namespace epiloq::ops::groupwise_mm {
 
-using gemm::BlockwiseConfig;
 using gemm::GroupwiseConfig;
+using gemm::WarpTileConfig;
 
 // A CTA tile and its cost on an H200, with every SM computing one tile; only ratios matter.
 //
@@ -111,8 +111,8 @@ constexpr GroupwiseConfig row_tile(int row) {
 // int8 on SM80, FP8 on SM89 and newer: warp tile, warps, K groups, stages. One tile for few rows per expert and one for
 // many; not tuned on such a card.
 inline constexpr std::array kMmaTiles{
-    BlockwiseConfig{32, 32, 2, 2, 1, 3},
-    BlockwiseConfig{32, 32, 4, 2, 1, 3},
+    WarpTileConfig{32, 32, 2, 2, 1, 3},
+    WarpTileConfig{32, 32, 4, 2, 1, 3},
 };
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -20,7 +20,7 @@ namespace {
 struct Sm75 {
   static constexpr std::size_t kRows = kSm75Tiles.size();
   template <int kRow, int kGroup, int kBits>
-  static constexpr gemm::BlockwiseLaunch launch() {
+  static constexpr gemm::OnlineQuantGemmLaunch launch() {
     if constexpr (EPILOQ_HAS_SM75) return &launch_sm75<kRow, kGroup, kBits>;
     return nullptr;
   }
@@ -28,7 +28,7 @@ struct Sm75 {
 struct Sm80 {
   static constexpr std::size_t kRows = kTiles.size();
   template <int kRow, int kGroup, int kBits>
-  static constexpr gemm::BlockwiseLaunch launch() {
+  static constexpr gemm::OnlineQuantGemmLaunch launch() {
     if constexpr (EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90) return &launch_sm80<kRow, kGroup, kBits>;
     return nullptr;
   }
@@ -36,15 +36,15 @@ struct Sm80 {
 struct Sm90 {
   static constexpr std::size_t kRows = kSm90Tokens.size();
   template <int kRow, int kGroup, int kBits>
-  static constexpr gemm::BlockwiseLaunch launch() {
+  static constexpr gemm::OnlineQuantGemmLaunch launch() {
     if constexpr (EPILOQ_HAS_SM90 && kGroup == kSm90Group) return &launch_sm90<kRow, kBits>;
     return nullptr;
   }
 };
 
 template <class F, std::size_t... kRows>
-gemm::BlockwiseLaunch kernel_of(int row, OnlineQuantProblem const& p, std::index_sequence<kRows...>) {
-  static constexpr gemm::BlockwiseLaunch kTable[][kGroups.size()][2] = {
+gemm::OnlineQuantGemmLaunch kernel_of(int row, OnlineQuantProblem const& p, std::index_sequence<kRows...>) {
+  static constexpr gemm::OnlineQuantGemmLaunch kTable[][kGroups.size()][2] = {
       {{F::template launch<kRows, 32, 4>(), F::template launch<kRows, 32, 8>()},
        {F::template launch<kRows, 64, 4>(), F::template launch<kRows, 64, 8>()},
        {F::template launch<kRows, 128, 4>(), F::template launch<kRows, 128, 8>()}}...};
@@ -52,13 +52,13 @@ gemm::BlockwiseLaunch kernel_of(int row, OnlineQuantProblem const& p, std::index
 }
 
 template <class F>
-gemm::BlockwiseLaunch kernel_of(int row, OnlineQuantProblem const& p) {
-  gemm::BlockwiseLaunch const kernel = kernel_of<F>(row, p, std::make_index_sequence<F::kRows>{});
+gemm::OnlineQuantGemmLaunch kernel_of(int row, OnlineQuantProblem const& p) {
+  gemm::OnlineQuantGemmLaunch const kernel = kernel_of<F>(row, p, std::make_index_sequence<F::kRows>{});
   if (kernel == nullptr) throw Unsupported("epiloq.online_quant_mm: this build lacks the kernel; see EPILOQ_ARCHS");
   return kernel;
 }
 
-gemm::BlockwiseLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& problem) {
+gemm::OnlineQuantGemmLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& problem) {
   switch (choice.family) {
     case Family::kSm75:
       return kernel_of<Sm75>(choice.row, problem);
@@ -75,7 +75,7 @@ gemm::BlockwiseLaunch kernel_of(Choice const& choice, OnlineQuantProblem const& 
 }  // namespace
 
 void launch(Choice const& choice, OnlineQuantProblem const& problem, Work const& work, int device, Stream stream) {
-  gemm::BlockwiseLaunch const kernel = kernel_of(choice, problem);
+  gemm::OnlineQuantGemmLaunch const kernel = kernel_of(choice, problem);
   DeviceGuard const guard(device);
   quantize_blockwise_int8::launch(work.quantise, work.gemm.dtype, device, stream);
   if (kernel == nullptr) return launch_staged(work, device, stream);

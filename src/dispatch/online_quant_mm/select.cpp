@@ -28,7 +28,7 @@ constexpr bool complete(Tiles const& tiles, Rules const& rules) {
 static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
 
 // Consumer cards of SM86 and SM89 have 99 KiB of shared memory per CTA, those of SM75 64 KiB.
-constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
+constexpr int most_shared_bytes(WarpTileConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
 static_assert(most_shared_bytes(kTiles[kRules.back().tile]) <= 99 * 1024);
 static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most_shared_bytes(tile) <= 64 * 1024; }));
 
@@ -83,7 +83,7 @@ struct MmaCost {
 };
 
 MmaCost mma_cost(int row, OnlineQuantProblem const& p, Target const& t) {
-  BlockwiseConfig const& c = kTiles[row];
+  WarpTileConfig const& c = kTiles[row];
   MmaTime const& time = kMmaTimes[row];
   bool const is8 = p.bits == 8;
   int const own_bytes = c.shared_bytes(static_cast<int>(p.group_size), p.bits);
@@ -310,7 +310,7 @@ std::string describe(Choice const& choice, OnlineQuantProblem const& p) {
     return text.str();
   }
   bool const sm75 = choice.family == Family::kSm75;
-  BlockwiseConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
+  WarpTileConfig const& c = sm75 ? kSm75Tiles[choice.row] : kTiles[choice.row];
   text << (sm75 ? "sm75" : "sm80") << " mma.sync" << operands.str() << c.tile_m() << 'x' << c.tile_n() << "x128 warp "
        << c.warp_m << 'x' << c.warp_n << " K groups " << c.k_groups << " stages " << c.stages;
   return text.str();

@@ -10,7 +10,7 @@
 
 namespace epiloq::ops::online_quant_mm {
 
-using gemm::BlockwiseConfig;
+using gemm::WarpTileConfig;
 
 inline constexpr std::array kGroups{32, 64, 128};
 
@@ -24,14 +24,14 @@ inline constexpr int kAny = INT_MAX;
 
 // SM80: warp tile (tokens, weight rows), warps along each, K groups, stages. Not tuned on SM80.
 inline constexpr std::array kTiles{
-    BlockwiseConfig{16, 16, 1, 1, 4, 4},  // 0: small M: warps stream weights on their own
-    BlockwiseConfig{16, 32, 1, 1, 4, 4},  // 1
-    BlockwiseConfig{32, 32, 1, 1, 4, 3},  // 2
-    BlockwiseConfig{32, 32, 2, 1, 2, 4},  // 3
-    BlockwiseConfig{32, 64, 2, 1, 2, 3},  // 4
-    BlockwiseConfig{64, 32, 1, 4, 1, 4},  // 5
-    BlockwiseConfig{64, 32, 2, 4, 1, 4},  // 6
-    BlockwiseConfig{32, 32, 2, 2, 1, 4},  // 7: fits every card
+    WarpTileConfig{16, 16, 1, 1, 4, 4},  // 0: small M: warps stream weights on their own
+    WarpTileConfig{16, 32, 1, 1, 4, 4},  // 1
+    WarpTileConfig{32, 32, 1, 1, 4, 3},  // 2
+    WarpTileConfig{32, 32, 2, 1, 2, 4},  // 3
+    WarpTileConfig{32, 64, 2, 1, 2, 3},  // 4
+    WarpTileConfig{64, 32, 1, 4, 1, 4},  // 5
+    WarpTileConfig{64, 32, 2, 4, 1, 4},  // 6
+    WarpTileConfig{32, 32, 2, 2, 1, 4},  // 7: fits every card
 };
 inline constexpr std::array kRules{
     Rule{8, 8192, 0},   Rule{16, 2560, 0},  Rule{16, kAny, 1},   Rule{32, kAny, 2},
@@ -39,14 +39,14 @@ inline constexpr std::array kRules{
     Rule{256, 8192, 5}, Rule{512, 2560, 5}, Rule{kAny, kAny, 6}, Rule{kAny, kAny, 7},
 };
 
-// SM75: one stage in shared memory (sm75/w4a8_mainloop.cuh). Not tuned on SM75.
+// SM75: one stage in shared memory (sm75/online_quant_mainloop.cuh). Not tuned on SM75.
 inline constexpr std::array kSm75Tiles{
-    BlockwiseConfig{16, 16, 1, 1, 4, 1},  // 0: small M: warps stream weights on their own
-    BlockwiseConfig{16, 32, 1, 1, 4, 1},  // 1
-    BlockwiseConfig{32, 32, 1, 1, 4, 1},  // 2
-    BlockwiseConfig{32, 32, 2, 1, 2, 1},  // 3
-    BlockwiseConfig{32, 32, 2, 2, 1, 1},  // 4: up to three blocks an SM
-    BlockwiseConfig{32, 48, 2, 2, 1, 1},  // 5: two, which read fewer bytes a product
+    WarpTileConfig{16, 16, 1, 1, 4, 1},  // 0: small M: warps stream weights on their own
+    WarpTileConfig{16, 32, 1, 1, 4, 1},  // 1
+    WarpTileConfig{32, 32, 1, 1, 4, 1},  // 2
+    WarpTileConfig{32, 32, 2, 1, 2, 1},  // 3
+    WarpTileConfig{32, 32, 2, 2, 1, 1},  // 4: up to three blocks an SM
+    WarpTileConfig{32, 48, 2, 2, 1, 1},  // 5: two, which read fewer bytes a product
 };
 inline constexpr std::array kSm75Rules{
     Rule{16, 2560, 0}, Rule{16, kAny, 1}, Rule{32, kAny, 2}, Rule{64, kAny, 3}, Rule{256, 2560, 4}, Rule{kAny, kAny, 5},

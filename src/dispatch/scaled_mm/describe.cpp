@@ -10,7 +10,7 @@ namespace {
 
 char const* const kScheduleNames[] = {"warp-specialised", "pingpong", "cooperative"};
 
-std::string describe(MmaConfig const& c, char const* arch) {
+std::string describe(CutlassMmaConfig const& c, char const* arch) {
   std::ostringstream text;
   text << arch << " mma.sync " << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " warp " << c.warp.m << 'x'
        << c.warp.n << 'x' << c.warp.k << " stages " << c.stages;
@@ -18,7 +18,7 @@ std::string describe(MmaConfig const& c, char const* arch) {
   return text.str();
 }
 
-std::string describe(WgmmaConfig const& c) {
+std::string describe(CutlassWgmmaConfig const& c) {
   std::ostringstream text;
   text << "sm90 wgmma " << (c.swap ? "swap " : "") << c.tile.m << 'x' << c.tile.n << 'x' << c.tile.k << " cluster "
        << c.cluster_m << 'x' << c.cluster_n << ' ' << kScheduleNames[static_cast<int>(c.schedule)];

@@ -105,7 +105,7 @@ constexpr auto kAlwaysFits = [](int) { return true; };
 template <class Tiles, class LargeM>
 constexpr bool all_as_their_rows(Tiles const& tiles, LargeM const& large_m_tiles) {
   return std::ranges::all_of(large_m_tiles, [&](LargeMTile const& large) {
-    WgmmaConfig const& c = tiles[large.tile];
+    CutlassWgmmaConfig const& c = tiles[large.tile];
     return large.tokens == (c.swap ? c.tile.n : c.tile.m) && large.weights == (c.swap ? c.tile.m : c.tile.n);
   });
 }
@@ -179,7 +179,7 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
   constexpr double kUs = 1e-3;
   bool const is_int8 = p.a == DType::kInt8;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-    WgmmaConfig const& c = tiles[row];
+    CutlassWgmmaConfig const& c = tiles[row];
     int const tokens = c.swap ? c.tile.n : c.tile.m;
     if ((c.fast_accum && !p.fast_accum) || tokens > 2 * std::max<std::int64_t>(p.m, 32)) continue;
     LargeMTile const* const large = large_m_tile({family, row});

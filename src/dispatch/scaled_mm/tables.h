@@ -9,23 +9,23 @@
 
 namespace epiloq::ops::scaled_mm {
 
-using gemm::MmaConfig;
+using gemm::CutlassMmaConfig;
+using gemm::CutlassWgmmaConfig;
 using gemm::Schedule;
 using gemm::SkinnyConfig;
-using gemm::WgmmaConfig;
 
 // SM75: tile, warp tile, stages. Correct on an H200; not tuned on a Turing card.
 inline constexpr std::array kSm75Tiles{
-    MmaConfig{{32, 128, 64}, {32, 64, 64}, 2},
-    MmaConfig{{64, 128, 64}, {64, 64, 64}, 2},
-    MmaConfig{{128, 128, 64}, {64, 64, 64}, 2},
+    CutlassMmaConfig{{32, 128, 64}, {32, 64, 64}, 2},
+    CutlassMmaConfig{{64, 128, 64}, {64, 64, 64}, 2},
+    CutlassMmaConfig{{128, 128, 64}, {64, 64, 64}, 2},
 };
 
 // SM80: tile, warp tile, stages. Tuned on an H200.
 inline constexpr std::array kSm80Tiles{
-    MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},  MmaConfig{{64, 64, 128}, {32, 64, 64}, 5},
-    MmaConfig{{64, 128, 128}, {64, 64, 64}, 3}, MmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
-    MmaConfig{{128, 256, 64}, {64, 64, 64}, 3},
+    CutlassMmaConfig{{32, 64, 128}, {32, 64, 64}, 5},  CutlassMmaConfig{{64, 64, 128}, {32, 64, 64}, 5},
+    CutlassMmaConfig{{64, 128, 128}, {64, 64, 64}, 3}, CutlassMmaConfig{{128, 128, 64}, {64, 64, 64}, 5},
+    CutlassMmaConfig{{128, 256, 64}, {64, 64, 64}, 3},
 };
 // Rows compiled for int8 outputs, on SM80 and newer.
 inline constexpr int kInt8OutFirst = 1, kInt8OutRows = 3;
@@ -39,9 +39,9 @@ inline constexpr std::array kSkinnyTiles{
 // SM89 FP8: tile, warp tile, stages, fast accumulation. Accurate accumulation needs twice the registers, so smaller
 // warp tiles. Correct on an H200; not tuned on an Ada card.
 inline constexpr std::array kSm89Tiles{
-    MmaConfig{{64, 128, 128}, {32, 64, 64}, 3},       MmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
-    MmaConfig{{128, 128, 64}, {64, 32, 64}, 4},       MmaConfig{{64, 64, 128}, {32, 64, 64}, 4, true},
-    MmaConfig{{64, 128, 128}, {64, 64, 64}, 3, true}, MmaConfig{{128, 128, 64}, {64, 64, 64}, 5, true},
+    CutlassMmaConfig{{64, 128, 128}, {32, 64, 64}, 3},       CutlassMmaConfig{{32, 64, 128}, {32, 64, 64}, 5},
+    CutlassMmaConfig{{128, 128, 64}, {64, 32, 64}, 4},       CutlassMmaConfig{{64, 64, 128}, {32, 64, 64}, 4, true},
+    CutlassMmaConfig{{64, 128, 128}, {64, 64, 64}, 3, true}, CutlassMmaConfig{{128, 128, 64}, {64, 64, 64}, 5, true},
 };
 inline constexpr int kE5M2Row = 0;  // of each FP8 table: compiled for e5m2 operands on either side
 
@@ -51,23 +51,23 @@ inline constexpr auto kW = Schedule::kWarpSpecialized;
 inline constexpr auto kP = Schedule::kPingpong;
 inline constexpr auto kC = Schedule::kCooperative;
 inline constexpr std::array kSm90Tiles{
-    WgmmaConfig{{64, 32, 512}, 1, 1, kW, true},    // 0
-    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},   // 1
-    WgmmaConfig{{64, 128, 128}, 2, 1, kP, false},  // 2
-    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true},  // 3
-    WgmmaConfig{{256, 128, 128}, 2, 1, kC, true},  // 4
+    CutlassWgmmaConfig{{64, 32, 512}, 1, 1, kW, true},    // 0
+    CutlassWgmmaConfig{{64, 64, 256}, 1, 1, kW, false},   // 1
+    CutlassWgmmaConfig{{64, 128, 128}, 2, 1, kP, false},  // 2
+    CutlassWgmmaConfig{{128, 128, 128}, 2, 1, kP, true},  // 3
+    CutlassWgmmaConfig{{256, 128, 128}, 2, 1, kC, true},  // 4
 };
 
 // SM90 FP8, as above. Accurate accumulation of a single product uses groupwise_mm's kernel, which promotes while it
 // multiplies; fast accumulation may, too.
 inline constexpr std::array kSm90Float8Tiles{
-    WgmmaConfig{{128, 128, 128}, 1, 1, kC, true},         // 0
-    WgmmaConfig{{256, 128, 128}, 1, 2, kC, false, true},  // 1
-    WgmmaConfig{{64, 32, 256}, 1, 1, kW, false},          // 2
-    WgmmaConfig{{64, 64, 256}, 1, 1, kW, false},          // 3
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false},        // 4
-    WgmmaConfig{{128, 128, 128}, 2, 1, kP, true, true},   // 5
-    WgmmaConfig{{128, 192, 128}, 2, 1, kC, false, true},  // 6
+    CutlassWgmmaConfig{{128, 128, 128}, 1, 1, kC, true},         // 0
+    CutlassWgmmaConfig{{256, 128, 128}, 1, 2, kC, false, true},  // 1
+    CutlassWgmmaConfig{{64, 32, 256}, 1, 1, kW, false},          // 2
+    CutlassWgmmaConfig{{64, 64, 256}, 1, 1, kW, false},          // 3
+    CutlassWgmmaConfig{{128, 192, 128}, 2, 1, kC, false},        // 4
+    CutlassWgmmaConfig{{128, 128, 128}, 2, 1, kP, true, true},   // 5
+    CutlassWgmmaConfig{{128, 192, 128}, 2, 1, kC, false, true},  // 6
 };
 
 }  // namespace epiloq::ops::scaled_mm

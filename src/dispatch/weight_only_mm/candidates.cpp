@@ -95,7 +95,7 @@ std::int64_t gemv_bytes(GemvConfig const& c, WeightOnlyMmProblem const& p, int s
   int const received = gemv_received_bytes(static_cast<int>(p.m), rows, split);
   std::int64_t const stage = stage_bytes(p, rows) + p.m * kPadding * 2;
   std::int64_t const pipeline = c.stages * stage + (c.integer ? p.m * kIntegerBytes : 0);
-  return received + c.warps * std::max<std::int64_t>(pipeline, c.tokens() * (rows + 4) * 4);
+  return received + c.warps * std::max<std::int64_t>(pipeline, sum_bytes(rows, c.tokens()));
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -15,7 +15,7 @@ struct Shape {
 
 // SM75, SM80 and SM89: CUTLASS 2.x, mma.sync. FP8 tensor cores accumulate with fewer bits than FP32; partial sums are
 // promoted to FP32 at intervals unless fast_accum is set.
-struct MmaConfig {
+struct CutlassMmaConfig {
   Shape tile;
   Shape warp;
   int stages;
@@ -27,7 +27,7 @@ struct MmaConfig {
 // SM90: CUTLASS 3.x, TMA and wgmma. With swap the weights are the first operand and D^T is computed: tile.m runs along
 // N and tile.n along M.
 enum class Schedule : std::uint8_t { kWarpSpecialized, kPingpong, kCooperative };
-struct WgmmaConfig {
+struct CutlassWgmmaConfig {
   Shape tile;
   int cluster_m, cluster_n;
   Schedule schedule;
@@ -56,8 +56,8 @@ struct SkinnyConfig {
   int unroll;  // steps of 64 bytes of K in flight per warp
 };
 
-// SM75 and SM80, W4A8/W8A8 with quantisation blocks (sm80/w4a8_gemm.cuh).
-struct BlockwiseConfig {
+// SM75 and SM80 with mma.sync: online_quant_mm (sm80/online_quant_gemm.cuh), and SM80 groupwise_mm.
+struct WarpTileConfig {
   int warp_m, warp_n;    // warp tile, multiples of 16
   int warps_m, warps_n;  // warps of a K group
   int k_groups;          // groups of warps that split K
@@ -65,7 +65,7 @@ struct BlockwiseConfig {
 
   constexpr int tile_m() const { return warp_m * warps_m; }
   constexpr int tile_n() const { return warp_n * warps_n; }
-  // Stages with their parameters, or at the end the FP32 sums of every K group.
+  // Of online_quant_mm: stages with their parameters, or at the end the FP32 sums of every K group.
   constexpr int shared_bytes(int group, int bits) const {
     int const stage = tile_m() * 128 + tile_n() * 16 * bits + 128 / group * 12 * (tile_m() + tile_n());
     int const sums = tile_m() * (tile_n() + 8) * 4;

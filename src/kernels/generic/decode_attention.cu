@@ -549,11 +549,8 @@ void launch_kernel(Problem const& p, int split, int device, Stream stream) {
   using A = Attention<T, kKind, kWidth>;
   auto* const kernel = &attention_kernel<T, kKind, kWidth>;
   constexpr int kShared = sizeof(typename A::Shared);
-  static PerDevice per_device;
-  per_device.once(device, [&] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-               "preparing epiloq.decode_attention");
-  });
+  static PerDevice prepared;
+  prepared.allow_shared(kernel, kShared, device);
   int const parts = (p.group + kHeadsPerCta - 1) / kHeadsPerCta;
   bool const merges = split > 1 && p.workspace != nullptr;
   dim3 const grid(split, p.key_heads * parts, p.batches), cluster(merges ? 1 : split);

@@ -12,6 +12,7 @@
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/w4a16/dequantize_tiles.cuh"
+#include "problems/narrow_codes.h"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 

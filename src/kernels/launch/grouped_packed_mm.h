@@ -14,6 +14,13 @@ namespace epiloq::ops::grouped_packed_mm {
 // What a kernel is compiled for: codes, and scale groups per K step of 128 columns.
 enum class Format { kInt4Wide, kInt4Of64, kInt4Of32, kInt8Wide, kMxfp4, kNvfp4 };
 inline constexpr int kFormats = 6;
+constexpr bool is_fp4(Format format) { return format == Format::kMxfp4 || format == Format::kNvfp4; }
+constexpr int bits_of(Format format) { return format == Format::kInt8Wide ? 8 : 4; }
+constexpr int groups_of(Format format) {
+  if (format == Format::kNvfp4) return 8;
+  if (format == Format::kMxfp4 || format == Format::kInt4Of32) return 4;
+  return format == Format::kInt4Of64 ? 2 : 1;
+}
 
 // CTA tile: 128 weight rows by `tokens` tokens; pipeline stages for 4 and 8 bits; resident CTAs per SM; columns that a
 // warp multiplies at a time before SM90, at most, as registers allow.
@@ -23,6 +30,9 @@ struct Config {
 inline constexpr int kWarps = 4, kTileRows = 32 * kWarps;
 inline constexpr std::array kRows{Config{8, 4, 3, 4, 128}, Config{16, 4, 3, 4, 128}, Config{32, 4, 3, 3, 128},
                                   Config{64, 3, 2, 2, 64}};
+
+// Shared memory of a CTA before its stages, for what it multiplies.
+inline constexpr int kExpertWorkBytes = 256;
 
 // GEMV of one matrix of FP4 weights, for at most `tiles` tiles of kGemvTile tokens; see GemvConfig. Few rows per CTA by
 // many warps where there are few CTAs, small CTAs where there are many; many rows per warp spare reads of tokens, and

@@ -1,7 +1,7 @@
 #pragma once
 
-// CUTLASS 2.x GEMM: MmaConfig x architecture x operand types x epilogue: int8 for SM75 (m8n8k16) and SM80 (m16n8k32),
-// FP8 for SM89 (m16n8k32). The only place where one is assembled.
+// CUTLASS 2.x GEMM: CutlassMmaConfig x architecture x operand types x epilogue: int8 for SM75 (m8n8k16) and SM80
+// (m16n8k32), FP8 for SM89 (m16n8k32). The only place where one is assembled.
 
 #include <type_traits>
 
@@ -38,7 +38,7 @@ struct MmaTraits<Arch::kSm89, kFastAccum> {
   using Operator = std::conditional_t<kFastAccum, cutlass::arch::OpMultiplyAddFastAccum, cutlass::arch::OpMultiplyAdd>;
 };
 
-template <Arch kArch, MmaConfig kConfig, Inputs kInputs, class Epilogue>
+template <Arch kArch, CutlassMmaConfig kConfig, Inputs kInputs, class Epilogue>
 struct MmaGemm {
   using A = CutlassType<kInputs.a>;
   using B = CutlassType<kInputs.b>;

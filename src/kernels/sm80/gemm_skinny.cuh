@@ -167,10 +167,7 @@ struct SkinnyGemm {
   static void launch(Problem const& p, int device, Stream stream) {
     auto* const kernel = skinny_kernel<K, Epilogue>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, K::kSharedBytes, device);
     unsigned const blocks = (p.n + K::kRows - 1) / K::kRows;
     cuda_check(launch_pdl(kernel, blocks, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.scaled_mm");
   }

@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned const (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Integers and enums rather than a BlockwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a
+// Integers and enums rather than a WarpTileConfig: nvcc 13.0 cannot name a structural value in the stub of a
 // __global__ template.
 template <int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kStages, Scales kScales, class Element>
 struct MmaGroupwise {

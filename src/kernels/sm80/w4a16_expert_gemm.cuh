@@ -6,6 +6,7 @@
 // slice of K.
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
+#include "kernels/launch/grouped_packed_mm.h"
 #include "kernels/sm80/w4a16_gemm.cuh"
 #include "problems/grouped_packed.h"
 
@@ -87,8 +88,7 @@ struct ExpertWork {
   wo::Problem product;
   Tile tile;
 };
-inline constexpr int kExpertWorkBytes = wo::whole_lines(sizeof(ExpertWork));
-static_assert(kExpertWorkBytes <= 256);
+static_assert(wo::whole_lines(sizeof(ExpertWork)) == kExpertWorkBytes);
 
 struct ExpertTile {
   Tile const& tile;

@@ -22,7 +22,7 @@ struct Tiled {
   static constexpr int kRows = kWarps * kPanels * kPanelRows;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kChunks = TokenLayout::kBytes / 16;
-  static constexpr int kSumBytes = kTokens * (kRows + 4) * 4;
+  static constexpr int kSumBytes = sum_bytes(kRows, kTokens);
 
   static __host__ __device__ constexpr int stage_bytes(StageLayout const& weights) {
     return kWarps * weights.bytes + kTokens * TokenLayout::kBytes;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply_tile(Problem const& p, StageLayout cons
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the stages
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  W::store(all_sums + warp * S::kPanels * kPanelRows, S::kRows + 4, sums, W::F::kUnit * cta.factor());
+  W::store(all_sums + warp * S::kPanels * kPanelRows, sum_stride(S::kRows), sums, W::F::kUnit * cta.factor());
   finish<T, S::kRows, S::kTokens>(p, all_sums, cta.row_tile() * S::kRows, cta.first_token(), blockIdx.y, gridDim.y);
 }
 

@@ -89,7 +89,7 @@ struct Gemv {
   using Products = Products_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kTokens = Products::kTokens, kRows = kPanels * kPanelRows, kThreads = kWarps * 32;
-  static constexpr int kSumStride = kRows + 4, kWarpSums = kTokens * kSumStride;
+  static constexpr int kSumStride = sum_stride(kRows), kWarpSums = kTokens * kSumStride;
   static constexpr int kSumBytes = kWarps * kWarpSums * 4;
 };
 

@@ -16,11 +16,7 @@ namespace epiloq::ops::weight_only_mm {
 template <class P, class Layout>
 void launch_kernel(void (*kernel)(P, Layout), PerDevice& prepared, char const* launching, P const& p,
                    Layout const& layout, dim3 grid, int threads, int shared_bytes, int device, Stream stream) {
-  prepared.once(device, [kernel, device] {
-    int const most = device_properties(device).shared_memory_per_block;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(kernel, device_properties(device).shared_memory_per_block, device);
   cuda_check(launch_pdl_clusters(kernel, grid, dim3(1, grid.y), threads, shared_bytes, stream, p, layout), launching);
 }
 

@@ -5,35 +5,15 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/common/ptx/ldmatrix.cuh"
-#include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/convert.cuh"
 #include "kernels/common/w4a16/convert_narrow.cuh"
+#include "kernels/common/w4a16/stage_layout.h"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
 namespace epiloq::ops::weight_only_mm {
 
 inline constexpr int kStep = kPadding;  // columns per K step
-
-// A K step of a warp's rows in shared memory: integers as they lie in the weight, [panel][vector][lane], then for each
-// panel its scales [group][16], and its offsets or zero points [group][16]. All multiples of 16 bytes, the whole of
-// 128.
-struct StageLayout {
-  int scale_bytes;      // per value
-  int scales;           // per panel
-  int parameter_bytes;  // per panel
-  int bytes;
-
-  static StageLayout of(Weight const& w, int panels, int groups) {
-    StageLayout layout;
-    layout.scale_bytes = size_of(w.scale_dtype);
-    layout.scales = groups * kPanelRows * layout.scale_bytes;
-    int const others = w.offset != nullptr ? layout.scales : w.zero != nullptr ? groups * kPanelRows : 0;
-    layout.parameter_bytes = layout.scales + others;
-    layout.bytes = whole_lines(panels * (kPanelRows * kStep * w.bits / 8 + layout.parameter_bytes));
-    return layout;
-  }
-};
 
 // Tokens of a K step in shared memory: 256 bytes each, in 16-byte chunks permuted by the token, so that the same
 // columns of eight tokens lie in different banks. `chunk` counts from a token's first column.

@@ -1,6 +1,6 @@
 #pragma once
 
-// SM90 CUTLASS 3.x GEMM: WgmmaConfig x operand types x epilogue. The only place where one is assembled.
+// SM90 CUTLASS 3.x GEMM: CutlassWgmmaConfig x operand types x epilogue. The only place where one is assembled.
 
 #include <tuple>
 #include <utility>
@@ -41,7 +41,7 @@ struct ScheduleTags<Schedule::kCooperative> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-template <WgmmaConfig kConfig, Inputs kInputs, class Epilogue>
+template <CutlassWgmmaConfig kConfig, Inputs kInputs, class Epilogue>
 struct Sm90Gemm {
   using Left = CutlassType<kConfig.swap ? kInputs.b : kInputs.a>;
   using Right = CutlassType<kConfig.swap ? kInputs.a : kInputs.b>;
@@ -109,11 +109,7 @@ struct Sm90Gemm {
 
   static void launch(Problem const& p, int device, Stream stream) {
     static PerDevice prepared;
-    prepared.once(device, [] {
-      cuda_check(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      Kernel::SharedStorageSize),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(&cutlass::device_kernel<Kernel>, Kernel::SharedStorageSize, device);
     constexpr bool kDependentLaunch = true;  // its prologue overlaps the tail of the preceding kernel
     if (Adapter::run(params_of(p, device), stream, nullptr, kDependentLaunch) != cutlass::Status::kSuccess) {
       throw CudaError("epiloq.scaled_mm: the launch of an SM90 kernel failed");

@@ -188,7 +188,7 @@ struct GroupwiseGemm {
     bool const on_lines =
         reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_k > 0 && scales.stride_k % 4 == 0;
     bool const tiles_on_lines = p.offs == nullptr && (p.masked_m == nullptr || p.m % 4 == 0);
-    return scales.stride_row == 1 && scales.shift == 0 && on_lines && tiles_on_lines;
+    return scales.stride_row == 1 && scales.shift == GroupScales::kPerRow && on_lines && tiles_on_lines;
   }
 
   // Scales of weights stored by rows, by TMA like those of tokens: faster with one 32-column tile per CTA; with wider
@@ -197,7 +197,7 @@ struct GroupwiseGemm {
     GroupScales const& scales = p.scale_b;
     bool const on_lines =
         reinterpret_cast<std::uintptr_t>(scales.ptr) % 16 == 0 && scales.stride_row > 0 && scales.stride_row % 4 == 0;
-    bool const in_rows = scales.stride_k == 1 && scales.shift == 7;
+    bool const in_rows = scales.stride_k == 1 && scales.shift == GroupScales::kPerBlock;
     bool const one_tile_each = p.experts == 1 && tiles(p.m, C::kM) * tiles(p.n, C::kN) <= sm_count;
     return C::kMayCopyAllScales && one_tile_each && on_lines && in_rows && can_copy_scales(p);
   }
@@ -233,10 +233,7 @@ struct GroupwiseGemm {
     GroupwiseProblem const p = C::kTransposesD ? transposed(given) : given;
     auto* const kernel = groupwise_kernel<C>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, C::kSharedBytes, device);
     thread_local ParamsCache<GroupwiseProblem, GroupwiseParams> cache;
     int const sm_count = device_properties(device).sm_count;
     auto const& params = cache.get(cache_key(p.a, p.b, p.d), p, device, [&] { return params_of(p, sm_count); });

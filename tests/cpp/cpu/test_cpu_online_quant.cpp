@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/w4a8/w4a8_amx.h"
+#include "cpu/online_quant/online_quant_amx.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::online_quant_mm;

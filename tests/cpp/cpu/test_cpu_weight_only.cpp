@@ -10,6 +10,7 @@
 #include "cpu/w4a16/prefill.h"
 #include "cpu/w4a16/prefill_amx.h"
 #include "cpu/w4a16/prefill_avx512_bf16.h"
+#include "packed_values.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::weight_only_mm;

@@ -10,6 +10,7 @@
 #include "core/half.h"
 #include "kernels/common/ptx/cta.cuh"
 #include "kernels/sm80/w4a16_warp_tile_fp4.cuh"
+#include "packed_values.h"
 
 using namespace epiloq;
 using namespace epiloq::ops::weight_only_mm;

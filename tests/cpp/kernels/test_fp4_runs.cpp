@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "kernels/common/fp4_runs.h"
+#include "packed_values.h"
 #include "problems/packed_layout.h"
 
 namespace fp4 = epiloq::ops::dequantize_fp4;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "packed_values.h"
 #include "problems/narrow_codes.h"
 #include "problems/packed_layout.h"
 

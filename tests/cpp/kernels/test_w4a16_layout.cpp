@@ -11,6 +11,7 @@
 #include "dispatch/weight_only_mm/tables.h"
 #include "kernels/common/w4a16/sizes.h"
 #include "kernels/sm90/w4a16/w4a16_stage_layout.h"
+#include "packed_values.h"
 
 namespace wo = epiloq::ops::weight_only_mm;
 

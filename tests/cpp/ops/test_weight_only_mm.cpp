@@ -7,6 +7,7 @@
 #include "dispatch/weight_only_mm/tables.h"
 #include "epiloq/error.h"
 #include "epiloq/weight_only_mm.h"
+#include "packed_values.h"
 #include "problems/packed_layout.h"
 
 using namespace epiloq;

@@ -24,6 +24,21 @@ __device__ __forceinline__ uint4 load_dsmem(SharedAddress address, int rank) {
   return value;
 }
 
+// Loads a float of another CTA's shared memory, at the offset it has in this CTA's.
+__device__ __forceinline__ float load_dsmem_float(float const* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %2;\n\tld.shared::cluster.f32 %1, [%0];"
+               : "+r"(address), "=f"(value)
+               : "r"(rank)
+               : "memory");
+  return value;
+#else
+  return *shared;
+#endif
+}
+
 // Cluster barrier in two halves: before a CTA may write another's shared memory, that CTA must have started, or be done
 // with what was there. Arrival is relaxed, as the fence after mbarrier_init already publishes the barriers; `.release`
 // would be a fence of the whole GPU.

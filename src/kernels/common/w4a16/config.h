@@ -9,6 +9,10 @@ namespace epiloq::ops::weight_only_mm {
 inline constexpr int kSharedLine = 128;
 constexpr int whole_lines(int bytes) { return (bytes + kSharedLine - 1) / kSharedLine * kSharedLine; }
 
+// FP32 sums in shared memory, [token][row]; the padding puts a fragment's tokens in different banks.
+constexpr int sum_stride(int rows) { return rows + 4; }
+constexpr int sum_bytes(int rows, int tokens) { return tokens * sum_stride(rows) * 4; }
+
 // GEMV, at most kGemvTokens tokens. `warps` warps alternate K steps, each for `panels` panels of 16 rows of 4-bit
 // weights (others: as many as have no more bytes), with `stages` - 1 steps in flight. `blocks` is the least number of
 // resident CTAs per SM. With `integer` tokens are multiplied as integers, at most kIntegerTokens of them.

@@ -7,25 +7,11 @@
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/w4a16/config.h"
 #include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
 namespace epiloq::ops::weight_only_mm {
-
-// Loads a float of another CTA's shared memory, at the offset it has in this CTA's.
-__device__ __forceinline__ float load_dsmem_float(float const* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %2;\n\tld.shared::cluster.f32 %1, [%0];"
-               : "+r"(address), "=f"(value)
-               : "r"(rank)
-               : "memory");
-  return value;
-#else
-  return *shared;
-#endif
-}
 
 template <class T>
 __device__ __forceinline__ T clamped(Problem const& p, float value) {
@@ -59,11 +45,11 @@ __device__ __forceinline__ void store_rows(Problem const& p, int token, int row,
   }
 }
 
-// sums: [kTokens][kRows + 4] in shared memory, complete for this CTA. In a cluster each CTA stores some of the
+// sums: [kTokens][sum_stride(kRows)] in shared memory, complete for this CTA. In a cluster each CTA stores some of the
 // elements.
 template <class T, int kRows, int kTokens>
 __device__ void finish(Problem const& p, float const* sums, int first_row, int first_token, int rank, int split) {
-  constexpr int kStride = kRows + 4;
+  constexpr int kStride = sum_stride(kRows);
   int const threads = blockDim.x, elements = min(kTokens, p.m - first_token) * kRows;
   auto const for_each = [&](int first, int step, auto const& sum_of) {
     for (int i = first; i < elements; i += step) {

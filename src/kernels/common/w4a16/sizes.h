@@ -8,7 +8,7 @@
 #include "core/ceil_div.h"
 #include "core/target.h"
 #include "epiloq/weight_only_mm.h"
-#include "kernels/common/w4a16/config.h"
+#include "kernels/common/w4a16/stage_layout.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -23,14 +23,15 @@ inline std::int64_t group_of(WeightOnlyMmProblem const& p) {
 inline std::int64_t groups_in_step(WeightOnlyMmProblem const& p) {
   return std::max<std::int64_t>(1, kPadding / group_of(p));
 }
+inline int other_bytes(WeightOnlyMmProblem const& p) { return (p.offsets ? p.scale_bytes : 0) + p.zero_bytes; }
 inline std::int64_t step_bytes(WeightOnlyMmProblem const& p, int rows) {
-  int const parameter_bytes = p.scale_bytes * (p.offsets ? 2 : 1) + p.zero_bytes;
-  return rows * (kPadding * p.bits / 8 + groups_in_step(p) * parameter_bytes);
+  return rows * (kPadding * p.bits / 8 + groups_in_step(p) * (p.scale_bytes + other_bytes(p)));
 }
 
 // The same in shared memory, per warp.
 inline std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
-  return whole_lines(static_cast<int>(step_bytes(p, rows)));
+  int const groups = static_cast<int>(groups_in_step(p));
+  return StageLayout::of(p.bits, p.scale_bytes, other_bytes(p), rows / kPanelRows, groups).bytes;
 }
 
 // Bytes per microsecond.

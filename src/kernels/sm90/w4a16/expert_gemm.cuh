@@ -47,22 +47,21 @@ struct ExpertTile {
 template <int kRow, class T_, Format kFormat>
 struct ExpertFormat {
   using T = T_;
-  static constexpr int kBits = kFormat == Format::kInt8Wide ? 8 : 4;
-  static constexpr int kGroups = kFormat == Format::kInt4Of64 ? 2 : kFormat == Format::kInt4Of32 ? 4 : 1;
+  static constexpr int kBits = bits_of(kFormat);
   static constexpr wo::WgmmaConfig kConfig = expert_config(kRow, kBits);
   template <int kTokens>
-  using Tile =
-      wo::Wgmma<T, kBits, kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens, kConfig.rounds>;
+  using Tile = wo::Wgmma<T, kBits, groups_of(kFormat), kConfig.m_groups, kConfig.k_groups, kConfig.blocks, kTokens,
+                         kConfig.rounds>;
 };
 template <int kRow, class T_, Format kFormat>
-  requires(kFormat == Format::kMxfp4 || kFormat == Format::kNvfp4)
+  requires(is_fp4(kFormat))
 struct ExpertFormat<kRow, T_, kFormat> {
   using T = T_;
-  using Folded = FoldedOf<T, kFormat>;
-  static constexpr int kBits = 4;
+  static constexpr int kBits = bits_of(kFormat);
   static constexpr wo::WgmmaConfig kConfig = expert_config(kRow, kBits);
   template <int kTokens>
-  using Tile = wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.k_groups, kTokens>;
+  using Tile = wo::Fp4Wgmma<T, typename FoldedOf<T, kFormat>::Type, groups_of(kFormat), kConfig.m_groups,
+                            kConfig.k_groups, kTokens>;
 };
 template <int kRow, class T, Format kFormat>
 struct ExpertWgmma : ExpertFormat<kRow, T, kFormat> {
@@ -239,7 +238,7 @@ __global__ __launch_bounds__(TileOf<G>::kThreads, 1) void expert_kernel(__grid_c
   extern __shared__ unsigned char memory[];
   __shared__ ExpertShared shared;
   SharedAddress const start = shared_address(memory);
-  SharedAddress const stages = start + (wo::kAtom - start % wo::kAtom) % wo::kAtom;
+  SharedAddress const stages = start + wo::padding_to_atom(start);
   int const group = warp_uniform(threadIdx.x / C::kWarpgroupThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
   if (threadIdx.x == 0) {
     wo::prefetch_maps(params);
@@ -284,10 +283,7 @@ void launch_expert_wgmma(Problem const& p, int tiles, int, int device, Stream st
   int const shared_bytes = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(ExpertShared));
   params.stages = wo::stage_count(G::kConfig, params.stage, shared_bytes);
   static PerDevice prepared;
-  prepared.once(device, [shared_bytes] {
-    cuda_check(cudaFuncSetAttribute(&expert_kernel<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(&expert_kernel<G>, shared_bytes, device);
   int const blocks = std::min(tiles * params.row_tiles, device_properties(device).sm_count);
   cuda_check(launch_pdl_clusters(&expert_kernel<G>, dim3(blocks), dim3(1), C::kThreads,
                                  wo::kAtom + params.stages * params.stage.bytes, stream, params),

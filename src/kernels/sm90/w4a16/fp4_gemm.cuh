@@ -46,9 +46,10 @@ struct Fp4Wgmma : Wgmma<T, 4, kGroups, kMGroups, kKGroups, 1, kTokens, true, Row
 
 template <class T, class F, int kGroups, int kMGroups, int kKGroups, int kTokens>
 struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
-    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>::Integers> {
+    : WgmmaMainloop<typename Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>::Integers,
+                    WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>> {
   using C = Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>;
-  using Base = WgmmaMainloop<typename C::Integers>;
+  using Base = WgmmaMainloop<typename C::Integers, WgmmaMainloop>;
   using Base::Base;
   using typename Base::Fragments;
   using typename Base::Stage;
@@ -72,7 +73,7 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
   }
 
   // A K step. Fragments are made while the tensor cores multiply earlier ones.
-  __device__ __forceinline__ void multiply(Sums& sums, Stage const& stage) const {
+  __device__ __forceinline__ void multiply_step(Sums& sums, Stage const& stage) const {
     Fragments a[kBuffers];
     Word words[4], scales[kGroups];
     this->load(words, stage, 0);
@@ -91,24 +92,6 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
     this->fence(sums[0]);
   }
 
-  __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
-                               int& next, gemm::DynamicPipelineState& state) const {
-#pragma unroll 1
-    for (; next < steps; next += kKGroups) {
-      gemm::mbarrier_wait(full + state.stage * 8, state.phase);
-      multiply(sums, this->stage_of(stages + state.stage * this->params.stage.bytes));
-      __syncwarp();
-      if (this->lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
-      state.advance(this->params.stages, kKGroups);
-    }
-    next -= steps;
-  }
-
-  __device__ __forceinline__ void store_directly(typename C::WorkTile const& work, Sums const& sums) const {
-    DirectRows<T> const rows(this->params.p, (work.first_panel + this->panel) * kPanelRows);
-#pragma unroll
-    for (int i = 0; i < Base::kSums; i += 4) store(this->params, rows, work.first_token + i * 2, sums[0] + i);
-  }
   static __device__ __forceinline__ void store(TileParams const& params, DirectRows<T> const& rows, int first_token,
                                                float const* four) {
     float const* const factor = static_cast<FactorParams const&>(params).factor;
@@ -123,16 +106,14 @@ namespace epiloq::ops::grouped_packed_mm {
 namespace wo = weight_only_mm;
 
 template <class T, Format kFormat>
-struct FoldedOf;
+struct FoldedOf;  // the fragment of weights that are multiplied by their scales
 template <>
 struct FoldedOf<__nv_bfloat16, Format::kMxfp4> {
-  using Fragment = wo::Mxfp4FoldedFragment;
-  static constexpr int kGroups = 4;
+  using Type = wo::Mxfp4FoldedFragment;
 };
 template <class T>
 struct FoldedOf<T, Format::kNvfp4> {
-  using Fragment = wo::Nvfp4Fragment<T>;
-  static constexpr int kGroups = 8;
+  using Type = wo::Nvfp4Fragment<T>;
 };
 
 template <int kRow, DType kX, Format kFormat>
@@ -140,21 +121,11 @@ void launch_wgmma(Problem const& p, int, int split, int device, Stream stream) {
   constexpr wo::WgmmaConfig kConfig = kWgmmaRows[kRow];
   static_assert(kConfig.blocks == 1 && kConfig.rounds);
   using T = CudaType<kX>;
-  using Folded = FoldedOf<T, kFormat>;
-  using C =
-      wo::Fp4Wgmma<T, typename Folded::Fragment, Folded::kGroups, kConfig.m_groups, kConfig.k_groups, kConfig.tokens>;
+  using C = wo::Fp4Wgmma<T, typename FoldedOf<T, kFormat>::Type, groups_of(kFormat), kConfig.m_groups, kConfig.k_groups,
+                         kConfig.tokens>;
   wo::Problem const& of = p.product;
-  constexpr int kAligned = 8;  // elements
-  // The stride of a single row does not matter, and may be anything.
-  std::int64_t const stride_x = of.m > 1 ? of.stride_x : (of.weight.k + kAligned - 1) / kAligned * kAligned;
-  wo::MatrixReads const reads{wo::WeightReads::of(of.weight, C::kRows, C::kGroups),
-                              of.x,
-                              stride_x,
-                              of.weight.k,
-                              of.m,
-                              C::Tokens::kBytes,
-                              wo::TokenBoxes::of(of.m, C::kTokens)};
-  wo::FactorParams const params{wo::params_of<C>(kConfig, of, split, wo::cached_maps(reads, device), device), p.factor};
+  auto const& maps = wo::cached_maps(wo::MatrixReads::of<C>(of), device);
+  wo::FactorParams const params{wo::params_of<C>(kConfig, of, split, maps, device), p.factor};
   wo::launch_tiles<C>(&wo::wgmma_kernel<C>, kConfig, params, split, device, stream, "launching epiloq.packed_fp4_mm");
 }
 

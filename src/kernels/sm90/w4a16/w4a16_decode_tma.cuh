@@ -22,7 +22,7 @@ struct Decode : TileCopies<kBits_, kGroups_, kPanelRows * kOwnPanels_ * kMGroups
   static constexpr int kWarps = kMGroups * kKGroups, kConsumerThreads = 32 * kWarps, kThreads = kConsumerThreads + 32;
   static constexpr int kResident = kResident_;
   static constexpr bool kReallocatesRegisters = false, kReducesInStages = false, kIsPersistent = false;
-  static constexpr int kSumStride = sum_stride(DecodeConfig{kMGroups, kKGroups, kOwnPanels, kTokens_, kResident});
+  static constexpr int kSumStride = sum_stride(Decode::kRows);
   static constexpr int kKGroupSums = kTokens_ * kSumStride;
 };
 
@@ -91,8 +91,8 @@ struct DecodeMainloop {
         if (block % kVectorBlocks == 0) {
 #pragma unroll
           for (int s = 0; s < C::kOwnPanels; ++s) {
-            load_vector(words[s],
-                        stage + weights + s * panel_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
+            gemm::load_shared(
+                words[s], stage + weights + s * panel_bytes(C::kBits) + block / kVectorBlocks * tile_bytes(C::kBits));
           }
         }
         multiply_block(part, words, stage, block, zero);
@@ -227,7 +227,7 @@ __global__ __launch_bounds__(C::kThreads, C::kResident) void decode_kernel(__gri
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
-  unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
+  unsigned char* const stages = memory + padding_to_atom(shared_address(memory));
   SharedAddress const first_stage = shared_address(stages);
   int const warp = warp_uniform(threadIdx.x / 32);
   if (warp == C::kWarps) return run_producer<C>(params, shared, first_stage, 0);

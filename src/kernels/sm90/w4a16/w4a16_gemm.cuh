@@ -83,7 +83,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgmma_kernel(__grid_constant__
   extern __shared__ unsigned char memory[];
   __shared__ std::uint64_t barriers[barrier_bytes(C::kMostStages) / 8];
   typename C::Shared const shared(barriers);
-  unsigned char* const stages = memory + (kAtom - shared_address(memory) % kAtom) % kAtom;
+  unsigned char* const stages = memory + padding_to_atom(shared_address(memory));
   int const group = warp_uniform(threadIdx.x / C::kWarpgroupThreads), warp = warp_uniform(threadIdx.x / 32 % 4);
   if (group == C::kConsumerWarpgroups) return run_producer<C>(params, shared, shared_address(stages), warp);
   if (threadIdx.x < 32 && gemm::elect_one()) prefetch_maps(params);

@@ -51,6 +51,18 @@ struct MatrixReads {
   int k, m, token_bytes;
   TokenBoxes boxes;
 
+  template <class C>
+  static MatrixReads of(Problem const& p) {
+    // The stride of a single row does not matter, and may be anything.
+    std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
+    return {WeightReads::of(p.weight, C::kRows, C::kGroups),
+            p.x,
+            stride_x,
+            p.weight.k,
+            p.m,
+            C::Tokens::kBytes,
+            TokenBoxes::of(p.m, C::kTokens)};
+  }
   CUtensorMap token_map(int box) const {
     return gemm::tensor_map_of(x, m, std::int64_t{k} * token_bytes, stride_x * token_bytes, box);
   }
@@ -126,11 +138,7 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
                   int device, Stream stream, char const* launching) {
   static PerDevice prepared;
   int const shared_bytes = device_properties(device).shared_memory_per_block;
-  prepared.once(device, [kernel, shared_bytes] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    shared_bytes - barrier_bytes(C::kMostStages)),
-               "asking for shared memory");
-  });
+  prepared.allow_shared(kernel, shared_bytes - barrier_bytes(C::kMostStages), device);
   int const sm_count = device_properties(device).sm_count, share = blocks_of_sm(config, params.tiles, split, sm_count);
   int const bytes =
       std::max(pipeline_shared_bytes(config, params.stage, shared_bytes), smem_for_ctas_per_sm(share, shared_bytes));
@@ -143,17 +151,9 @@ void launch_tiles(void (*kernel)(typename C::Params), Config const& config, type
 template <class C, class Config>
 void launch_matrix_tiles(void (*kernel)(TileParams), Config const& config, Problem const& p, int split, int device,
                          Stream stream) {
-  // The stride of a single row does not matter, and may be anything.
-  std::int64_t const stride_x = p.m > 1 ? p.stride_x : (p.weight.k + 7) / 8 * 8;
-  MatrixReads const reads{WeightReads::of(p.weight, C::kRows, C::kGroups),
-                          p.x,
-                          stride_x,
-                          p.weight.k,
-                          p.m,
-                          C::Tokens::kBytes,
-                          TokenBoxes::of(p.m, C::kTokens)};
-  launch_tiles<C>(kernel, config, params_of<C>(config, p, split, cached_maps(reads, device), device), split, device,
-                  stream, "launching epiloq.weight_only_mm");
+  auto const& maps = cached_maps(MatrixReads::of<C>(p), device);
+  launch_tiles<C>(kernel, config, params_of<C>(config, p, split, maps, device), split, device, stream,
+                  "launching epiloq.weight_only_mm");
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -2,7 +2,8 @@
 
 // Consumer warpgroups of the weight-only WGMMA GEMM: weights become fragments of the first operand in registers, exact
 // differences q - zero; the tensor cores accumulate a scale group, whose sums are promoted with the scale. Or the
-// differences are multiplied by the scale and rounded, and the tensor cores accumulate all of K.
+// differences are multiplied by the scale and rounded, and the tensor cores accumulate all of K. A main loop of other
+// weights derives from this one and passes itself, for its own `multiply_step` and `store`.
 
 #include <cute/arch/mma_sm90.hpp>
 #include <type_traits>
@@ -17,8 +18,9 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-template <class C>
+template <class C, class Derived = void>
 struct WgmmaMainloop {
+  using Self = std::conditional_t<std::is_void_v<Derived>, WgmmaMainloop, Derived>;
   using T = typename C::T;
   using X = typename C::X;
   using F = Fragment<X, C::kBits>;
@@ -84,8 +86,8 @@ struct WgmmaMainloop {
   __device__ __forceinline__ void load(Word (&words)[4], Stage const& stage, int subtile) const {
     int const column = subtile % kSubtiles * kSubtileDepth;
     if (word_of(C::kBits, column) != 0) return;
-    load_vector(words,
-                stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
+    gemm::load_shared(
+        words, stage.weights + subtile / kSubtiles * 4 * panel_bytes(C::kBits) + first + lane_at(C::kBits, 0, column));
   }
 
   __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], int subtile,
@@ -114,7 +116,7 @@ struct WgmmaMainloop {
     Word low, high;
   };
   __device__ __forceinline__ Factor factor_of(Stage const& stage, int subtile) const {
-    Word const both = load_word(stage.scales + parameters_at(subtile) * 2);
+    Word const both = gemm::load_shared_bits(stage.scales + parameters_at(subtile) * 2);
     return {__byte_perm(both, 0, 0x1010), __byte_perm(both, 0, 0x3232)};
   }
   static __device__ __forceinline__ void scale(Fragments& a, Factor const& factor) {
@@ -211,6 +213,14 @@ struct WgmmaMainloop {
     fence(sums[0]);
   }
 
+  __device__ __forceinline__ void multiply_step(Sums& sums, Stage const& stage) const {
+    if constexpr (C::kRounds) {
+      multiply_rounded(sums, stage);
+    } else {
+      multiply(sums, stage);
+    }
+  }
+
   // A tile's K steps, every kKGroups-th from `next` on, which is then the next tile's first. A stage is released once
   // it has been multiplied.
   __device__ void multiply_all(Sums& sums, SharedAddress full, SharedAddress empty, SharedAddress stages, int steps,
@@ -218,12 +228,7 @@ struct WgmmaMainloop {
 #pragma unroll 1
     for (; next < steps; next += C::kKGroups) {
       gemm::mbarrier_wait(full + state.stage * 8, state.phase);
-      Stage const stage = stage_of(stages + state.stage * params.stage.bytes);
-      if constexpr (C::kRounds) {
-        multiply_rounded(sums, stage);
-      } else {
-        multiply(sums, stage);
-      }
+      static_cast<Self const&>(*this).multiply_step(sums, stage_of(stages + state.stage * params.stage.bytes));
       __syncwarp();
       if (lane == 0) gemm::mbarrier_arrive(empty + state.stage * 8);
       state.advance(params.stages, C::kKGroups);
@@ -247,7 +252,7 @@ struct WgmmaMainloop {
       DirectRows<T> const rows(params.p, (work.first_panel + panel + block * 4) * kPanelRows);
 #pragma unroll
       for (int i = 0; i < kSums; i += 4) {
-        store(params, rows, work.first_token + i * 2, sums[block] + i);
+        Self::store(params, rows, work.first_token + i * 2, sums[block] + i);
       }
     }
   }

@@ -6,6 +6,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "kernels/common/ptx/cluster.cuh"
+#include "kernels/common/ptx/cta.cuh"
 #include "kernels/common/ptx/tma.cuh"
 #include "kernels/sm90/w4a16/w4a16_producer.cuh"
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ void load_tiles(typename C::Params const& params, typ
 
 template <class C>
 __device__ __forceinline__ void sync_consumers() {
-  asm volatile("bar.sync 1, %0;" ::"n"(C::kConsumerThreads) : "memory");
+  named_barrier_sync<1, C::kConsumerThreads>();
 }
 
 // The first producer warp signals that the barriers are initialised, without waiting; consumer warps wait.
@@ -39,7 +40,7 @@ __device__ __forceinline__ void arrive_started() {
 }
 template <class C>
 __device__ __forceinline__ void wait_for_start() {
-  asm volatile("bar.sync 0, %0;" ::"n"(C::kConsumerThreads + 32) : "memory");
+  named_barrier_sync<0, C::kConsumerThreads + 32>();
 }
 
 // The rest of the prologue, after the first copies: PDL trigger and register reallocation.

@@ -23,6 +23,7 @@ inline constexpr int kAtom = 1024;       // alignment of swizzled data
 inline constexpr int kColumns = 64;      // of tokens, per line
 inline constexpr int kInstruction = 16;  // columns per mma instruction; of 8-bit tokens twice as many
 constexpr int instruction_depth(int token_bytes) { return 2 * kInstruction / token_bytes; }
+EPILOQ_HD constexpr std::uint32_t padding_to_atom(std::uint32_t address) { return (kAtom - address % kAtom) % kAtom; }
 // One stage is read while another is filled.
 inline constexpr int kFewestStages = 2;
 constexpr int most_stages(WgmmaConfig const&) { return 8; }
@@ -81,8 +82,7 @@ constexpr int received_bytes(Config const& c, bool and_own) {
 }
 
 // Sums that replace the stages after the main loop: a K group's, [token][row]; those of all K groups; of all CTAs.
-constexpr int sum_stride(DecodeConfig const& c) { return c.rows() + 4; }
-constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * c.tokens * sum_stride(c) * 4; }
+constexpr int sum_bytes(DecodeConfig const& c) { return c.k_groups * sum_bytes(c.rows(), c.tokens); }
 constexpr int sum_bytes(WgmmaConfig const& c) {
   return c.k_groups > 1         ? (c.k_groups - 1) * c.tokens * c.rows() * 4
          : reduces_in_stages(c) ? received_bytes(c, true)

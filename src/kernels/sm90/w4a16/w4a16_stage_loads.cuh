@@ -1,7 +1,7 @@
 #pragma once
 
-// Loads from a stage: integers, 16 bytes at a time; scales and zero points of rows g and g + 8, which are adjacent:
-// `at` counts values. Volatile, as the barrier waits that guard them do not tell the compiler what memory they guard.
+// Loads of scales and zero points of rows g and g + 8, which are adjacent, from a stage: `at` counts values. Volatile,
+// like those of ptx/shared_memory.cuh.
 
 #include <cuda_fp16.h>
 
@@ -13,16 +13,6 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-__device__ __forceinline__ void load_vector(Word (&words)[4], SharedAddress at) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(at));
-}
-__device__ __forceinline__ Word load_word(SharedAddress at) {
-  Word word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
-  return word;
-}
 __device__ __forceinline__ Word load_byte_pair(SharedAddress at) {
   std::uint16_t both;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(both) : "r"(at));
@@ -38,7 +28,7 @@ __device__ __forceinline__ float2 of_halves(Word both) {
 
 __device__ __forceinline__ float2 load_scale_pair(SharedAddress scales, int at, DType dtype) {
   if (dtype == DType::kFloat32) return gemm::load_shared_pair(scales + at * 4);
-  Word const both = load_word(scales + at * 2);
+  Word const both = gemm::load_shared_bits(scales + at * 2);
   return dtype == DType::kBFloat16 ? of_bfloat16s(both) : of_halves(both);
 }
 

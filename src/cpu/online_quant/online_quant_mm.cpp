@@ -1,5 +1,5 @@
-// online_quant_mm on the CPU: tokens are quantised and permuted to the order of w4a8_panel.h, then panels of the weight
-// shared among threads.
+// online_quant_mm on the CPU: tokens are quantised and permuted to the order of online_quant_panel.h, then panels of
+// the weight shared among threads.
 
 #include "problems/online_quant_mm.h"
 
@@ -9,7 +9,7 @@
 #include "core/threads.h"
 #include "cpu/common/columns.h"
 #include "cpu/common/panels.h"
-#include "cpu/w4a8/w4a8_amx.h"
+#include "cpu/online_quant/online_quant_amx.h"
 #include "epiloq/batch_invariant.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -57,7 +57,7 @@ struct Tokens {
 };
 
 // [blocks, 3, stride] of rows from `first` on, zeros where the weight has no offsets.
-void read_parameters(gemm::BlockwiseProblem const& p, int first, int rows, int blocks, int stride, float* to) {
+void read_parameters(gemm::OnlineQuantGemmProblem const& p, int first, int rows, int blocks, int stride, float* to) {
   for (int block = 0; block < blocks; ++block) {
     for (int kind = 0; kind < p.kinds; ++kind) {
       std::copy_n(p.b_parameters + (static_cast<std::int64_t>(block) * p.kinds + kind) * p.padded_n + first, rows,
@@ -108,7 +108,7 @@ struct TiledTokens {
 };
 
 void multiply_tiles(OnlineQuantProblem const& problem, Work const& work, int threads) {
-  gemm::BlockwiseProblem const& p = work.gemm;
+  gemm::OnlineQuantGemmProblem const& p = work.gemm;
   TiledTokens const tiled(work.quantise, p.dtype, threads);
   TokenBlocks const tokens{tiled.x.data(), tiled.tiles, tiled.parameters.data()};
   BlocksInTiles const all{.values = p.b,
@@ -145,7 +145,7 @@ std::string describe_on_host(OnlineQuantProblem const& problem) {
 }
 
 void run_on_host(OnlineQuantProblem const& problem, Work const& work, int threads) {
-  gemm::BlockwiseProblem const& p = work.gemm;
+  gemm::OnlineQuantGemmProblem const& p = work.gemm;
   int const rows = bytes_here().rows;
   threads = threads_for_products(std::int64_t{p.m} * p.n * p.k, threads);
   if (uses_tiles(p.m, work.quantise.group)) return multiply_tiles(problem, work, threads);

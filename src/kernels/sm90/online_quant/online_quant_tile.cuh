@@ -1,21 +1,21 @@
 #pragma once
 
-// Compile-time shape of the W4A8 GEMM, its shared-memory layout and pipeline.
+// Compile-time shape of the online_quant_mm GEMM, its shared-memory layout and pipeline.
 
 #include <algorithm>
 #include <cstdint>
 
 #include "core/target.h"
+#include "kernels/common/online_quant_epilogue.cuh"
 #include "kernels/common/pipeline.cuh"
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/common/tile_bands.cuh"
-#include "kernels/common/w4a8_epilogue.cuh"
-#include "problems/w4a8_gemm.h"
+#include "problems/online_quant_gemm.h"
 
 namespace epiloq::gemm {
 
 template <int kTokens_, int kBits_>
-struct BlockwiseSm90Tile {
+struct OnlineQuantSm90Tile {
   static constexpr int kTokens = kTokens_, kBits = kBits_;
   static constexpr int kRows = 128;  // of the weight, per tile
   static constexpr int kStep = 128;  // K values per stage: one quantisation block
@@ -27,7 +27,7 @@ struct BlockwiseSm90Tile {
 
   // Above 64 tokens a consumer thread needs more registers than an equal share of the CTA's 384 threads gives, so they
   // are reallocated; asking for more than the CTA was launched with deadlocks. With fewer tokens neither that nor
-  // ping-pong (see BlockwiseSm90Mainloop) is faster.
+  // ping-pong (see OnlineQuantSm90Mainloop) is faster.
   static constexpr bool kIsNarrow = kTokens <= 64, kReallocatesRegisters = !kIsNarrow, kPingpong = !kIsNarrow;
   static constexpr int kProducerWarps = kIsNarrow ? 2 : 4, kThreads = kGroups * kGroupThreads + kProducerWarps * 32;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232, kLaunchRegisters = 168;
@@ -44,7 +44,7 @@ struct BlockwiseSm90Tile {
 
   // Tokens stored together, by TMA, from slots or from the stages.
   static constexpr int kChunk = kTokens % 32 == 0 ? 32 : 16;
-  using Epilogue = BlockwiseEpilogue<kChunk, kGroupRows, 1, kGroupThreads, 4>;
+  using Epilogue = OnlineQuantEpilogue<kChunk, kGroupRows, 1, kGroupThreads, 4>;
   static constexpr int kLine = kGroupRows * 2, kSlots = 2, kSlotBytes = kChunk * kLine;
   static constexpr int kAlignment = 1024;  // of TMA's 128-byte swizzle
   static constexpr int kGroupSlots =
@@ -103,23 +103,23 @@ struct BlockwiseSm90Tile {
   // A tile's first row and column of D.
   struct TileOrigin {
     int first_m = 0, first_n;
-    __device__ TileOrigin(BlockwiseProblem const& p, int tile) : first_n(tile * kRows) {
+    __device__ TileOrigin(OnlineQuantGemmProblem const& p, int tile) : first_n(tile * kRows) {
       if (p.m <= kTokens) return;  // avoids a division
       TilePlace const place = tile_in_bands<kTokens>(tile, token_tiles(p), row_tiles(p));
       first_m = place.token_tile * kTokens, first_n = place.row_tile * kRows;
     }
   };
-  static __host__ __device__ int token_tiles(BlockwiseProblem const& p) { return (p.m + kTokens - 1) / kTokens; }
-  static __host__ __device__ int row_tiles(BlockwiseProblem const& p) { return (p.n + kRows - 1) / kRows; }
-  static __host__ __device__ int tiles(BlockwiseProblem const& p) { return token_tiles(p) * row_tiles(p); }
+  static __host__ __device__ int token_tiles(OnlineQuantGemmProblem const& p) { return (p.m + kTokens - 1) / kTokens; }
+  static __host__ __device__ int row_tiles(OnlineQuantGemmProblem const& p) { return (p.n + kRows - 1) / kRows; }
+  static __host__ __device__ int tiles(OnlineQuantGemmProblem const& p) { return token_tiles(p) * row_tiles(p); }
 
   // A CTA's tiles: whole ones, then one whose K its cluster splits, if any.
   struct TileScheduler {
     int tiles, whole, split_tile;  // `split_tile`: at least `tiles` if there is none
     int all;                       // quantisation blocks along K
 
-    __device__ explicit TileScheduler(BlockwiseProblem const& p)
-        : tiles(BlockwiseSm90Tile::tiles(p)),
+    __device__ explicit TileScheduler(OnlineQuantGemmProblem const& p)
+        : tiles(OnlineQuantSm90Tile::tiles(p)),
           whole(gridDim.y == 1 ? tiles : p.whole),
           split_tile(whole + blockIdx.x),
           all(p.k / kStep) {}

@@ -1,15 +1,16 @@
 #pragma once
 
-// W4A8 epilogue: reduces the FP32 sums of a tile's K groups in shared memory, applies the epilogue and writes rows.
+// Epilogue of the online_quant_mm GEMM: reduces the FP32 sums of a tile's K groups in shared memory, applies the
+// epilogue and writes rows.
 
 #include "kernels/common/device_code.cuh"
-#include "problems/w4a8_gemm.h"
+#include "problems/online_quant_gemm.h"
 
 namespace epiloq::gemm {
 
 // kPadding puts the rows of the accumulator fragments in different banks.
 template <int kTileM, int kTileN, int kKGroups, int kThreads, int kPadding>
-struct BlockwiseEpilogue {
+struct OnlineQuantEpilogue {
   static constexpr int kPitch = kTileN + kPadding;
   static constexpr int kVector = 8;  // columns per thread
   static constexpr int kSharedBytes = kKGroups * kTileM * kPitch * 4;
@@ -33,7 +34,7 @@ struct BlockwiseEpilogue {
   }
 
   template <class T>
-  static __device__ void store_typed(BlockwiseProblem const& p, float const* sums, int first_m, int first_n) {
+  static __device__ void store_typed(OnlineQuantGemmProblem const& p, float const* sums, int first_m, int first_n) {
     auto const* const bias = static_cast<T const*>(p.bias);
     bool const aligned =
         reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0 && p.stride_out % (16 / static_cast<int>(sizeof(T))) == 0;
@@ -64,7 +65,7 @@ struct BlockwiseEpilogue {
     }
   }
 
-  static __device__ void store(BlockwiseProblem const& p, float const* sums, int first_m, int first_n) {
+  static __device__ void store(OnlineQuantGemmProblem const& p, float const* sums, int first_m, int first_n) {
     switch (p.dtype) {
       case DType::kFloat16:
         return store_typed<__half>(p, sums, first_m, first_n);

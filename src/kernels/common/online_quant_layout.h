@@ -1,17 +1,17 @@
 #pragma once
 
-// Shared-memory layout of a stage of sm80/w4a8_gemm.cuh: which 16-byte chunks a thread copies and which a lane reads.
-// Host code, so that tests can check every address.
+// Shared-memory layout of a stage of sm80/online_quant_gemm.cuh: which 16-byte chunks a thread copies and which a lane
+// reads. Host code, so that tests can check every address.
 
 #include <cstdint>
 
 namespace epiloq::gemm {
 
-constexpr int kBlockwiseStep = 128;  // K values per stage
-constexpr int kParameterKinds = 3;   // per quantisation block, at most
+constexpr int kOnlineQuantStep = 128;  // K values per stage
+constexpr int kParameterKinds = 3;     // per quantisation block, at most
 
 // 16 bytes to copy, or zeros if not `inside`; `to` is a shared-memory address.
-struct BlockwiseChunk {
+struct OnlineQuantChunk {
   unsigned to;
   void const* source;
   bool inside;
@@ -20,7 +20,7 @@ struct BlockwiseChunk {
 // A stage's rows of A or B, and the parameters of its quantisation blocks, [block][kind][row]. The 16-byte chunks of a
 // row are permuted so that the same chunk of eight neighbouring rows lies in different banks.
 template <int kThreads_, int kTileRows, int kRowBytes, int kBlocks>
-struct BlockwiseOperand {
+struct OnlineQuantOperand {
   static constexpr int kThreads = kThreads_;
   static constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kThreads / kChunks, kParameterChunks = kTileRows / 4;
   static constexpr int kValueBytes = kTileRows * kRowBytes;
@@ -44,7 +44,7 @@ struct BlockwiseOperand {
   static constexpr int parameters_of(int block, int kind) { return (block * kParameterKinds + kind) * kTileRows; }
 
   // A thread's i-th chunk; `to` is where the stage's values begin.
-  constexpr BlockwiseChunk value(unsigned to, int i, int thread, int step) const {
+  constexpr OnlineQuantChunk value(unsigned to, int i, int thread, int step) const {
     int const chunk = thread % kChunks;
     std::int8_t const* const base = values + static_cast<std::int64_t>(step) * kRowBytes + chunk * 16;
     int const row = i * kRowsAtOnce + thread / kChunks;
@@ -54,7 +54,7 @@ struct BlockwiseOperand {
 
   // The i-th chunk of all, of which a thread copies every kThreads-th.
   constexpr int parameter_count() const { return kBlocks * kinds * kParameterChunks; }
-  constexpr BlockwiseChunk parameter(unsigned to, int i, int step) const {
+  constexpr OnlineQuantChunk parameter(unsigned to, int i, int step) const {
     int const row = 4 * (i % kParameterChunks), line = i / kParameterChunks;
     int const kind = line / kBlocks, block = line % kBlocks;
     bool const inside = first + row < padded_rows;

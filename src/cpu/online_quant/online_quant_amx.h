@@ -3,7 +3,7 @@
 // 32 weight rows by quantised tokens with AMX: integer sums per quantisation block in AMX tiles, then the scales.
 
 #include "cpu/gemm/int8_amx.h"
-#include "cpu/w4a8/w4a8_panel.h"
+#include "cpu/online_quant/online_quant_panel.h"
 
 namespace epiloq::ops::online_quant_mm {
 

@@ -1,20 +1,20 @@
 #pragma once
 
-// Split-K epilogue of the W4A8 GEMM: a tile whose K the CTAs of a cluster split, their last one. Subtiles (split_k.h)
-// are its 8-token groups.
+// Split-K epilogue of the online_quant_mm GEMM: a tile whose K the CTAs of a cluster split, their last one. Subtiles
+// (split_k.h) are its 8-token groups.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
 #include "kernels/common/ptx/shared_memory.cuh"
 #include "kernels/common/split_k.h"
-#include "kernels/sm90/w4a8/w4a8_tile.cuh"
+#include "kernels/sm90/online_quant/online_quant_tile.cuh"
 
 namespace epiloq::gemm {
 
 // A lane has four sums of eight tokens, a vector that goes to the same lane of the same warp. Code that runs once is
 // dominated by instruction fetch, so only what must name its registers is unrolled.
 template <class T>
-class BlockwiseSm90SplitK {
+class OnlineQuantSm90SplitK {
  public:
   using Sums = float[T::kTokens / 2];
 
@@ -24,7 +24,8 @@ class BlockwiseSm90SplitK {
   }
 
   // `warp`: of the warps of all rows.
-  __device__ BlockwiseSm90SplitK(BlockwiseProblem const& p, typename T::Shared const& shared, int warp, int lane)
+  __device__ OnlineQuantSm90SplitK(OnlineQuantGemmProblem const& p, typename T::Shared const& shared, int warp,
+                                   int lane)
       : p_(p),
         received_(shared.received),
         slots_(shared.weights + (warp * 32 + lane) * 16),
@@ -103,7 +104,7 @@ class BlockwiseSm90SplitK {
     }
   }
 
-  BlockwiseProblem const& p_;
+  OnlineQuantGemmProblem const& p_;
   SharedAddress received_, slots_;
   int row_, token_;  // the lane's first
 };

@@ -1,7 +1,7 @@
 #pragma once
 
-// SM90 W4A8/W8A8 WGMMA GEMM with quantisation blocks of 128, for large M: weights are the first operand, so that
-// D^T is computed.
+// SM90 WGMMA GEMM of online_quant_mm (W4A8/W8A8) with quantisation blocks of 128, for large M: weights are the first
+// operand, so that D^T is computed.
 //
 // Persistent over tiles of 128 weight rows; if there are few tiles, or few in the last wave, the CTAs of a cluster
 // split K. Two producer threads load one quantisation block of K per stage with TMA; two consumer warpgroups multiply
@@ -25,24 +25,24 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/params_cache.h"
 #include "kernels/common/ptx/tma.cuh"
-#include "kernels/sm90/w4a8/w4a8_mainloop.cuh"
-#include "kernels/sm90/w4a8/w4a8_producer.cuh"
-#include "kernels/sm90/w4a8/w4a8_store.cuh"
+#include "kernels/sm90/online_quant/online_quant_mainloop.cuh"
+#include "kernels/sm90/online_quant/online_quant_producer.cuh"
+#include "kernels/sm90/online_quant/online_quant_store.cuh"
 
 namespace epiloq::gemm {
 
-__device__ __forceinline__ void prefetch_maps(BlockwiseSm90Params const& params) {
+__device__ __forceinline__ void prefetch_maps(OnlineQuantSm90Params const& params) {
   cute::prefetch_tma_descriptor(&params.values.maps[0]);
   cute::prefetch_tma_descriptor(&params.values.maps[1]);
   if (params.stores_boxes) cute::prefetch_tma_descriptor(&params.output);
 }
 
 template <class T>
-__device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group) {
-  using Mainloop = BlockwiseSm90Mainloop<T>;
+__device__ void multiply_tiles(OnlineQuantSm90Params const& params, typename T::Shared const& shared, int group) {
+  using Mainloop = OnlineQuantSm90Mainloop<T>;
   typename Mainloop::StageAddresses const of(shared, params.p, group, threadIdx.x % T::kGroupThreads);
   typename T::TileScheduler const scheduler(params.p);
-  BlockwiseSm90Store<T> const store(params, shared, group);
+  OnlineQuantSm90Store<T> const store(params, shared, group);
   typename T::State at;
   if (T::kPingpong && group == 1) Mainloop::order_arrive(group);
   for (int tile = scheduler.first(); tile < scheduler.tiles; tile = scheduler.after(tile)) {
@@ -56,23 +56,23 @@ __device__ void multiply_tiles(BlockwiseSm90Params const& params, typename T::Sh
 // One warp, before the CTA's barrier: memory idles until the first load. Weights need not wait for the quantising
 // kernel, which waited for whoever wrote them before it triggered this one.
 template <class T>
-__device__ __forceinline__ void start(BlockwiseSm90Params const& params, typename T::Shared const& shared) {
+__device__ __forceinline__ void start(OnlineQuantSm90Params const& params, typename T::Shared const& shared) {
   if (elect_one()) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       mbarrier_init(shared.full + stage * 8, T::kFullArrivals);
       mbarrier_init(shared.empty + stage * 8, T::kEmptyArrivals);
     }
     cutlass::arch::fence_barrier_init();
-    BlockwiseSm90Copies<T>::fill_early(params, BlockwiseSm90Copies<T>::weights(shared, params));
-    if (typename T::TileScheduler(params.p).has_split_tile()) BlockwiseSm90SplitK<T>::expect(shared);
+    OnlineQuantSm90Copies<T>::fill_early(params, OnlineQuantSm90Copies<T>::weights(shared, params));
+    if (typename T::TileScheduler(params.p).has_split_tile()) OnlineQuantSm90SplitK<T>::expect(shared);
   }
   __syncwarp();
 }
 
 template <class T>
-__device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, typename T::Shared const& shared,
+__device__ __forceinline__ void fill_stages(OnlineQuantSm90Params const& params, typename T::Shared const& shared,
                                             int warp) {
-  using Copies = BlockwiseSm90Copies<T>;
+  using Copies = OnlineQuantSm90Copies<T>;
   if (warp == 0 && elect_one()) {
     Copies::fill_others(shared, params, Copies::early(params), Copies::weights(shared, params));
   } else if (warp == 1 && elect_one()) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void fill_stages(BlockwiseSm90Params const& params, t
 
 template <class T>
 __global__ __launch_bounds__(T::kThreads,
-                             1) void blockwise_sm90_kernel(__grid_constant__ BlockwiseSm90Params const params) {
+                             1) void online_quant_sm90_kernel(__grid_constant__ OnlineQuantSm90Params const params) {
   extern __shared__ unsigned char memory[];
   typename T::Shared const shared(memory);
   int const group = warp_uniform(threadIdx.x / T::kGroupThreads),
@@ -107,19 +107,16 @@ __global__ __launch_bounds__(T::kThreads,
 }
 
 template <int kTokens, int kBits>
-struct BlockwiseSm90Gemm {
-  using T = BlockwiseSm90Tile<kTokens, kBits>;
+struct OnlineQuantSm90Gemm {
+  using T = OnlineQuantSm90Tile<kTokens, kBits>;
 
-  static void launch(BlockwiseProblem const& p, int device, Stream stream) {
-    auto* const kernel = blockwise_sm90_kernel<T>;
+  static void launch(OnlineQuantGemmProblem const& p, int device, Stream stream) {
+    auto* const kernel = online_quant_sm90_kernel<T>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
-                 "asking for shared memory");
-    });
-    thread_local ParamsCache<BlockwiseProblem, BlockwiseSm90Params> cache;
+    prepared.allow_shared(kernel, T::kSharedBytes, device);
+    thread_local ParamsCache<OnlineQuantGemmProblem, OnlineQuantSm90Params> cache;
     auto const& params =
-        cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return BlockwiseSm90Copies<T>::params_of(p); });
+        cache.get(cache_key(p.a, p.b, p.out), p, device, [&] { return OnlineQuantSm90Copies<T>::params_of(p); });
     int const at_once = device_properties(device).sm_count / p.split, tiles = T::tiles(p);
     int const blocks = p.split > 1 && p.whole == 0 ? tiles : std::min(tiles, at_once);
     cuda_check(launch_pdl_clusters(kernel, dim3(blocks, p.split), dim3(1, p.split), T::kThreads, T::kSharedBytes,

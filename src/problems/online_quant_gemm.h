@@ -8,7 +8,7 @@ namespace epiloq::gemm {
 
 // D [m, n] = clamp(A B^T + bias), A [m, k] and B [n, k] int8 in quantisation blocks along k with FP32 parameters
 // [blocks, kinds, padded rows], 3 kinds for A and 2 or 3 for B, as in epiloq/online_quant_mm.h.
-struct BlockwiseProblem {
+struct OnlineQuantGemmProblem {
   int m, n, k;  // k is padded
   int padded_m, padded_n;
   int kinds;  // 3: B has offsets
@@ -26,9 +26,9 @@ struct BlockwiseProblem {
   // SM90: CTAs of a cluster that split K, and the number of leading tiles whose K is not split.
   int split = 1, whole = 0;
 
-  bool operator==(BlockwiseProblem const&) const = default;
+  bool operator==(OnlineQuantGemmProblem const&) const = default;
 };
 
-using BlockwiseLaunch = void (*)(BlockwiseProblem const&, int device, Stream);
+using OnlineQuantGemmLaunch = void (*)(OnlineQuantGemmProblem const&, int device, Stream);
 
 }  // namespace epiloq::gemm

@@ -1,23 +1,23 @@
 #pragma once
 
-// Store path of the W4A8 GEMM: sums of D^T in wgmma's layout become rows of D.
+// Store path of the online_quant_mm GEMM: sums of D^T in wgmma's layout become rows of D.
 
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/shared_memory.cuh"
 #include "kernels/common/ptx/tma.cuh"
-#include "kernels/sm90/w4a8/w4a8_producer.cuh"
-#include "kernels/sm90/w4a8/w4a8_split_k.cuh"
+#include "kernels/sm90/online_quant/online_quant_producer.cuh"
+#include "kernels/sm90/online_quant/online_quant_split_k.cuh"
 
 namespace epiloq::gemm {
 
 // A thread's sums are of weight rows r and r + 8, r = 16 warp + lane / 4, and of two neighbours of each 8 tokens.
 template <class T>
-class BlockwiseSm90Store {
+class OnlineQuantSm90Store {
  public:
   using Sums = float[T::kTokens / 2];
   using TileOrigin = typename T::TileOrigin;
 
-  __device__ BlockwiseSm90Store(BlockwiseSm90Params const& params, typename T::Shared const& shared, int group)
+  __device__ OnlineQuantSm90Store(OnlineQuantSm90Params const& params, typename T::Shared const& shared, int group)
       : params_(params),
         shared_(shared),
         slots_(shared_address(shared.slots + group * T::kGroupSlots)),
@@ -26,7 +26,7 @@ class BlockwiseSm90Store {
         lane_(threadIdx.x % 32) {}
 
   __device__ void store(Sums const& sums, TileOrigin const& origin, bool is_split) const {
-    if (is_split) return BlockwiseSm90SplitK<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, origin);
+    if (is_split) return OnlineQuantSm90SplitK<T>(params_.p, shared_, group_ * 4 + warp_, lane_).store(sums, origin);
     if (!params_.stores_boxes) return store_rows(sums, origin);
     if (params_.p.dtype == DType::kFloat16) {
       store_boxes<__half>(sums, origin);
@@ -122,7 +122,7 @@ class BlockwiseSm90Store {
     }
   }
 
-  BlockwiseSm90Params const& params_;
+  OnlineQuantSm90Params const& params_;
   typename T::Shared const& shared_;
   SharedAddress slots_;  // of the warpgroup
   int group_, warp_, lane_;

@@ -27,13 +27,13 @@ struct Element {
   std::int64_t index;
 };
 
-__device__ Element element_of(gemm::BlockwiseProblem const& p) {
+__device__ Element element_of(gemm::OnlineQuantGemmProblem const& p) {
   int const m = blockIdx.x, n = blockIdx.y * kThreads + threadIdx.x;
   return {m, n, n < p.n, static_cast<std::int64_t>(m) * p.n + n};
 }
 
-__global__ void __launch_bounds__(kThreads)
-    accumulate(__grid_constant__ gemm::BlockwiseProblem const p, std::int32_t const* products, float* sums, int block) {
+__global__ void __launch_bounds__(kThreads) accumulate(__grid_constant__ gemm::OnlineQuantGemmProblem const p,
+                                                       std::int32_t const* products, float* sums, int block) {
   pdl_wait();
   pdl_trigger();
   auto const [m, n, inside, index] = element_of(p);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    finish(__grid_constant__ gemm::BlockwiseProblem const p, float const* sums) {
+    finish(__grid_constant__ gemm::OnlineQuantGemmProblem const p, float const* sums) {
   pdl_wait();
   pdl_trigger();
   auto const [m, n, inside, index] = element_of(p);
@@ -67,7 +67,7 @@ void launch_finish(Work const& work, dim3 grid, Stream stream) {
 }  // namespace
 
 void launch_staged(Work const& work, int device, Stream stream) {
-  gemm::BlockwiseProblem const& p = work.gemm;
+  gemm::OnlineQuantGemmProblem const& p = work.gemm;
   dim3 const grid(p.m, (p.n + kThreads - 1) / kThreads);
   int const k = work.quantise.cols, group = work.quantise.group;
   for (int begin = 0, block = 0; begin < k; begin += group, ++block) {

@@ -1,15 +1,15 @@
 #pragma once
 
-// Producer threads of the W4A8 GEMM: one for each operand, with TMA.
+// Producer threads of the online_quant_mm GEMM: one for each operand, with TMA.
 
 #include "kernels/common/ptx/tma.cuh"
 #include "kernels/common/tensor_map.h"
-#include "kernels/sm90/w4a8/w4a8_tile.cuh"
+#include "kernels/sm90/online_quant/online_quant_tile.cuh"
 
 namespace epiloq::gemm {
 
-struct BlockwiseSm90Params {
-  BlockwiseProblem p;
+struct OnlineQuantSm90Params {
+  OnlineQuantGemmProblem p;
   RowTiles weights, values;
   CUtensorMap weight_parameters;
   CUtensorMap output;  // if TMA can store
@@ -18,20 +18,20 @@ struct BlockwiseSm90Params {
 };
 
 template <class T>
-struct BlockwiseSm90Copies {
+struct OnlineQuantSm90Copies {
   using Shared = typename T::Shared;
   using TileScheduler = typename T::TileScheduler;
   using TileOrigin = typename T::TileOrigin;
   using Parameters = typename T::Parameters;
 
-  static BlockwiseSm90Params params_of(BlockwiseProblem const& p) {
+  static OnlineQuantSm90Params params_of(OnlineQuantGemmProblem const& p) {
     int const weight_bytes = p.k / 8 * T::kBits;
     auto const lines = static_cast<std::uint64_t>(p.k / T::kStep) * p.kinds;
     auto const columns = static_cast<std::uint64_t>(p.padded_n);
     constexpr int kHalf = 2, kUnit = 16 / kHalf;  // TMA writes whole 16-byte units
     bool const stores_boxes = p.dtype != DType::kFloat32 && p.stride_out % kUnit == 0 && p.n % kUnit == 0 &&
                               reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0;
-    BlockwiseSm90Params params{
+    OnlineQuantSm90Params params{
         p,
         row_tiles_of(p.b, p.n, weight_bytes, weight_bytes, T::kRows, p.n, true, T::kRowBytes),
         row_tiles_of(p.a, p.m, p.k, p.k, T::kTokens, p.m),
@@ -49,7 +49,7 @@ struct BlockwiseSm90Copies {
   // (Consumers start later and keep the divisions.)
   struct Steps {
     int first, count;
-    __device__ Steps(BlockwiseSm90Params const& params, TileScheduler const& scheduler, int tile)
+    __device__ Steps(OnlineQuantSm90Params const& params, TileScheduler const& scheduler, int tile)
         : first(0), count(scheduler.all) {
       if (!scheduler.is_split(tile)) return;
       first = params.first_steps[blockIdx.y], count = params.first_steps[blockIdx.y + 1] - first;
@@ -57,13 +57,13 @@ struct BlockwiseSm90Copies {
   };
 
   // The first K steps whose weights are issued before everything else.
-  static __device__ int early(BlockwiseSm90Params const& params) {
+  static __device__ int early(OnlineQuantSm90Params const& params) {
     TileScheduler const scheduler(params.p);
     return scheduler.first() < scheduler.tiles ? min(Steps(params, scheduler, scheduler.first()).count, T::kEarlySteps)
                                                : 0;
   }
   template <class Fill>
-  static __device__ __forceinline__ void fill_early(BlockwiseSm90Params const& params, Fill fill) {
+  static __device__ __forceinline__ void fill_early(OnlineQuantSm90Params const& params, Fill fill) {
     auto const& p = params.p;
     TileScheduler const scheduler(p);
     int const tile = scheduler.first();
@@ -77,7 +77,7 @@ struct BlockwiseSm90Copies {
   }
   // Calls `fill` for each of the CTA's stages, in order, once it is empty; except the first `filled` ones.
   template <class Fill>
-  static __device__ __forceinline__ void fill_others(Shared const& shared, BlockwiseSm90Params const& params,
+  static __device__ __forceinline__ void fill_others(Shared const& shared, OnlineQuantSm90Params const& params,
                                                      int filled, Fill fill) {
     auto const& p = params.p;
     TileScheduler const scheduler(p);
@@ -97,7 +97,7 @@ struct BlockwiseSm90Copies {
 
   // Rows and tokens outside the tile keep old contents, which reach only their own sums. Weight parameters outside
   // count towards the transaction and read as zero.
-  static __device__ __forceinline__ auto weights(Shared const& shared, BlockwiseSm90Params const& params) {
+  static __device__ __forceinline__ auto weights(Shared const& shared, OnlineQuantSm90Params const& params) {
     return [&](auto const& at, TileOrigin const& origin, int step, Parameters const& parameters) {
       SharedAddress const full = shared.full + at.stage * 8;
       bool const is_last = origin.first_n + T::kRows > params.p.n;
@@ -112,7 +112,7 @@ struct BlockwiseSm90Copies {
       }
     };
   }
-  static __device__ __forceinline__ auto tokens(Shared const& shared, BlockwiseSm90Params const& params) {
+  static __device__ __forceinline__ auto tokens(Shared const& shared, OnlineQuantSm90Params const& params) {
     return [&](auto const& at, TileOrigin const& origin, int step, Parameters const& parameters) {
       auto const& p = params.p;
       SharedAddress const full = shared.full + at.stage * 8;

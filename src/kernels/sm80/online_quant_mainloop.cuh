@@ -1,16 +1,16 @@
 #pragma once
 
-// Main loop of sm80/w4a8_gemm.cuh for SM80 and newer: m16n8k32, with a pipeline that cp.async fills ahead of the
-// products.
+// Main loop of sm80/online_quant_gemm.cuh for SM80 and newer: m16n8k32, with a pipeline that cp.async fills ahead of
+// the products.
 
 #include "kernels/common/device_code.cuh"
+#include "kernels/common/online_quant_layout.h"
 #include "kernels/common/ptx/cp_async.cuh"
-#include "kernels/common/w4a8_layout.h"
-#include "problems/w4a8_gemm.h"
+#include "problems/online_quant_gemm.h"
 
 namespace epiloq::gemm {
 
-struct BlockwiseSm80 {
+struct OnlineQuantSm80 {
   // d += a b for 16 x 32 by 32 x 8.
   static __device__ __forceinline__ void multiply(int (&d)[4], unsigned const (&a)[4], unsigned const (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -19,7 +19,7 @@ struct BlockwiseSm80 {
   }
 
   // Also prefetches the rest of the chunk's 128 bytes into L2, for the next stages.
-  static __device__ __forceinline__ void copy_async(BlockwiseChunk const& chunk) {
+  static __device__ __forceinline__ void copy_async(OnlineQuantChunk const& chunk) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(chunk.to), "l"(chunk.source),
                  "r"(chunk.inside ? 16 : 0)
                  : "memory");

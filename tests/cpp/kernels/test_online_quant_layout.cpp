@@ -1,6 +1,6 @@
-// The blockwise kernels' arithmetic without a GPU, for every tile: each byte of a stage is copied once, to a place of
-// its own; shared memory is read and written without bank conflicts; and the fragments that lanes load are those of
-// which m8n8k16, as PTX defines it, makes the product.
+// The arithmetic of online_quant_mm's kernels without a GPU, for every tile: each byte of a stage is copied once, to a
+// place of its own; shared memory is read and written without bank conflicts; and the fragments that lanes load are
+// those of which m8n8k16, as PTX defines it, makes the product.
 
 #include <algorithm>
 #include <array>
@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "dispatch/online_quant_mm/tables.h"
-#include "kernels/common/w4a8_layout.h"
+#include "kernels/common/online_quant_layout.h"
 
 namespace gemm = epiloq::gemm;
 namespace online = epiloq::ops::online_quant_mm;
@@ -33,7 +33,7 @@ void values_are_copied_once(Operand const& operand, int step) {
   std::set<int> places;
   for (int i = 0; i < Operand::kValues; ++i) {
     for (int thread = 0; thread < Operand::kThreads; ++thread) {
-      gemm::BlockwiseChunk const chunk = operand.value(0, i, thread, step);
+      gemm::OnlineQuantChunk const chunk = operand.value(0, i, thread, step);
       int const row = i * Operand::kRowsAtOnce + thread / Operand::kChunks, column = thread % Operand::kChunks;
       places.insert(chunk.to);
       CHECK_EQUAL(static_cast<int>(chunk.to), Operand::swizzled_offset(row, column));
@@ -53,7 +53,7 @@ void parameters_are_copied_once(Operand const& operand, int step) {
   std::set<int> places;
   CHECK(operand.parameter_count() <= Operand::kParameters * Operand::kThreads);
   for (int i = 0; i < operand.parameter_count(); ++i) {
-    gemm::BlockwiseChunk const chunk = operand.parameter(0, i, step);
+    gemm::OnlineQuantChunk const chunk = operand.parameter(0, i, step);
     int const offset = chunk.to / 4, row = offset % kTileRows, kind = offset / kTileRows % 3,
               block = offset / kTileRows / 3;
     places.insert(chunk.to);
@@ -69,7 +69,7 @@ void parameters_are_copied_once(Operand const& operand, int step) {
 
 template <int kThreads, int kTileRows, int kRowBytes, int kBlocks>
 void is_copied_once() {
-  using Operand = gemm::BlockwiseOperand<kThreads, kTileRows, kRowBytes, kBlocks>;
+  using Operand = gemm::OnlineQuantOperand<kThreads, kTileRows, kRowBytes, kBlocks>;
   static std::vector<std::int8_t> const values(kRowsOfAll * kRow);
   static std::vector<float> const parameters(kSteps * kBlocks * 3 * kPadded);
   for (int kinds : {2, 3}) {
@@ -137,8 +137,8 @@ Word high_halves(Word word) {
 // 16 rows by 16 columns of 32 values at `depth`, from the fragments of four m8n8k16 a half of the columns.
 template <int kBits>
 void fragments_make_the_product(int depth, bool twice) {
-  using A = gemm::BlockwiseOperand<32, 16, 128, 1>;
-  using B = gemm::BlockwiseOperand<32, 16, 16 * kBits, 1>;
+  using A = gemm::OnlineQuantOperand<32, 16, 128, 1>;
+  using B = gemm::OnlineQuantOperand<32, 16, 16 * kBits, 1>;
   static std::mt19937 random = test::generator();
   auto const draw = [](int lo, int hi) {
     return static_cast<std::int8_t>(std::uniform_int_distribution(lo, hi)(random));

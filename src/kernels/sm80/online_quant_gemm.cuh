@@ -1,8 +1,8 @@
 #pragma once
 
-// W4A8/W8A8 GEMM with mma.sync: int8 products of quantisation blocks along K that each have a scale and an offset,
-// dequantised and accumulated in FP32 registers inside the main loop. Stages are filled and multiplied by
-// sm75/w4a8_mainloop.cuh and sm80/w4a8_mainloop.cuh.
+// GEMM of online_quant_mm (W4A8/W8A8) with mma.sync: int8 products of quantisation blocks along K that each have a
+// scale and an offset, dequantised and accumulated in FP32 registers inside the main loop. Stages are filled and
+// multiplied by sm75/online_quant_mainloop.cuh and sm80/online_quant_mainloop.cuh.
 //
 // A CTA owns a tile of D. Its groups of warps split K: each has its own pipeline of K steps of 128, and at the end
 // their sums are reduced in shared memory in a fixed order. At small M a K group is one warp and needs no barrier;
@@ -17,12 +17,12 @@
 
 #include "core/cuda_check.h"
 #include "kernels/common/device_code.cuh"
+#include "kernels/common/online_quant_epilogue.cuh"
+#include "kernels/common/online_quant_layout.h"
 #include "kernels/common/ptx/cp_async.cuh"
 #include "kernels/common/ptx/ldmatrix.cuh"
 #include "kernels/common/tile_config.h"
-#include "kernels/common/w4a8_epilogue.cuh"
-#include "kernels/common/w4a8_layout.h"
-#include "problems/w4a8_gemm.h"
+#include "problems/online_quant_gemm.h"
 
 namespace epiloq::gemm {
 
@@ -35,12 +35,12 @@ __device__ __forceinline__ float round_to_22_bits(float x) {
   return __fsub_rn(c, __fsub_rn(c, x));
 }
 
-// Integers rather than a BlockwiseConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__
+// Integers rather than a WarpTileConfig: nvcc 13.0 cannot name a structural value in the stub of a __global__
 // template.
 template <class Mainloop, int kWarpM, int kWarpN, int kWarpsM, int kWarpsN, int kKGroups_, int kStages_, int kGroup,
           int kBits>
-struct Blockwise {
-  static constexpr int kStep = kBlockwiseStep;
+struct OnlineQuantKernel {
+  static constexpr int kStep = kOnlineQuantStep;
   static constexpr int kKGroups = kKGroups_, kStages = kStages_;
   static constexpr int kTileM = kWarpM * kWarpsM, kTileN = kWarpN * kWarpsN;
   static constexpr int kKGroupThreads = 32 * kWarpsM * kWarpsN;
@@ -51,8 +51,8 @@ struct Blockwise {
   static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8;
   static constexpr int kKinds = kParameterKinds;
 
-  using A = BlockwiseOperand<kKGroupThreads, kTileM, kStep, kGroups>;
-  using B = BlockwiseOperand<kKGroupThreads, kTileN, kStep * kBits / 8, kGroups>;
+  using A = OnlineQuantOperand<kKGroupThreads, kTileM, kStep, kGroups>;
+  using B = OnlineQuantOperand<kKGroupThreads, kTileN, kStep * kBits / 8, kGroups>;
 
   // A stage: A's values, B's values, A's parameters, B's parameters.
   static constexpr int kB = A::kValueBytes;
@@ -60,9 +60,9 @@ struct Blockwise {
   static constexpr int kParametersB = kParametersA + A::kParameterBytes;
   static constexpr int kStageBytes = kParametersB + B::kParameterBytes;
   static constexpr int kSharedBytes =
-      BlockwiseConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kKGroups, kStages}.shared_bytes(kGroup, kBits);
+      WarpTileConfig{kWarpM, kWarpN, kWarpsM, kWarpsN, kKGroups, kStages}.shared_bytes(kGroup, kBits);
 
-  using Epilogue = BlockwiseEpilogue<kTileM, kTileN, kKGroups, kThreads, 8>;
+  using Epilogue = OnlineQuantEpilogue<kTileM, kTileN, kKGroups, kThreads, 8>;
   static_assert(kKGroups * kStages * kStageBytes <= kSharedBytes && Epilogue::kSharedBytes <= kSharedBytes);
 
   using Sums = float[kRows][kColumns][4];
@@ -190,7 +190,7 @@ struct Blockwise {
 
   // A thread's K group, tile, and the K steps of its group.
   struct Work {
-    BlockwiseProblem const& p;
+    OnlineQuantGemmProblem const& p;
     int k_group, thread, first_m, first_n, steps;
 
     __device__ A a() const { return {p.a, p.k, first_m, p.m, p.a_parameters, kKinds, p.kinds, p.padded_m}; }
@@ -200,12 +200,13 @@ struct Blockwise {
     __device__ int step(int i) const { return k_group + i * kKGroups; }
   };
 
-  static __device__ void run(BlockwiseProblem const& p, unsigned char* shared) {
+  static __device__ void run(OnlineQuantGemmProblem const& p, unsigned char* shared) {
     int const k_group = threadIdx.x / kKGroupThreads, thread = threadIdx.x % kKGroupThreads, lane = threadIdx.x % 32;
     int const first_m = blockIdx.x * kTileM, first_n = blockIdx.y * kTileN;
     unsigned char* const stages = shared + k_group * kStages * kStageBytes;
     int const steps = (p.k / kStep - k_group + kKGroups - 1) / kKGroups;
-    typename Mainloop::template Pipeline<Blockwise> pipeline({p, k_group, thread, first_m, first_n, steps}, stages);
+    typename Mainloop::template Pipeline<OnlineQuantKernel> pipeline({p, k_group, thread, first_m, first_n, steps},
+                                                                     stages);
 
     int const warp = thread / 32, first_row = warp / kWarpsN * kWarpM, first_column = warp % kWarpsN * kWarpN;
     Sums sums = {};
@@ -240,24 +241,21 @@ struct Blockwise {
 
 template <class K>
 __global__ __launch_bounds__(K::kThreads,
-                             K::kMinBlocks) void blockwise_kernel(__grid_constant__ BlockwiseProblem const p) {
+                             K::kMinBlocks) void online_quant_kernel(__grid_constant__ OnlineQuantGemmProblem const p) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_trigger();
   K::run(p, shared);
 }
 
-template <class Mainloop, BlockwiseConfig kConfig, int kGroup, int kBits>
-struct BlockwiseGemm {
-  using K = Blockwise<Mainloop, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n, kConfig.k_groups,
-                      kConfig.stages, kGroup, kBits>;
+template <class Mainloop, WarpTileConfig kConfig, int kGroup, int kBits>
+struct OnlineQuantGemm {
+  using K = OnlineQuantKernel<Mainloop, kConfig.warp_m, kConfig.warp_n, kConfig.warps_m, kConfig.warps_n,
+                              kConfig.k_groups, kConfig.stages, kGroup, kBits>;
 
-  static void launch(BlockwiseProblem const& p, int device, Stream stream) {
-    auto* const kernel = blockwise_kernel<K>;
+  static void launch(OnlineQuantGemmProblem const& p, int device, Stream stream) {
+    auto* const kernel = online_quant_kernel<K>;
     static PerDevice prepared;
-    prepared.once(device, [kernel] {
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes),
-                 "asking for shared memory");
-    });
+    prepared.allow_shared(kernel, K::kSharedBytes, device);
     dim3 const grid((p.m + K::kTileM - 1) / K::kTileM, (p.n + K::kTileN - 1) / K::kTileN);
     cuda_check(launch_pdl(kernel, grid, K::kThreads, K::kSharedBytes, stream, p), "launching epiloq.online_quant_mm");
   }

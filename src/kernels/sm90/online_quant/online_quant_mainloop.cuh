@@ -1,6 +1,6 @@
 #pragma once
 
-// Consumer warpgroups of the W4A8 GEMM: WGMMA main loop with FP32 promotion.
+// Consumer warpgroups of the online_quant_mm GEMM: WGMMA main loop with FP32 promotion.
 
 #include <type_traits>
 #include <utility>
@@ -10,12 +10,12 @@
 #include "kernels/common/ptx/shared_memory.cuh"
 #include "kernels/common/ptx/tf32.cuh"
 #include "kernels/common/ptx/wgmma.cuh"
-#include "kernels/sm90/w4a8/w4a8_tile.cuh"
+#include "kernels/sm90/online_quant/online_quant_tile.cuh"
 
 namespace epiloq::gemm {
 
 template <class T>
-struct BlockwiseSm90Mainloop {
+struct OnlineQuantSm90Mainloop {
   static constexpr int kSums = T::kTokens / 2;  // per thread
   static constexpr int kScales = kSums / T::kScaleParts;
   static constexpr int kProducts = T::kStep / 32;
@@ -37,7 +37,7 @@ struct BlockwiseSm90Mainloop {
     int group;
     bool releases, has_offsets;
 
-    __device__ StageAddresses(typename T::Shared const& shared, BlockwiseProblem const& p, int group_, int thread)
+    __device__ StageAddresses(typename T::Shared const& shared, OnlineQuantGemmProblem const& p, int group_, int thread)
         : full(warp_uniform(shared.full)),
           empty(warp_uniform(shared.empty)),
           of_row(in_register(shared.weight_parameters +
@@ -72,7 +72,7 @@ struct BlockwiseSm90Mainloop {
         rows.added[1][h] = load_shared(row + 2 * kLine + h * kEight);
       }
     }
-    // As in sm80/w4a8_gemm.cuh, with TMA's 64-byte swizzle. Eight rows further the pattern repeats.
+    // As in sm80/online_quant_gemm.cuh, with TMA's 64-byte swizzle. Eight rows further the pattern repeats.
     if constexpr (T::kBits == 4) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
