@@ -3,6 +3,8 @@
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 include(${PROJECT_SOURCE_DIR}/third_party/cutlass.cmake)
+# Its device code comes from the object libraries below; the Makefile generator asks for architectures nevertheless.
+set_target_properties(epiloq PROPERTIES CUDA_ARCHITECTURES OFF)
 
 # One compiler process of a CUTLASS 3.x source takes up to 4 GB.
 cmake_host_system_information(RESULT memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
