@@ -158,7 +158,7 @@ bool has_wgmma(Problem const& p, DType x, Format format, Target const& target) {
 bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target const& target) {
   Weight const& w = p.product.weight;
   bool const has_type = is_fp4(format) ? is_exact(format, x) : !kExpertRows[row].rounds || w.scale_dtype == x;
-  bool const has_limits = p.experts <= kMostExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
+  bool const has_limits = p.experts <= kMostWgmmaExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
                           std::int64_t{p.product.m} * p.experts <= kMostRows;
   bool const has_one_stride = !p.masked || p.stride_x_expert == p.product.m * p.product.stride_x;
   return target.has_wgmma && p.counts != nullptr && has_type && has_limits && has_one_stride;
