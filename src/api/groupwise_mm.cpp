@@ -295,7 +295,7 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch,
   // Of every architecture: those without a kernel of the operation run the generic one.
   Target target = nominal(KernelSet::kInt8Gemm, arch);
   if (sm_count > 0) target.sm_count = sm_count;
-  auto const choice = ops::groupwise_mm::choose(problem, target.arch, target.sm_count);
+  auto const choice = ops::groupwise_mm::Selection::choose(problem, target);
   if (!terms) return ops::groupwise_mm::describe(choice);
   return tuning::explain_terms<ops::groupwise_mm::Selection>(problem, target, {choice});
 }

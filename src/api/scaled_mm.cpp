@@ -212,7 +212,7 @@ std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int s
   }
   Target target = nominal(kernels_of(problem.a), arch);
   if (sm_count > 0) target.sm_count = sm_count;
-  auto const choice = ops::scaled_mm::choose(problem, target);
+  auto const choice = ops::scaled_mm::Selection::choose(problem, target);
   if (!terms) return ops::scaled_mm::describe(choice);
   return tuning::explain_terms<ops::scaled_mm::Selection>(problem, target, {choice});
 }

@@ -127,7 +127,7 @@ std::string explain_w4a8_mm(W4a8Problem const& problem, Arch arch, int sm_count,
   }
   if (sm_count > 0) target.sm_count = sm_count;
   if (problem.m == 0 || problem.n == 0 || problem.k == 0) return "nothing to launch: no product";
-  Choice const choice = ops::w4a8_mm::choose(problem, target);
+  Choice const choice = ops::w4a8_mm::Selection::choose(problem, target);
   if (!terms) return ops::w4a8_mm::describe(choice);
   return tuning::explain_terms<ops::w4a8_mm::Selection>(problem, target, {choice});
 }

@@ -141,19 +141,19 @@ std::string describe(GroupwiseConfig const& c, char const* kind, int split_k, bo
 
 }  // namespace
 
-Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
+Choice Selection::choose(GroupwiseMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
-  if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
-  if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
-  if (p.per_row_scales) return choose_per_row(p, sm_count).choice;
+  if (p.aligned && p.k != 0 && t.arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
+  if (!p.aligned || p.k == 0 || t.arch != Arch::kSm90) return {Family::kGeneric, 0};
+  if (p.per_row_scales) return choose_per_row(p, t.sm_count).choice;
   if (p.column_scales) {
-    PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
+    PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
     if (!has_transposed_kernels(p)) return general.choice;
     constexpr Family kTransposed = Family::kSm90Transposed;
-    PerRowChoice const of_whole_rows = cheapest(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), sm_count);
+    PerRowChoice const of_whole_rows = cheapest(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), t.sm_count);
     return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
   }
-  return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
+  return cheapest(Family::kSm90, kTiles, p, t.sm_count).choice;
 }
 
 PerRowChoice choose_per_row(GroupwiseMmProblem const& p, int sm_count) {
@@ -214,7 +214,7 @@ std::string Selection::key(GroupwiseMmProblem const& p) {
 }
 
 std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target const& t) {
-  Choice const own = groupwise_mm::choose(p, t.arch, t.sm_count);
+  Choice const own = choose(p, t);
   switch (own.family) {
     case Family::kGeneric:
       return {};

@@ -43,9 +43,6 @@ struct Selection {
   static Choice choose(Problem const& problem, Target const& target) {
     return batch_invariant() ? choose_batch_invariant(problem, target) : online_quant_mm::choose(problem, target);
   }
-  static std::string describe(Choice const& choice, Problem const& problem) {
-    return online_quant_mm::describe(choice, problem);
-  }
   static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };

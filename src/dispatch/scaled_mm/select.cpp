@@ -245,7 +245,7 @@ Choice int8_out_choice(ScaledMmProblem const& p, Target const& t) {
 
 }  // namespace
 
-Choice choose(ScaledMmProblem const& p, Target const& t) {
+Choice Selection::choose(ScaledMmProblem const& p, Target const& t) {
   if (p.a != DType::kInt8) return float8_choice(p, t);
   if (p.int8_out) return int8_out_choice(p, t);
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};

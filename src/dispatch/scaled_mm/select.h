@@ -35,7 +35,6 @@ struct Choice {
   int split_k = 1;  // CTAs that split K, of groupwise_mm's kernels
 };
 
-Choice choose(ScaledMmProblem const& problem, Target const& target);
 // The corresponding choice of groupwise_mm, if it is one.
 std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
 std::string describe(Choice const& choice);
@@ -48,8 +47,7 @@ struct Selection {
 
   static std::string key(Problem const& problem);
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
-  static Choice choose(Problem const& problem, Target const& target) { return scaled_mm::choose(problem, target); }
-  static std::string describe(Choice const& choice, Problem const&) { return scaled_mm::describe(choice); }
+  static Choice choose(Problem const& problem, Target const& target);
   static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };

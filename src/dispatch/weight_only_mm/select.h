@@ -42,8 +42,6 @@ struct Selection {
   static Choice choose(Problem const& problem, Target const& target) {
     return batch_invariant() ? choose_batch_invariant(problem, target) : weight_only_mm::choose(problem, target);
   }
-  static std::string describe(Choice const& choice, Problem const&) { return weight_only_mm::describe(choice); }
-  static double rank(tuning::Timed<Choice> const& candidate, Problem const&, Target const&) { return candidate.us; }
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 
