@@ -138,10 +138,8 @@ LargeMTile const* large_m_tile(Choice const& choice) {
 
 // One of groupwise_mm's tiles with per-row scales, or a LargeMTile.
 Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
-  bool const is_int8 = p.a == DType::kInt8;
-  GroupwiseMmProblem const product = per_row_problem(p);
-  auto const own = groupwise_mm::choose_per_row(product, t.sm_count);
-  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
+  auto const own = groupwise_mm::choose_per_row(per_row_problem(p), t.sm_count);
+  Choice best{Family::kGroupwise, 0, own.choice};
   double best_ns = own.ns;
   auto const consider = [&](Family family, auto const& large_m_tiles) {
     for (LargeMTile const& large : large_m_tiles) {
@@ -152,7 +150,7 @@ Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
       best_ns = ns;
     }
   };
-  if (is_int8) {
+  if (p.a == DType::kInt8) {
     consider(Family::kSm90, kSm90LargeMTiles);
   } else if (p.fast_accum && !p.batch_invariant) {
     consider(Family::kSm90Float8, kSm90FastLargeMTiles);
@@ -177,7 +175,6 @@ template <class Tiles>
 std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmProblem const& p, Target const& t) {
   std::vector<Timed> all;
   constexpr double kUs = 1e-3;
-  bool const is_int8 = p.a == DType::kInt8;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     WgmmaConfig const& c = tiles[row];
     int const tokens = c.swap ? c.tile.n : c.tile.m;
@@ -186,7 +183,7 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
     all.push_back({{family, row}, large == nullptr ? 0 : kUs * cost_of(*large, p, t).ns});
   }
   for (auto const& [own, us] : groupwise_mm::Selection::candidates(per_row_problem(p), t)) {
-    all.push_back({{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.row, own.split_k}, us});
+    all.push_back({{Family::kGroupwise, 0, own}, us});
   }
   return all;
 }
@@ -265,16 +262,6 @@ Choice Selection::choose(ScaledMmProblem const& p, Target const& t) {
   throw InvalidArgument("epiloq.scaled_mm: arch: expected one architecture, got auto");
 }
 
-std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
-  if (choice.family == Family::kSm90Int8Rows) {
-    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.split_k}};
-  }
-  if (choice.family == Family::kSm90Float8Rows) {
-    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.split_k}};
-  }
-  return std::nullopt;
-}
-
 std::string Selection::key(ScaledMmProblem const& p) {
   std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a) + " b=" + name(p.b);
   if (!p.aligned) text += " unaligned";
@@ -285,8 +272,8 @@ std::string Selection::key(ScaledMmProblem const& p) {
 }
 
 double Selection::rank(Timed const& candidate, ScaledMmProblem const& p, Target const& t) {
-  if (auto const own = groupwise_choice(candidate.choice)) {
-    return groupwise_mm::Selection::rank({*own, candidate.us}, per_row_problem(p), t);
+  if (candidate.choice.family == Family::kGroupwise) {
+    return groupwise_mm::Selection::rank({candidate.choice.groupwise, candidate.us}, per_row_problem(p), t);
   }
   LargeMTile const* const large = large_m_tile(candidate.choice);
   bool const considered = large != nullptr && p.m > large->tokens && (p.a == DType::kInt8 || !p.batch_invariant);
@@ -294,7 +281,9 @@ double Selection::rank(Timed const& candidate, ScaledMmProblem const& p, Target 
 }
 
 std::string Selection::terms(Choice const& choice, ScaledMmProblem const& p, Target const& t) {
-  if (auto const own = groupwise_choice(choice)) return groupwise_mm::Selection::terms(*own, per_row_problem(p), t);
+  if (choice.family == Family::kGroupwise) {
+    return groupwise_mm::Selection::terms(choice.groupwise, per_row_problem(p), t);
+  }
   LargeMTile const* const large = large_m_tile(choice);
   if (large == nullptr || p.m <= large->tokens) return "  no cost model: chosen by M and N (scaled_mm/rules.h)\n";
   return groupwise_mm::terms_of(timed_tile(*large), cost_of(*large, p, t), t.sm_count);
