@@ -16,16 +16,8 @@
 namespace epiloq::ops::online_quant_mm {
 namespace {
 
-// The last rule accepts every problem, and every tile has a rule.
-template <class Tiles, class Rules>
-constexpr bool complete(Tiles const& tiles, Rules const& rules) {
-  if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
-  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
-    if (std::ranges::count(rules, tile, &Rule::tile) == 0) return false;
-  }
-  return true;
-}
-static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
+static_assert(accepts_everything(kRules) && all_named(kTiles, kRules));
+static_assert(accepts_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
 
 // Consumer cards of SM86 and SM89 have 99 KiB of shared memory per CTA, those of SM75 64 KiB.
 constexpr int most_shared_bytes(BlockwiseConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
@@ -35,11 +27,10 @@ static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most
 // The first rule that accepts the problem and whose tile fits the device.
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
-  for (Rule const& rule : rules) {
-    bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return Choice{family, rule.tile};
-  }
-  return {Family::kStaged, 0};
+  auto const tile = first_fit(rules, p, [&](int tile) {
+    return tiles[tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+  });
+  return tile ? Choice{family, *tile} : Choice{Family::kStaged, 0};
 }
 
 std::int64_t at_once(int split, Target const& t) {

@@ -11,24 +11,6 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// A list ends with a rule that accepts every problem.
-template <class Rules>
-constexpr bool accepts_everything(Rules const& rules) {
-  return rules.back().m_max == kAny && rules.back().n_max == kAny;
-}
-// Every tile has a rule.
-template <class Tiles, class... Rules>
-constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
-  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
-    bool named = false;
-    auto const search = [&](auto const& rules) {
-      for (auto const& rule : rules) named |= rule.tile == tile;
-    };
-    (search(lists), ...);
-    if (!named) return false;
-  }
-  return true;
-}
 static_assert(accepts_everything(kSm80BatchRules) && accepts_everything(kInt8OutRules));
 static_assert(accepts_everything(kSm90BatchRules) && accepts_everything(kSm90Float8BatchRules));
 static_assert(accepts_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
@@ -62,17 +44,11 @@ constexpr bool all_rows_here(Rules const& rules) {
 }
 static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
 
-template <class Rules, class Fits>
-int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
-  for (Rule const& rule : rules) {
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits(rule.tile)) return rule.tile;
-  }
-  throw Unsupported("epiloq.scaled_mm: no tile fits the shared memory of this device");
-}
-
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
-  return {family, first_fit(rules, p, [&](int tile) { return tiles[tile].shared_bytes() <= t.shared_bytes; })};
+  auto const tile = first_fit(rules, p, [&](int tile) { return tiles[tile].shared_bytes() <= t.shared_bytes; });
+  if (!tile) throw Unsupported("epiloq.scaled_mm: no tile fits the shared memory of this device");
+  return {family, *tile};
 }
 
 constexpr int kSkinnyRows = 16;
@@ -99,8 +75,6 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   }
   return {Family::kSkinny, best};
 }
-
-constexpr auto kAlwaysFits = [](int) { return true; };
 
 template <class Tiles, class LargeM>
 constexpr bool all_as_their_rows(Tiles const& tiles, LargeM const& large_m_tiles) {
@@ -190,7 +164,7 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
 
 template <class Rules>
 Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
-  int const row = first_fit(rules, p, kAlwaysFits);
+  int const row = *first_fit(rules, p, [](int) { return true; });
   return row == kPerRowScales ? per_row_choice(p, t) : Choice{family, row};
 }
 
