@@ -40,8 +40,9 @@ struct GroupedPackedMmProblem {
   int bits = 4;
   std::int64_t group_size = 128;  // of integers; -1: the whole row
   DType dtype = DType::kBFloat16;
-  bool same_type = true;  // scales of integers and x
-  bool has_gaps = false;  // masked: between experts' rows of x
+  bool same_type = true;         // scales of integers and x
+  bool has_gaps = false;         // masked: between experts' rows of x
+  bool batch_invariant = false;  // batch_invariant.h
 };
 
 EPILOQ_API void check(GroupedPackedMm const& call);

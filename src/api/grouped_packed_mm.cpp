@@ -86,7 +86,7 @@ Checked checked(GroupedPackedMm const& call) {
   bool const aligned = is_aligned(call.x.data) && (m <= 1 || is_multiple(stride_x)) &&
                        (experts <= 1 || is_multiple(expert_stride(call.x)));
   return {{product, static_cast<int>(experts), call.counts ? static_cast<int const*>(call.counts->data) : nullptr,
-           call.masked, expert_stride(call.x), expert_stride(call.out),
+           call.masked, batch_invariant(), expert_stride(call.x), expert_stride(call.out),
            call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
           call.x.dtype,
           aligned,
@@ -124,6 +124,7 @@ Checked checked(GroupedPackedMmProblem const& p) {
   problem.experts = experts;
   problem.counts = p.experts ? &some_counts : nullptr;
   problem.masked = p.masked;
+  problem.batch_invariant = p.batch_invariant || batch_invariant();
   problem.stride_x_expert = (p.m + p.has_gaps) * problem.product.stride_x, problem.stride_out_expert = p.m * weight.n;
   return {problem, p.dtype, true, p.format, false};
 }
@@ -141,7 +142,8 @@ char const* unsupported_reason(Checked const& c, Target const& target) {
   if (!format) return "this format of weights";
   // Tiles of mma.sync would read and convert each weight for every 64 rows.
   bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kDenseFromRows;
-  bool const is_dense = c.format != WeightFormat::kInteger && is_large && !c.is_kernel_named && !batch_invariant();
+  bool const is_dense =
+      c.format != WeightFormat::kInteger && is_large && !c.is_kernel_named && !c.problem.batch_invariant;
   if (is_dense && !grouped::has_wgmma(c.problem, c.x, *format, target)) return "more than 64 rows";
   return nullptr;
 }

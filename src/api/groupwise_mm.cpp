@@ -283,8 +283,7 @@ void groupwise_mm(GroupwiseMm const& call) {
 }
 
 std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch, int sm_count, bool terms) {
-  GroupwiseMmProblem problem = requested;
-  problem.batch_invariant |= batch_invariant();
+  GroupwiseMmProblem const problem = tuning::as_set(requested);
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
   }

@@ -197,8 +197,7 @@ void scaled_mm(ScaledMm const& call) {
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int sm_count, bool terms) {
-  ScaledMmProblem problem = requested;
-  problem.batch_invariant |= batch_invariant();
+  ScaledMmProblem const problem = tuning::as_set(requested);
   for (DType operand : {problem.a, problem.b}) {
     if (operand != DType::kInt8 && operand != DType::kFloat8E4M3 && operand != DType::kFloat8E5M2) {
       throw InvalidArgument("epiloq.explain: dtype: expected int8, float8_e4m3fn or float8_e5m2, got " +

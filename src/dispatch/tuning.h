@@ -58,6 +58,14 @@ struct Tokens {
 Tokens tokens_of(std::int64_t m);
 std::string key_of(char const* operation, std::int64_t m, std::int64_t n, std::int64_t k);
 
+// A problem that does not come from a call, with the thread's setting of batch invariance. The choice reads the problem
+// alone.
+template <class Problem>
+Problem as_set(Problem problem) {
+  problem.batch_invariant |= batch_invariant();
+  return problem;
+}
+
 template <class Choice, class Problem>
 std::string name_of(Choice const& choice, Problem const& problem) {
   if constexpr (requires { describe(choice); })
@@ -84,7 +92,7 @@ Chosen<typename Selection::Choice> choose(typename Selection::Problem const& pro
                           ": kernel: expected one of this problem's candidates, got " + forced);
   }
   // With batch invariance all M keep to one order of sums.
-  auto const name = batch_invariant() ? std::nullopt : tuned_kernel(device, Selection::key(problem));
+  auto const name = problem.batch_invariant ? std::nullopt : tuned_kernel(device, Selection::key(problem));
   if (name) {
     if (auto const choice = find<Selection>(*name, problem, target)) return {*choice, true};
   }

@@ -7,7 +7,6 @@
 #include "core/ceil_div.h"
 #include "core/checks.h"
 #include "dispatch/wgmma_cycles.h"
-#include "epiloq/batch_invariant.h"
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/split_k.h"
 #include "problems/packed_layout.h"
@@ -167,7 +166,7 @@ bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target 
 Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   // A fixed tile height and no split-K give a row the same bits at any M.
   constexpr int kAnyM = 1;
-  if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
+  if (p.batch_invariant) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {

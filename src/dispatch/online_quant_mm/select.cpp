@@ -168,6 +168,16 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
   return best;
 }
 
+// Batch invariance: whole sums of K, by WGMMA tiles, which differ in their tokens alone.
+Choice sm90_whole_choice(OnlineQuantProblem const& p, Target const& t) {
+  Choice best{Family::kSm90, 0};
+  for (int row = 1; row < static_cast<int>(kSm90Tokens.size()); ++row) {
+    Choice const other{Family::kSm90, row};
+    if (suits(kSm90Tokens[row], p) && time_of(other, p, t) < time_of(best, p, t)) best = other;
+  }
+  return best;
+}
+
 std::string us(double ns, int decimals = 2) { return tuning::fixed(1e-3 * ns, decimals) + " us"; }
 
 std::string mma_terms(MmaCost const& c) {
@@ -207,27 +217,15 @@ std::string wgmma_terms(Choice const& c, OnlineQuantProblem const& p, Target con
 
 bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGroups, group_size) > 0; }
 
-Choice choose(OnlineQuantProblem const& p, Target const& t) {
+Choice Selection::choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (t.has_wgmma) return sm90_choice(p, t);
-  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
-}
-
-Choice choose_batch_invariant(OnlineQuantProblem const& p, Target const& t) {
-  if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (!t.has_wgmma || p.group_size != kSm90Group) {
-    OnlineQuantProblem many = p;
-    many.m = kAny;
-    return choose(many, {t.arch, t.sm_count, t.shared_bytes, false, t.memory_gb_s});
-  }
-  Choice best{Family::kSm90, 0};
-  for (int row = 1; row < static_cast<int>(kSm90Tokens.size()); ++row) {
-    Choice const other{Family::kSm90, row};
-    if (suits(kSm90Tokens[row], p) && time_of(other, p, t) < time_of(best, p, t)) best = other;
-  }
-  return best;
+  if (t.has_wgmma && !p.batch_invariant) return sm90_choice(p, t);
+  if (t.has_wgmma && p.group_size == kSm90Group) return sm90_whole_choice(p, t);
+  OnlineQuantProblem ruled = p;
+  if (p.batch_invariant) ruled.m = kAny;
+  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, ruled, t);
+  return mma_choice(Family::kSm80, kTiles, kRules, ruled, t);
 }
 
 Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
@@ -274,13 +272,13 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(OnlineQuantProblem cons
 double Selection::rank(tuning::Timed<Choice> const& candidate, OnlineQuantProblem const& p, Target const& t) {
   Choice const& choice = candidate.choice;
   bool const keeps_order = choice.family == Family::kSm90 && choice.split == 1 && suits(kSm90Tokens[choice.row], p);
-  bool const considered = t.has_wgmma && (!batch_invariant() || keeps_order);
+  bool const considered = t.has_wgmma && (!p.batch_invariant || keeps_order);
   return considered ? candidate.us : std::numeric_limits<double>::infinity();
 }
 
 std::string Selection::terms(Choice const& choice, OnlineQuantProblem const& p, Target const& t) {
   if (choice.family == Family::kStaged) return "  no cost model: the only kernel for this group size\n";
-  if (!t.has_wgmma || (batch_invariant() && choice.family != Family::kSm90)) {
+  if (!t.has_wgmma || (p.batch_invariant && choice.family != Family::kSm90)) {
     return "  no cost model: chosen by M and N (online_quant_mm/tables.h)\n";
   }
   return choice.family == Family::kSm90 ? wgmma_terms(choice, p, t) : mma_terms(mma_cost(choice.row, p, t));

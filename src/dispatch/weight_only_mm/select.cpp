@@ -78,6 +78,18 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
   return fastest_of(p, split, split);
 }
 
+// Kernels that sum K in one order for every number of tokens.
+Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
+  Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
+  if (choice.why == nullptr) choice = has_sm90_kernels(p, t) ? in_one_order(p, t) : tiled_choice(p, t);
+  if (choice.family != Family::kDense) {
+    if (choice.family == Family::kTiled) choice.split = 1;
+    return choice;
+  }
+  throw Unsupported(std::string("epiloq.weight_only_mm: batch_invariant: no kernel for this product (") + choice.why +
+                    "), and the dense product that takes its place sums K in an order that depends on M");
+}
+
 }  // namespace
 
 // A dense product is a candidate if weights may be rounded. mma.sync tiles have no cost model.
@@ -91,7 +103,8 @@ std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& 
   return all;
 }
 
-Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
+Choice Selection::choose(WeightOnlyMmProblem const& p, Target const& t) {
+  if (p.batch_invariant) return choose_batch_invariant(p, t);
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
   if (has_sm90_kernels(p, t)) {
     if (auto const measured = measured_choice(p, t)) return *measured;
@@ -100,17 +113,6 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   if (p.m >= kDenseTokens) return kLargeM;
   if (p.m <= kGemvTokens) return fastest(p, t);
   return tiled_choice(p, t);
-}
-
-Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
-  Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
-  if (choice.why == nullptr) choice = has_sm90_kernels(p, t) ? in_one_order(p, t) : tiled_choice(p, t);
-  if (choice.family != Family::kDense) {
-    if (choice.family == Family::kTiled) choice.split = 1;
-    return choice;
-  }
-  throw Unsupported(std::string("epiloq.weight_only_mm: batch_invariant: no kernel for this product (") + choice.why +
-                    "), and the dense product that takes its place sums K in an order that depends on M");
 }
 
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
