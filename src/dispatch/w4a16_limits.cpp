@@ -56,12 +56,11 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
 }
 
 int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
-  if (t.arch != Arch::kSm90) return 1;
   auto const cost = [&](int split) {
     return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
   };
   int best = 1;
-  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+  for (int split = 2; split <= most_split(steps, t); ++split) {
     if (cost(split) < cost(best)) best = split;
   }
   return best;

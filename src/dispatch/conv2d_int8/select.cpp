@@ -78,10 +78,6 @@ double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int spl
   return std::max(waiting, working) + kShown * std::min(waiting, working) + kCluster[split - 1];
 }
 
-int most_split(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
-  return t.arch == Arch::kSm90 ? std::min(kMaxCluster, stages_of(c, s)) : 1;
-}
-
 Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
   Choice best{Family::kTiled, -1, vector};
   double least = 0;
@@ -90,7 +86,7 @@ Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
     if (c.vector != vector || !fits(c, vector, t)) continue;
     std::int64_t const blocks = blocks_of(c, s) * s.groups, enough = std::int64_t{t.sm_count} * c.blocks;
     int const stages = stages_of(c, s);
-    for (int split = 1; split <= most_split(c, s, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
+    for (int split = 1; split <= most_split(stages, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
       double const cycles = cycles_of(c, blocks, stages, split, t);
       if (best.row >= 0 && cycles >= least) continue;
       best.row = row;
@@ -106,7 +102,7 @@ Choice checked_tile(Conv2dInt8Kernel const& kernel, conv2d::Shape const& s, int 
   char const* why = nullptr;
   if (!is_row || !fits(kTiles[kernel.row], vector, t)) {
     why = "no such row, not for this architecture, its shared memory or these channels";
-  } else if (kernel.split < 1 || kernel.split > most_split(kTiles[kernel.row], s, t)) {
+  } else if (kernel.split < 1 || kernel.split > most_split(stages_of(kTiles[kernel.row], s), t)) {
     why = "no such split";
   }
   if (why != nullptr)

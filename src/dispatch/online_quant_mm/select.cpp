@@ -144,12 +144,12 @@ void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const&
     if (is_available(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
   }
   if (p.group_size != kSm90Group) return;
-  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster);
+  std::int64_t const steps = steps_of(p);
   for (int row = 0; row < static_cast<int>(kSm90Tokens.size()); ++row) {
     if (!suits(kSm90Tokens[row], p)) continue;
     std::int64_t const tiles = Tiles(row, p).count(), whole = whole_before_pairs(tiles, steps, t);
     act(Choice{Family::kSm90, row});
-    for (int split = 2; split <= most; ++split) {
+    for (int split = 2; split <= most_split(steps, t); ++split) {
       if (tiles <= at_once(split, t)) act(Choice{Family::kSm90, row, split});
     }
     if (whole > 0 && whole <= kSm90MostWaves * at_once(1, t)) {
@@ -234,8 +234,8 @@ Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel co
   char const* why = nullptr;
   if (!is_available(kernel, p, t)) {
     why = "no such row, not for this architecture or group size, or too large for its shared memory";
-  } else if (shares && (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > kMaxCluster ||
-                        kernel.split > steps_of(p))) {
+  } else if (shares &&
+             (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > most_split(steps_of(p), t))) {
     why = "no such split";
   } else if (kernel.last_wave) {
     whole = whole_before_pairs(Tiles(kernel.row, p).count(), steps_of(p), t);

@@ -122,10 +122,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
         "no such row, not built for this architecture, not made for this M, for offsets or for 2 and 3 bits, or "
         "too large for its shared memory";
   }
-  if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
-      kernel.split > ceil_div(p.k, kPadding)) {
-    why = "no such split";
-  }
+  if (kernel.split < 1 || kernel.split > most_split(ceil_div(p.k, kPadding), t)) why = "no such split";
   if (why == nullptr && !may_split(kernel.family, kernel.row, kernel.split, p, t)) {
     why = "no shared memory for the partial sums of so many CTAs";
   }
