@@ -25,6 +25,17 @@ inline constexpr int kMaxCluster = 8, kSmsOfClusters = 132;
 inline constexpr std::array<std::array<std::int64_t, kMaxCluster>, 2> kClusters{
     {{132, 66, 39, 30, 22, 17, 15, 15}, {264, 132, 79, 62, 47, 39, 32, 30}}};
 
+// Clusters of `split` CTAs that run at a time, each SM holding `resident` CTAs. If that is several, two CTAs of a
+// cluster may share an SM, so that more clusters are resident.
+inline std::int64_t clusters_at_once(int split, int resident, int sm_count) {
+  int const measured = resident > 1 ? 2 : 1;  // CTAs per SM
+  std::int64_t const of_h200 = kClusters[measured - 1][split - 1] * resident;
+  return std::max<std::int64_t>(1, of_h200 * sm_count / (measured * kSmsOfClusters));
+}
+inline std::int64_t clusters_at_once(int split, int resident, Target const& t) {
+  return clusters_at_once(split, resident, t.sm_count);
+}
+
 // CTAs of a cluster that may split K, at most: each has a K step.
 inline int most_split(std::int64_t steps, Target const& t) {
   return static_cast<int>(std::min<std::int64_t>(steps, t.has_clusters() ? kMaxCluster : 1));

@@ -58,9 +58,8 @@ bool fits(TileConfig const& c, int vector, Target const& t) {
 
 // CTAs on the busiest SM. A GPC with fewer free SMs than a cluster has CTAs leaves them idle.
 std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
-  std::int64_t const of_h200 = clusters * kSmsOfClusters;
-  if (of_h200 <= kClusters[0][split - 1] * t.sm_count) return 1;
-  return std::max<std::int64_t>(2, ceil_div(2 * of_h200, kClusters[1][split - 1] * t.sm_count));
+  if (clusters <= clusters_at_once(split, 1, t)) return 1;
+  return std::max<std::int64_t>(2, ceil_div(2 * kSmsOfClusters * clusters, kClusters[1][split - 1] * t.sm_count));
 }
 
 // Cycles of the busiest SM: its throughput bound, and waves of its resident CTAs, each at least as long as one CTA's

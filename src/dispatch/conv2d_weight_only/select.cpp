@@ -84,7 +84,7 @@ double time_of(int row, WeightOnlyMmProblem const& p, int split, Target const& t
   wo::WgmmaConfig const& c = kWgmmaRows[row];
   TileTime const& time = kWgmmaTimes[row];
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
-  std::int64_t const at_once = wo::clusters(split, 1, t), waves = ceil_div(high * wide, at_once);
+  std::int64_t const at_once = clusters_at_once(split, 1, t), waves = ceil_div(high * wide, at_once);
   // Weights of a step. Tiles of the same rows are neighbours: memory delivers them once.
   double const of_cta = c.rows() * wo::kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_cta;
@@ -115,7 +115,7 @@ Choice patches_choice(Problem const& p, WeightOnlyMmProblem const& product, Targ
     if (!is_available(Family::kPatches, row, p, product, t)) continue;
     wo::TiledConfig const& c = kRows[row];
     std::int64_t const blocks = ceil_div(product.m, c.tokens) * ceil_div(product.n, c.rows());
-    int const split = wo::best_split(blocks, steps_of(product), 4, c.blocks, t);
+    int const split = wo::best_split(blocks, steps_of(product), c.blocks, t);
     // A wide tile reads the weight less often, if there are enough tiles for the SMs.
     bool const enough = blocks * kMaxCluster >= t.sm_count && product.m > c.tokens / 2;
     if (enough || row > 0) return {Family::kPatches, row, split};

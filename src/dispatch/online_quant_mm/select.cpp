@@ -33,10 +33,6 @@ Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQ
   return tile ? Choice{family, *tile} : Choice{Family::kStaged, 0};
 }
 
-std::int64_t at_once(int split, Target const& t) {
-  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
-}
-
 // Whether a row of a family's table is available for this problem and target.
 template <class Tiles>
 bool is_available(Tiles const& tiles, int row, OnlineQuantProblem const& p, Target const& t) {
@@ -100,7 +96,7 @@ struct Tiles {
 // The number of tiles before those of a last wave that pairs of CTAs can split; 0 if there is none, or no wave before
 // it.
 std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
-  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
+  std::int64_t const blocks = clusters_at_once(1, 1, t), pairs = clusters_at_once(2, 1, t), rest = tiles % blocks;
   return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
 }
 
@@ -125,7 +121,7 @@ WaveCost wave_cost(int row, OnlineQuantProblem const& p, std::int64_t tiles, int
 
 double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
   if (c.family == Family::kSm80) return mma_cost(c.row, p, t).ns;
-  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = at_once(1, t);
+  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = clusters_at_once(1, 1, t);
   auto const waves = [&](std::int64_t whole) {
     return static_cast<double>(ceil_div(whole, blocks)) * wave_cost(c.row, p, std::min(whole, blocks), 1, t).ns();
   };
@@ -150,9 +146,9 @@ void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const&
     std::int64_t const tiles = Tiles(row, p).count(), whole = whole_before_pairs(tiles, steps, t);
     act(Choice{Family::kSm90, row});
     for (int split = 2; split <= most_split(steps, t); ++split) {
-      if (tiles <= at_once(split, t)) act(Choice{Family::kSm90, row, split});
+      if (tiles <= clusters_at_once(split, 1, t)) act(Choice{Family::kSm90, row, split});
     }
-    if (whole > 0 && whole <= kSm90MostWaves * at_once(1, t)) {
+    if (whole > 0 && whole <= kSm90MostWaves * clusters_at_once(1, 1, t)) {
       act(Choice{Family::kSm90, row, 2, static_cast<int>(whole)});
     }
   }
@@ -192,7 +188,8 @@ std::string mma_terms(MmaCost const& c) {
 }
 
 std::string wgmma_terms(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
-  std::int64_t const tiles = Tiles(c.row, p).count(), at_a_time = at_once(1, t), whole = c.split == 1 ? tiles : c.whole;
+  std::int64_t const tiles = Tiles(c.row, p).count(), at_a_time = clusters_at_once(1, 1, t),
+                     whole = c.split == 1 ? tiles : c.whole;
   auto const steps = [](WaveCost const& wave) {
     return std::to_string(wave.steps) + " K steps of " + us(wave.step, 3) + " + epilogue " + us(wave.end);
   };

@@ -47,7 +47,7 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
   TiledConfig const& config = kTiledRows[chosen];
   std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
-  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), config.blocks, t)};
 }
 
 // Exact weights by two K groups: all such rows sum a scale group's columns in order, and alternate K steps. Two
