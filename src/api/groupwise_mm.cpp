@@ -195,18 +195,19 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {sizes.a.rows,
-          sizes.n,
-          sizes.k,
-          call.columns_per_scale == 1,
-          aligned,
-          static_cast<int>(sizes.experts),
-          has_per_row_scales(call),
-          call.a.dtype,
-          has_experts(call),
-          batch_invariant(),
-          sizes.scale_a.stride_k == 0 && call.columns_per_scale == 1 && !has_per_row_scales(call),
-          call.out.dtype};
+  bool const per_row_scales = has_per_row_scales(call), column_scales = call.columns_per_scale == 1;
+  return {.m = sizes.a.rows,
+          .n = sizes.n,
+          .k = sizes.k,
+          .column_scales = column_scales,
+          .aligned = aligned,
+          .experts = static_cast<int>(sizes.experts),
+          .per_row_scales = per_row_scales,
+          .a = call.a.dtype,
+          .has_experts = has_experts(call),
+          .batch_invariant = batch_invariant(),
+          .whole_row_scales = sizes.scale_a.stride_k == 0 && column_scales && !per_row_scales,
+          .out = call.out.dtype};
 }
 
 Target target_of(GroupwiseMm const& call) {

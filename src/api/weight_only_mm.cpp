@@ -51,18 +51,18 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
 
 WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
   bool const aligned = is_aligned(p.x) && (p.m == 1 || p.stride_x % 8 == 0);
-  return {p.m,
-          p.weight.n,
-          p.weight.k,
-          p.weight.bits,
-          call.weight.group_size,
-          call.x.dtype,
-          aligned,
-          static_cast<int>(size_of(p.weight.scale_dtype)),
-          p.weight.zero != nullptr ? 1 : 0,
-          p.weight.offset != nullptr,
-          p.weight.scale_dtype == call.x.dtype,
-          batch_invariant()};
+  return {.m = p.m,
+          .n = p.weight.n,
+          .k = p.weight.k,
+          .bits = p.weight.bits,
+          .group_size = call.weight.group_size,
+          .dtype = call.x.dtype,
+          .aligned = aligned,
+          .scale_bytes = static_cast<int>(size_of(p.weight.scale_dtype)),
+          .zero_bytes = p.weight.zero != nullptr ? 1 : 0,
+          .offsets = p.weight.offset != nullptr,
+          .same_type = p.weight.scale_dtype == call.x.dtype,
+          .batch_invariant = batch_invariant()};
 }
 
 Target target_of(WeightOnlyMm const& call) {

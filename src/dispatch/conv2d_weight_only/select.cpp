@@ -31,16 +31,16 @@ bool has_chunks(Problem const& p) {
 // The GEMM with output pixels as tokens.
 WeightOnlyMmProblem product_of(Problem const& p) {
   wo::Weight const& w = p.weight;
-  return {conv2d::pixels(p.shape),
-          w.n,
-          w.k,
-          w.bits,
-          w.group,
-          p.dtype,
-          has_chunks(p),
-          static_cast<int>(size_of(w.scale_dtype)),
-          w.zero != nullptr,
-          w.offset != nullptr};
+  return {.m = conv2d::pixels(p.shape),
+          .n = w.n,
+          .k = w.k,
+          .bits = w.bits,
+          .group_size = w.group,
+          .dtype = p.dtype,
+          .aligned = has_chunks(p),
+          .scale_bytes = static_cast<int>(size_of(w.scale_dtype)),
+          .zero_bytes = w.zero != nullptr ? 1 : 0,
+          .offsets = w.offset != nullptr};
 }
 
 std::int64_t steps_of(WeightOnlyMmProblem const& product) { return ceil_div(product.k, wo::kPadding); }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/ceil_div.h"
+#include "problems/groupwise_gemm.h"
 
 namespace epiloq::ops::groupwise_mm {
 namespace {
@@ -173,7 +174,7 @@ PerRowChoice choose_per_row(GroupwiseMmProblem const& p, int sm_count) {
 }
 
 Cost cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int split_k) {
-  Cost cost{.tiles = tiles_of(tile, p), .steps = ceil_div(p.k, 128)};
+  Cost cost{.tiles = tiles_of(tile, p), .steps = ceil_div(p.k, gemm::kGroupDepth)};
   cost.late_next_ns = late_next_ns(cost.tiles * split_k, sm_count);
   double const whole_ns = static_cast<double>(cost.steps * tile.step_ns + tile.end_ns);
   if (split_k == 1) {

@@ -36,7 +36,9 @@ bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
   return p.m > kIntegerTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
 bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
-bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) { return c.tokens < 2 * std::max<std::int64_t>(p.m, 9); }
+bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return c.tokens < 2 * std::max<std::int64_t>(p.m, kGemvTokens + 1);
+}
 
 template <class Rows>
 void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
