@@ -8,6 +8,7 @@
 #include "dispatch/weight_only_mm/launch.h"
 #include "dispatch/weight_only_mm/select.h"
 #include "epiloq/batch_invariant.h"
+#include "epiloq/device.h"
 #include "problems/weight_only.h"
 
 namespace epiloq {
@@ -106,6 +107,10 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
   if (call.out.device.type == Device::Type::kCpu) return wo::dequantize_on_host(problem);
   wo::launch_dequantize(problem, call.out.device.index, stream);
 }
+
+#if !EPILOQ_HAS_CUDA
+void ops::weight_only_mm::launch_dequantize(DequantizeProblem const&, int device, Stream) { device_properties(device); }
+#endif
 
 std::string explain_weight_only_mm(WeightOnlyMmProblem const& requested, Arch arch, int sm_count, int memory_gb_s,
                                    bool terms) {
