@@ -146,11 +146,4 @@ std::string describe(Choice const& choice) {
   return text.str();
 }
 
-bool has_whole_runs(Problem const& p, int count) {
-  std::int64_t const size = size_of(p.out_dtype), bytes = std::min<std::int64_t>(count * size, 16);
-  bool const in_groups =
-      p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
-  return in_groups && reinterpret_cast<std::uintptr_t>(p.out) % bytes == 0 && p.shape.out_pixel * size % bytes == 0;
-}
-
 }  // namespace epiloq::ops::conv2d_int8
