@@ -31,7 +31,7 @@ struct GroupedPackedMm {
   int threads = 1;                                // on the CPU, at most (threads.h)
 };
 
-// What the choice of a kernel depends on, for dense, aligned rows of x, scales of x's type, and no real offsets.
+// What the choice of a kernel depends on, for dense, aligned rows of x, and no real offsets.
 struct GroupedPackedMmProblem {
   std::int64_t m = 0, n = 0, k = 0;  // m: rows of all experts; masked: that each expert has room for
   std::optional<int> experts{};      // none: one matrix, without counts
@@ -40,6 +40,9 @@ struct GroupedPackedMmProblem {
   int bits = 4;
   std::int64_t group_size = 128;  // of integers; -1: the whole row
   DType dtype = DType::kBFloat16;
+  bool same_type = true;         // scales of integers and x
+  bool has_gaps = false;         // masked: between experts' rows of x
+  bool batch_invariant = false;  // batch_invariant.h
 };
 
 EPILOQ_API void check(GroupedPackedMm const& call);
@@ -53,5 +56,8 @@ EPILOQ_API bool grouped_packed_mm(GroupedPackedMm const& call, Stream stream);
 // Name of the kernel chosen for a problem, or "no kernel: " and the reason; the tables are the same in every build.
 EPILOQ_API std::string explain_grouped_packed_mm(GroupedPackedMmProblem const& problem, Arch arch, int sm_count);
 EPILOQ_API std::string explain(GroupedPackedMm const& call);
+// Whether experts of many rows have a WGMMA kernel, which `grouped_packed_mm` uses from a few rows per expert on; on a
+// device or, for kNoDevice, on the first card of `arch`.
+EPILOQ_API bool has_expert_wgmma(GroupedPackedMmProblem const& problem, Arch arch, int device);
 
 }  // namespace epiloq

@@ -62,6 +62,7 @@ struct OnlineQuantWorkspace {
 struct OnlineQuantProblem {
   std::int64_t m = 0, n = 0, k = 0, group_size = 128;
   int bits = 8;
+  bool batch_invariant = false;  // batch_invariant.h
 
   bool operator==(OnlineQuantProblem const&) const = default;
 };

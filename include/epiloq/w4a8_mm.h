@@ -25,6 +25,7 @@ struct W4a8Mm {
 // What the choice of a kernel depends on.
 struct W4a8Problem {
   std::int64_t m = 0, n = 0, k = 0, group_size = 128;
+  bool batch_invariant = false;  // batch_invariant.h: no tuned kernel
 
   bool operator==(W4a8Problem const&) const = default;
 };

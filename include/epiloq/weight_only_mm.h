@@ -73,11 +73,12 @@ struct WeightOnlyMmProblem {
   int bits = 4;
   std::int64_t group_size = -1;
   DType dtype = DType::kFloat16;
-  bool aligned = true;    // 16-byte rows in X
-  int scale_bytes = 2;    // of a row and group
-  int zero_bytes = 0;     // likewise, where there are zero points
-  bool offsets = false;   // of the scales' type
-  bool same_type = true;  // scales and X
+  bool aligned = true;           // 16-byte rows in X
+  int scale_bytes = 2;           // of a row and group
+  int zero_bytes = 0;            // likewise, where there are zero points
+  bool offsets = false;          // of the scales' type
+  bool same_type = true;         // scales and X
+  bool batch_invariant = false;  // batch_invariant.h
 
   bool operator==(WeightOnlyMmProblem const&) const = default;
 };

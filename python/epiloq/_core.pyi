@@ -615,6 +615,21 @@ def groupwise_mm_on_host(
     constant_b: bool = False,
     threads: int = 1,
 ) -> None: ...
+def has_expert_wgmma(
+    m: int,
+    n: int,
+    k: int,
+    experts: int | None = None,
+    masked: bool = False,
+    format: str = "int",
+    bits: int = 4,
+    group_size: int = 128,
+    dtype: str = "bfloat16",
+    arch: str = "sm90",
+    same_type: bool = True,
+    has_gaps: bool = False,
+    device: int = -1,
+) -> bool: ...
 def int8_linear(layer: object, x: object) -> Tensor | None: ...
 def interface_hash() -> str: ...
 def is_direct(required: tuple[object, ...], optional: tuple[object, ...]) -> bool: ...

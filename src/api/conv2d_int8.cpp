@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "api/checks/conv2d_geometry.h"
 #include "core/checks.h"
 #include "core/threads.h"
 #include "cpu/conv2d/int8.h"

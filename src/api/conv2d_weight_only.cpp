@@ -1,5 +1,6 @@
 #include "epiloq/conv2d_weight_only.h"
 
+#include "api/checks/conv2d_geometry.h"
 #include "api/checks/packed_weight.h"
 #include "core/checks.h"
 #include "cpu/w4a16/weight_only.h"

@@ -2,10 +2,10 @@
 
 #include <limits>
 
+#include "api/checks/quantized_rows.h"
 #include "core/checks.h"
 #include "epiloq/device.h"
 #include "problems/experts/expert_routing.h"
-#include "problems/quantizers/quantized_rows.h"
 
 namespace epiloq {
 namespace {

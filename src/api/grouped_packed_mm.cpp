@@ -8,6 +8,7 @@
 #include "dispatch/arch.h"
 #include "dispatch/grouped_packed_mm/launch.h"
 #include "epiloq/batch_invariant.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq {
 namespace {
@@ -85,7 +86,7 @@ Checked checked(GroupedPackedMm const& call) {
   bool const aligned = is_aligned(call.x.data) && (m <= 1 || is_multiple(stride_x)) &&
                        (experts <= 1 || is_multiple(expert_stride(call.x)));
   return {{product, static_cast<int>(experts), call.counts ? static_cast<int const*>(call.counts->data) : nullptr,
-           call.masked, expert_stride(call.x), expert_stride(call.out),
+           call.masked, batch_invariant(), expert_stride(call.x), expert_stride(call.out),
            call.factor ? static_cast<float const*>(call.factor->data) : nullptr},
           call.x.dtype,
           aligned,
@@ -112,7 +113,9 @@ Checked checked(GroupedPackedMmProblem const& p) {
     check.fail("n", "expected at most ", wo::kMaxSize, " rows of all experts, got more");
   if (p.masked && !p.experts) check.fail("experts", "expected a number with masked, got none");
   std::int64_t const group_size = is_integer ? p.group_size : p.format == WeightFormat::kMxfp4 ? 32 : 16;
-  wo::Weight const weight = wo::weight_of_sizes(check, is_integer ? p.bits : 4, p.n, p.k, group_size, p.dtype);
+  DType const other = p.dtype == DType::kFloat32 ? DType::kFloat16 : DType::kFloat32;
+  wo::Weight const weight =
+      wo::weight_of_sizes(check, is_integer ? p.bits : 4, p.n, p.k, group_size, p.same_type ? p.dtype : other);
   static int const some_counts = 0;
   grouped::Problem problem{};
   problem.product.weight = weight;
@@ -121,7 +124,8 @@ Checked checked(GroupedPackedMmProblem const& p) {
   problem.experts = experts;
   problem.counts = p.experts ? &some_counts : nullptr;
   problem.masked = p.masked;
-  problem.stride_x_expert = p.m * problem.product.stride_x, problem.stride_out_expert = p.m * weight.n;
+  problem.batch_invariant = p.batch_invariant || batch_invariant();
+  problem.stride_x_expert = (p.m + p.has_gaps) * problem.product.stride_x, problem.stride_out_expert = p.m * weight.n;
   return {problem, p.dtype, true, p.format, false};
 }
 
@@ -138,7 +142,8 @@ char const* unsupported_reason(Checked const& c, Target const& target) {
   if (!format) return "this format of weights";
   // Tiles of mma.sync would read and convert each weight for every 64 rows.
   bool const is_large = c.problem.counts == nullptr && c.problem.product.m >= grouped::kDenseFromRows;
-  bool const is_dense = c.format != WeightFormat::kInteger && is_large && !c.is_kernel_named && !batch_invariant();
+  bool const is_dense =
+      c.format != WeightFormat::kInteger && is_large && !c.is_kernel_named && !c.problem.batch_invariant;
   if (is_dense && !grouped::has_wgmma(c.problem, c.x, *format, target)) return "more than 64 rows";
   return nullptr;
 }
@@ -200,6 +205,15 @@ std::string explain(GroupedPackedMm const& call) {
     return is_empty(c.problem) ? kEmpty : grouped::describe_on_host(c.problem, c.format, c.x);
   }
   return described(checked(call), call.kernel, target_of("grouped_packed_mm", KernelSet::kWeightOnly, call.x.device));
+}
+
+bool has_expert_wgmma(GroupedPackedMmProblem const& problem, Arch arch, int device) {
+  Checked const c = checked(problem);
+  std::optional<grouped::Format> const format = grouped::format_of(c.problem.product.weight, c.format);
+  std::optional<Target> const target =
+      device == kNoDevice ? nominal(KernelSet::kWeightOnly, arch) : find_target(KernelSet::kWeightOnly, device);
+  constexpr int kManyRows = static_cast<int>(grouped::kExpertRows.size()) - 1;
+  return format && target && grouped::has_expert_wgmma(kManyRows, c.problem, c.x, *format, *target);
 }
 
 }  // namespace epiloq

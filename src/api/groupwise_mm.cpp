@@ -194,18 +194,19 @@ Sizes checked(GroupwiseMm const& call) {
 
 GroupwiseMmProblem problem_of(GroupwiseMm const& call, Sizes const& sizes) {
   bool const aligned = sizes.a.stride % 16 == 0 && sizes.stride_b % 16 == 0;
-  return {sizes.a.rows,
-          sizes.n,
-          sizes.k,
-          call.columns_per_scale == 1,
-          aligned,
-          static_cast<int>(sizes.experts),
-          has_per_row_scales(call),
-          call.a.dtype,
-          has_experts(call),
-          batch_invariant(),
-          sizes.scale_a.stride_k == 0 && call.columns_per_scale == 1 && !has_per_row_scales(call),
-          call.out.dtype};
+  bool const per_row_scales = has_per_row_scales(call), column_scales = call.columns_per_scale == 1;
+  return {.m = sizes.a.rows,
+          .n = sizes.n,
+          .k = sizes.k,
+          .column_scales = column_scales,
+          .aligned = aligned,
+          .experts = static_cast<int>(sizes.experts),
+          .per_row_scales = per_row_scales,
+          .a = call.a.dtype,
+          .has_experts = has_experts(call),
+          .batch_invariant = batch_invariant(),
+          .whole_row_scales = sizes.scale_a.stride_k == 0 && column_scales && !per_row_scales,
+          .out = call.out.dtype};
 }
 
 Target target_of(GroupwiseMm const& call) {
@@ -282,8 +283,7 @@ void groupwise_mm(GroupwiseMm const& call) {
 }
 
 std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch, int sm_count, bool terms) {
-  GroupwiseMmProblem problem = requested;
-  problem.batch_invariant |= batch_invariant();
+  GroupwiseMmProblem const problem = tuning::as_set(requested);
   if (problem.m < 0 || problem.n < 0 || problem.k < 0 || problem.experts < 1) {
     throw InvalidArgument("epiloq.explain: groupwise_mm: expected sizes of at least 0 and experts of at least 1");
   }
@@ -294,7 +294,7 @@ std::string explain_groupwise_mm(GroupwiseMmProblem const& requested, Arch arch,
   // Of every architecture: those without a kernel of the operation run the generic one.
   Target target = nominal(KernelSet::kInt8Gemm, arch);
   if (sm_count > 0) target.sm_count = sm_count;
-  auto const choice = ops::groupwise_mm::choose(problem, target.arch, target.sm_count);
+  auto const choice = ops::groupwise_mm::Selection::choose(problem, target);
   if (!terms) return ops::groupwise_mm::describe(choice);
   return tuning::explain_terms<ops::groupwise_mm::Selection>(problem, target, {choice});
 }

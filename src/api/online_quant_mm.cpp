@@ -5,6 +5,7 @@
 #include "dispatch/choice_cache.h"
 #include "dispatch/online_quant_mm/launch.h"
 #include "dispatch/online_quant_mm/select.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 
 namespace epiloq {
@@ -85,7 +86,7 @@ void check_workspace(OnlineQuantMm const& call, OnlineQuantWorkspace const& work
 }
 
 OnlineQuantProblem problem_of(OnlineQuantMm const& call, Sizes const& sizes) {
-  return {sizes.x.rows, sizes.n, call.in_features, call.group_size, call.bits};
+  return {sizes.x.rows, sizes.n, call.in_features, call.group_size, call.bits, batch_invariant()};
 }
 
 Target target_of(OnlineQuantMm const& call) {
@@ -182,8 +183,9 @@ void online_quant_mm(OnlineQuantMm const& call) {
   online::run_on_host(problem_of(call, sizes), work_of(call, sizes), call.threads);
 }
 
-std::string explain_online_quant_mm(OnlineQuantProblem const& problem, Arch arch, int sm_count, int memory_gb_s,
+std::string explain_online_quant_mm(OnlineQuantProblem const& requested, Arch arch, int sm_count, int memory_gb_s,
                                     bool terms) {
+  OnlineQuantProblem const problem = tuning::as_set(requested);
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
   Target target = nominal(KernelSet::kOnlineQuant, arch);
   if (sm_count > 0) target.sm_count = sm_count;
@@ -207,7 +209,7 @@ std::string explain(OnlineQuantMm const& call, bool terms) {
 
 KernelCandidates candidates(OnlineQuantProblem const& problem, int device) {
   check_format(Checker("online_quant_mm", {}), problem.bits, problem.group_size);
-  return tuning::candidates<online::Selection>(problem,
+  return tuning::candidates<online::Selection>(tuning::as_set(problem),
                                                target_of_index("online_quant_mm", KernelSet::kOnlineQuant, device));
 }
 

@@ -159,7 +159,7 @@ ops::scaled_mm::Choice choice_of(ScaledBmm const& call, ScaledMmProblem const& p
     throw Unsupported("epiloq.scaled_bmm: out: CUDA kernels write float16, bfloat16 or int8, got float32");
   }
   auto const set = is_float8(call) ? KernelSet::kFloat8Gemm : KernelSet::kInt8Gemm;
-  return ops::scaled_mm::choose(problem, target_of("scaled_bmm", set, call.a.device));
+  return ops::scaled_mm::Selection::choose(problem, target_of("scaled_bmm", set, call.a.device));
 }
 
 epilogue::Operands operands_of(ScaledBmm const& call, Sizes const& sizes) {

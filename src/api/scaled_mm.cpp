@@ -197,8 +197,7 @@ void scaled_mm(ScaledMm const& call) {
 }
 
 std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int sm_count, bool terms) {
-  ScaledMmProblem problem = requested;
-  problem.batch_invariant |= batch_invariant();
+  ScaledMmProblem const problem = tuning::as_set(requested);
   for (DType operand : {problem.a, problem.b}) {
     if (operand != DType::kInt8 && operand != DType::kFloat8E4M3 && operand != DType::kFloat8E5M2) {
       throw InvalidArgument("epiloq.explain: dtype: expected int8, float8_e4m3fn or float8_e5m2, got " +
@@ -212,7 +211,7 @@ std::string explain_scaled_mm(ScaledMmProblem const& requested, Arch arch, int s
   }
   Target target = nominal(kernels_of(problem.a), arch);
   if (sm_count > 0) target.sm_count = sm_count;
-  auto const choice = ops::scaled_mm::choose(problem, target);
+  auto const choice = ops::scaled_mm::Selection::choose(problem, target);
   if (!terms) return ops::scaled_mm::describe(choice);
   return tuning::explain_terms<ops::scaled_mm::Selection>(problem, target, {choice});
 }

@@ -6,6 +6,7 @@
 #include "dispatch/choice_cache.h"
 #include "dispatch/w4a8_mm/launch.h"
 #include "dispatch/w4a8_mm/select.h"
+#include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"
 #include "problems/w4a8_mm.h"
 
@@ -49,7 +50,7 @@ Problem checked(W4a8Mm const& call) {
 }
 
 W4a8Problem problem_of(Problem const& p, W4a8Mm const& call) {
-  return {p.product.m, p.product.weight.n, p.product.weight.k, call.weight.group_size};
+  return {p.product.m, p.product.weight.n, p.product.weight.k, call.weight.group_size, batch_invariant()};
 }
 
 // Why there is no kernel; null if there is.
@@ -127,7 +128,7 @@ std::string explain_w4a8_mm(W4a8Problem const& problem, Arch arch, int sm_count,
   }
   if (sm_count > 0) target.sm_count = sm_count;
   if (problem.m == 0 || problem.n == 0 || problem.k == 0) return "nothing to launch: no product";
-  Choice const choice = ops::w4a8_mm::choose(problem, target);
+  Choice const choice = ops::w4a8_mm::Selection::choose(problem, target);
   if (!terms) return ops::w4a8_mm::describe(choice);
   return tuning::explain_terms<ops::w4a8_mm::Selection>(problem, target, {choice});
 }

@@ -7,6 +7,8 @@
 #include "dispatch/weight_only_mm/cost/parameters.h"
 #include "dispatch/weight_only_mm/launch.h"
 #include "dispatch/weight_only_mm/select.h"
+#include "epiloq/batch_invariant.h"
+#include "epiloq/device.h"
 #include "problems/weight_only.h"
 
 namespace epiloq {
@@ -50,17 +52,18 @@ wo::DequantizeProblem checked(DequantizeWeight const& call) {
 
 WeightOnlyMmProblem problem_of(wo::Problem const& p, WeightOnlyMm const& call) {
   bool const aligned = is_aligned(p.x) && (p.m == 1 || p.stride_x % 8 == 0);
-  return {p.m,
-          p.weight.n,
-          p.weight.k,
-          p.weight.bits,
-          call.weight.group_size,
-          call.x.dtype,
-          aligned,
-          static_cast<int>(size_of(p.weight.scale_dtype)),
-          p.weight.zero != nullptr ? 1 : 0,
-          p.weight.offset != nullptr,
-          p.weight.scale_dtype == call.x.dtype};
+  return {.m = p.m,
+          .n = p.weight.n,
+          .k = p.weight.k,
+          .bits = p.weight.bits,
+          .group_size = call.weight.group_size,
+          .dtype = call.x.dtype,
+          .aligned = aligned,
+          .scale_bytes = static_cast<int>(size_of(p.weight.scale_dtype)),
+          .zero_bytes = p.weight.zero != nullptr ? 1 : 0,
+          .offsets = p.weight.offset != nullptr,
+          .same_type = p.weight.scale_dtype == call.x.dtype,
+          .batch_invariant = batch_invariant()};
 }
 
 Target target_of(WeightOnlyMm const& call) {
@@ -105,8 +108,13 @@ void dequantize_weight(DequantizeWeight const& call, Stream stream) {
   wo::launch_dequantize(problem, call.out.device.index, stream);
 }
 
-std::string explain_weight_only_mm(WeightOnlyMmProblem const& problem, Arch arch, int sm_count, int memory_gb_s,
+#if !EPILOQ_HAS_CUDA
+void ops::weight_only_mm::launch_dequantize(DequantizeProblem const&, int device, Stream) { device_properties(device); }
+#endif
+
+std::string explain_weight_only_mm(WeightOnlyMmProblem const& requested, Arch arch, int sm_count, int memory_gb_s,
                                    bool terms) {
+  WeightOnlyMmProblem const problem = tuning::as_set(requested);
   Checker const check("weight_only_mm", {});
   wo::check_format(check, problem.bits, problem.group_size);
   if (problem.m < 0 || problem.n < 0 || problem.k < 0) {
@@ -136,7 +144,8 @@ std::string explain(WeightOnlyMm const& call, bool terms) {
 
 KernelCandidates candidates(WeightOnlyMmProblem const& problem, int device) {
   wo::check_format(Checker("weight_only_mm", {}), problem.bits, problem.group_size);
-  return tuning::candidates<wo::Selection>(problem, target_of_index("weight_only_mm", KernelSet::kWeightOnly, device));
+  return tuning::candidates<wo::Selection>(tuning::as_set(problem),
+                                           target_of_index("weight_only_mm", KernelSet::kWeightOnly, device));
 }
 
 std::vector<std::pair<std::string, double>> weight_only_mm_costs() { return wo::parameters_of(wo::kSm90Costs); }

@@ -8,10 +8,11 @@
 //   key(Problem) -> string                  the problems that share a tuned choice
 //   candidates(Problem, Target) -> vector<Timed<Choice>>; empty: there is nothing to choose
 //   choose(Problem, Target) -> Choice       by rules or the cost model
-//   describe(Choice, Problem) -> string     unique among candidates
 // and, for explain_terms,
-//   rank(Timed<Choice>, Problem, Target) -> double   what the cost model minimises, in us; infinite: not by default
 //   terms(Choice, Problem, Target) -> string         the cost model's terms, in lines indented by two spaces
+//   rank(Timed<Choice>, Problem, Target) -> double   what the cost model minimises, in us; infinite: not by default.
+//                                                    Without it, the expected time.
+// Next to Choice is describe(Choice) or describe(Choice, Problem) -> string, unique among candidates.
 
 #include <cstdint>
 #include <limits>
@@ -57,11 +58,27 @@ struct Tokens {
 Tokens tokens_of(std::int64_t m);
 std::string key_of(char const* operation, std::int64_t m, std::int64_t n, std::int64_t k);
 
+// A problem that does not come from a call, with the thread's setting of batch invariance. The choice reads the problem
+// alone.
+template <class Problem>
+Problem as_set(Problem problem) {
+  problem.batch_invariant |= batch_invariant();
+  return problem;
+}
+
+template <class Choice, class Problem>
+std::string name_of(Choice const& choice, Problem const& problem) {
+  if constexpr (requires { describe(choice); })
+    return describe(choice);
+  else
+    return describe(choice, problem);
+}
+
 template <class Selection>
 std::optional<typename Selection::Choice> find(std::string const& name, typename Selection::Problem const& problem,
                                                Target const& target) {
   for (auto const& candidate : Selection::candidates(problem, target)) {
-    if (Selection::describe(candidate.choice, problem) == name) return candidate.choice;
+    if (name_of(candidate.choice, problem) == name) return candidate.choice;
   }
   return std::nullopt;
 }
@@ -75,7 +92,7 @@ Chosen<typename Selection::Choice> choose(typename Selection::Problem const& pro
                           ": kernel: expected one of this problem's candidates, got " + forced);
   }
   // With batch invariance all M keep to one order of sums.
-  auto const name = batch_invariant() ? std::nullopt : tuned_kernel(device, Selection::key(problem));
+  auto const name = problem.batch_invariant ? std::nullopt : tuned_kernel(device, Selection::key(problem));
   if (name) {
     if (auto const choice = find<Selection>(*name, problem, target)) return {*choice, true};
   }
@@ -86,18 +103,19 @@ Chosen<typename Selection::Choice> choose(typename Selection::Problem const& pro
 template <class Selection>
 std::string explain_terms(typename Selection::Problem const& problem, Target const& target,
                           Chosen<typename Selection::Choice> const& chosen, std::string const& note = "") {
-  std::string const name = Selection::describe(chosen.choice, problem);
+  std::string const name = name_of(chosen.choice, problem);
   std::string text = "chosen: " + name + '\n' + Selection::terms(chosen.choice, problem, target);
   text += chosen.tuned ? "  chosen as measured on this card by epiloq.tune\n" : note;
   std::optional<typename Selection::Choice> next;
   double least = std::numeric_limits<double>::infinity();
   for (auto const& candidate : Selection::candidates(problem, target)) {
-    if (candidate.us == 0 || Selection::describe(candidate.choice, problem) == name) continue;
-    double const us = Selection::rank(candidate, problem, target);
+    if (candidate.us == 0 || name_of(candidate.choice, problem) == name) continue;
+    double us = candidate.us;
+    if constexpr (requires { &Selection::rank; }) us = Selection::rank(candidate, problem, target);
     if (us < least) least = us, next = candidate.choice;
   }
   if (next) {
-    text += "runner-up: " + Selection::describe(*next, problem) + '\n' + Selection::terms(*next, problem, target);
+    text += "runner-up: " + name_of(*next, problem) + '\n' + Selection::terms(*next, problem, target);
   }
   text.pop_back();  // the last line's end
   return text;
@@ -109,7 +127,7 @@ std::string explain(typename Selection::Problem const& problem, Target const& ta
   if constexpr (requires { &Selection::terms; }) {
     if (terms) return explain_terms<Selection>(problem, target, chosen);
   }
-  return Selection::describe(chosen.choice, problem) + (chosen.tuned ? " (tuned: measured on this card)" : "");
+  return name_of(chosen.choice, problem) + (chosen.tuned ? " (tuned: measured on this card)" : "");
 }
 
 // A number of microseconds or the like, for `terms`.
@@ -117,10 +135,9 @@ std::string fixed(double value, int decimals = 1);
 
 template <class Selection>
 KernelCandidates candidates(typename Selection::Problem const& problem, Target const& target) {
-  KernelCandidates result{
-      Selection::key(problem), Selection::describe(Selection::choose(problem, target), problem), {}};
+  KernelCandidates result{Selection::key(problem), name_of(Selection::choose(problem, target), problem), {}};
   for (auto const& candidate : Selection::candidates(problem, target)) {
-    result.all.push_back({Selection::describe(candidate.choice, problem), candidate.us});
+    result.all.push_back({name_of(candidate.choice, problem), candidate.us});
   }
   return result;
 }

@@ -55,13 +55,14 @@ char const* why_dense(WeightOnlyMmProblem const& p, Target const& t) {
   return nullptr;
 }
 
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& t) {
-  if (t.arch != Arch::kSm90) return 1;
+int best_split(std::int64_t blocks, std::int64_t steps, int blocks_per_sm, Target const& t) {
+  constexpr int kOverheadSteps = 4;  // of a CTA, in K steps
   auto const cost = [&](int split) {
-    return ceil_div(blocks, clusters(split, blocks_per_sm, t)) * (ceil_div(steps, split) + fixed);
+    std::int64_t const at_once = blocks_per_sm * clusters_at_once(split, 1, t);
+    return ceil_div(blocks, at_once) * (ceil_div(steps, split) + kOverheadSteps);
   };
   int best = 1;
-  for (int split = 2; split <= kMaxCluster && split <= steps; ++split) {
+  for (int split = 2; split <= most_split(steps, t); ++split) {
     if (cost(split) < cost(best)) best = split;
   }
   return best;

@@ -22,8 +22,7 @@ bool fits(WgmmaConfig const& config, WeightOnlyMmProblem const& problem, Target 
 // Shared memory of a CTA: the larger of its stages and its sums, which overwrite them.
 std::int64_t shared_bytes(TiledConfig const& config, WeightOnlyMmProblem const& problem);
 
-// The split of K that finishes first: as many CTAs at a time as the SMs hold, each with its K steps and `fixed` steps'
-// worth of overhead.
-int best_split(std::int64_t blocks, std::int64_t steps, int fixed, int blocks_per_sm, Target const& target);
+// The split of K that finishes first: as many CTAs at a time as the SMs hold, each with its K steps and overhead.
+int best_split(std::int64_t blocks, std::int64_t steps, int blocks_per_sm, Target const& target);
 
 }  // namespace epiloq::ops::weight_only_mm

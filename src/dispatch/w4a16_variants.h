@@ -8,6 +8,7 @@
 #include <array>
 #include <utility>
 
+#include "problems/packed_layout.h"
 #include "problems/weight_only.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -61,7 +62,7 @@ constexpr auto kTable = table<Family>(std::make_integer_sequence<int, Family::kR
 template <class Family>
 typename Family::Launch variant_of(int row, DType x, Weight const& w) {
   auto const index = [](auto const& values, int value) { return std::ranges::find(values, value) - values.begin(); };
-  int const groups = w.group < 128 ? 128 / w.group : 1;
+  int const groups = std::max(1, kPadding / w.group);
   return kTable<Family>[row][x == DType::kBFloat16][index(kVariantBits, w.bits)][index(kVariantGroups, groups)]
                        [w.offset != nullptr];
 }

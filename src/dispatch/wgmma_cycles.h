@@ -40,7 +40,7 @@ inline WgmmaCycles wgmma_cycles(WgmmaConfig const& c, WgmmaRates const& rates, i
                                 std::int64_t n, std::int64_t k, Target const& t) {
   WgmmaCycles cycles;
   cycles.tiles = ceil_div(n, c.rows()) * ceil_div(m, c.tokens);
-  std::int64_t const at_a_time = split > 1 ? clusters(split, 1, t) : t.sm_count;
+  std::int64_t const at_a_time = clusters_at_once(split, 1, t);
   if (split > 1 && cycles.tiles > at_a_time && !rates.splits_in_waves) return cycles;
   double const weights = static_cast<double>(c.rows()) * kPadding;
   cycles.products = weights * c.tokens / rates.fma;

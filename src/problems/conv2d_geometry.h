@@ -1,7 +1,6 @@
 #pragma once
 
-#include "core/checks.h"
-#include "epiloq/conv2d.h"
+#include <cstdint>
 
 namespace epiloq::ops::conv2d {
 
@@ -19,13 +18,5 @@ struct Shape {
 
   bool operator==(Shape const&) const = default;
 };
-
-struct Kernel {
-  std::int64_t co, kh, kw, channels;  // channels: per group
-};
-
-// Checks x, out and the geometry against each other and the kernel.
-Shape checked_shape(Checker const& check, TensorView const& out, TensorView const& x, Kernel const& kernel,
-                    Conv2dGeometry const& geometry);
 
 }  // namespace epiloq::ops::conv2d

@@ -1,5 +1,9 @@
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
+#include "epiloq/tensor.h"
 #include "problems/conv2d_geometry.h"
 
 namespace epiloq::ops::conv2d_int8 {
@@ -25,7 +29,12 @@ struct Problem {
 };
 
 // Whether runs of `count` output channels start on a multiple of their bytes, or of 16.
-bool has_whole_runs(Problem const& problem, int count);
+inline bool has_whole_runs(Problem const& p, int count) {
+  std::int64_t const size = size_of(p.out_dtype), bytes = std::min<std::int64_t>(count * size, 16);
+  bool const in_groups =
+      p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
+  return in_groups && reinterpret_cast<std::uintptr_t>(p.out) % bytes == 0 && p.shape.out_pixel * size % bytes == 0;
+}
 
 // acc is [rows, co]; `out_pixel` elements between the outputs of two pixels.
 void finish_on_host(std::int32_t const* acc, std::int64_t rows, int co, Finish const& finish, DType out_dtype,

@@ -11,8 +11,9 @@ namespace epiloq::ops::grouped_packed_mm {
 struct Problem {
   weight_only_mm::Problem product;  // of the first expert; m: rows of x, of one expert if they are masked
   int experts;
-  int const* counts;  // null: all rows are the first expert's
-  bool masked;        // counts: numbers of rows, and experts are m rows apart; otherwise the ends of experts' rows
+  int const* counts;     // null: all rows are the first expert's
+  bool masked;           // counts: numbers of rows, and experts are m rows apart; otherwise the ends of experts' rows
+  bool batch_invariant;  // batch_invariant.h; the kernels do not read it
   std::int64_t stride_x_expert, stride_out_expert;  // if they are masked
   float const* factor;                              // of each expert's sums; null: 1
 };

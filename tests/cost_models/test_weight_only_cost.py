@@ -102,6 +102,11 @@ def test_terms_of_a_call() -> None:
         assert ("no cost model" in terms) == (arch == "sm80")
 
 
+def test_terms_without_columns() -> None:
+    terms = epiloq.explain("weight_only_mm", m=1, n=16, k=0, terms=True)
+    assert terms.splitlines()[0] == "chosen: dequantise, then a dense product (no columns)"
+
+
 def test_estimated_costs_match_the_choice() -> None:
     costs = [value for _, value in _core.weight_only_mm_costs()]
     with epiloq.config(arch="sm90"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,41 @@ def test_batch_invariance_takes_one_tile() -> None:
 
 def test_room_for_rows_does_not_make_them_many() -> None:
     assert "x 16 to 64 tokens" in explained(8, 4096, 7168, 8 * 512, masked=True)
+
+
+@pytest.mark.parametrize("operation", ["grouped_packed_mm", "packed_fp4_mm"])
+@pytest.mark.parametrize(
+    ("experts", "rows", "expected"),
+    [
+        (512, 64, "grouped sm90 wgmma"),
+        (512, 1024, "grouped sm90 wgmma"),
+        (513, 64, "grouped mma.sync"),
+        (513, 1024, "one expert after the other"),
+    ],
+)
+def test_more_experts_than_wgmma_counts(operation: str, experts: int, rows: int, expected: str) -> None:
+    """They have mma.sync alone, and so a limit of rows."""
+    assert epiloq.explain(operation, m=rows * experts, n=4096, k=7168, experts=experts).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"masked": True}, True),
+        ({"masked": True, "has_gaps": True}, False),
+        ({"same_type": False}, False),
+        ({"format": "mxfp4", "same_type": False}, True),
+        ({"format": "mxfp4", "dtype": "float16"}, False),
+        ({"format": "nvfp4", "dtype": "float16"}, True),
+        ({"experts": 513}, False),
+        ({"m": 2**28}, False),  # rows of all experts, which TMA addresses by 31 bits
+        ({"arch": "sm80"}, False),
+    ],
+)
+def test_which_experts_have_wgmma(options: dict[str, Any], expected: bool) -> None:
+    problem = {"m": 4096, "n": 4096, "k": 7168, "experts": 8} | options
+    assert _core.has_expert_wgmma(**problem) == expected
 
 
 @pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])

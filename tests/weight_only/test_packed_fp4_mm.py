@@ -301,7 +301,8 @@ def test_kernel_is_used_without_synchronisation(
 @pytest.mark.parametrize("captures", [False, True])
 def test_a_graph_takes_the_kernel_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
     """Because the host cannot read the numbers of rows while it is captured."""
-    monkeypatch.setattr(packed_fp4_mm, "runs_kernels_of", lambda *_: False)
+    monkeypatch.setattr(few_rows._core, "has_expert_wgmma", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
-    x: Any = SimpleNamespace(is_cuda=True, shape=(80000, 4096), dtype=torch.float16, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    x: Any = SimpleNamespace(is_cuda=True, ndim=2, shape=(80000, 4096), dtype=torch.float16, device=cuda)
     assert packed_fp4_mm._takes_kernel(x, torch.zeros(8, dtype=torch.int32), 8 * 14336, "mxfp4") is captures

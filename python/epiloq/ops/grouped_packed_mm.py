@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.archs import runs_kernels_of
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import (
     direct,
@@ -57,8 +56,9 @@ def grouped_packed_mm(
     FP4. Quantised rows and their scales are converted to bfloat16. Otherwise, with batch invariance (not for FP4),
     and outside a CUDA graph for more than 64 rows R per expert on average if ``R N K`` exceeds a limit, the experts are
     multiplied one by one with those operations, and their numbers of rows are read on the host, which synchronises
-    with the GPU. The limit is 5e9 (FP4: 2.5e10). On SM90, where the scales have x's dtype or the weight is FP4, there
-    is none, or with ``scale_a`` 3e10. The bounds are those of the operations, see docs/numerics.md.
+    with the GPU. The limit is 5e9 (FP4: 2.5e10). On SM90, for up to 512 experts and where the scales have x's dtype or
+    the weight is FP4, there is none, or with ``scale_a`` 3e10. The bounds are those of the operations, see
+    docs/numerics.md.
 
     Args:
         x: with ``offs`` ``[M, K]``, rows sorted by expert; with ``masked_m`` ``[E, M, K]``. float16, bfloat16 or
@@ -210,11 +210,23 @@ def _has_kernel(x: Tensor, weight: Weight, scale_a: Tensor | None, experts: int)
             return True
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
-    rows = x.shape[-2] if x.ndim == 3 else x.shape[0] / experts
-    is_fp4, multiplied = isinstance(weight, PackedFp4Weight), torch.bfloat16 if scale_a is not None else x.dtype
-    by_wgmma = (is_fp4 or weight.scale.dtype == multiplied) and runs_kernels_of(x.device, "sm90")
-    most = few_rows.multiplications(is_fp4, by_wgmma, by_float8=scale_a is not None)
-    return few_rows.are_few(rows, weight.n // experts, weight.k, most) or torch.cuda.is_current_stream_capturing()
+    (format, bits), dtype = _kind_of(weight), torch.bfloat16 if scale_a is not None else x.dtype
+    prefers = few_rows.prefers_one_kernel(
+        m=x.shape[-2],
+        n=weight.n // experts,
+        k=weight.k,
+        experts=experts,
+        masked=x.ndim == 3,
+        format=format,
+        bits=bits,
+        group_size=weight.group_size,
+        dtype=str(dtype).removeprefix("torch."),
+        same_type=weight.scale.dtype == dtype,
+        has_gaps=scale_a is None and few_rows.has_gaps(x),  # `widened` rows follow each other
+        device=x.device.index or 0,
+        by_float8=scale_a is not None,
+    )
+    return prefers or torch.cuda.is_current_stream_capturing()
 
 
 def _by_kernel(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.archs import runs_kernels_of
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import (
@@ -123,14 +122,18 @@ def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool
     if is_batch_invariant():
         return True
     experts = counts.numel()
-    rows, by_wgmma = prod(x.shape[:-1]) / experts, is_exact(format, x.dtype) and runs_kernels_of(x.device, "sm90")
-    most = few_rows.multiplications(True, by_wgmma, by_float8=False)
-    return few_rows.are_few(rows, n // experts, x.shape[-1], most) or torch.cuda.is_current_stream_capturing()
-
-
-def is_exact(format: str, dtype: torch.dtype) -> bool:
-    """Whether x's type represents each product of a code and its scale, as WGMMA needs."""
-    return format == "nvfp4" or dtype == torch.bfloat16
+    prefers = few_rows.prefers_one_kernel(
+        m=x.shape[-2],
+        n=n // experts,
+        k=x.shape[-1],
+        experts=experts,
+        masked=x.ndim == 3,
+        format=format,
+        dtype=str(x.dtype).removeprefix("torch."),
+        has_gaps=few_rows.has_gaps(x),
+        device=x.device.index or 0,
+    )
+    return prefers or torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_dense(x: Tensor) -> None:

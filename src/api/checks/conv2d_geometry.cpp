@@ -1,4 +1,4 @@
-#include "problems/conv2d_geometry.h"
+#include "api/checks/conv2d_geometry.h"
 
 namespace epiloq::ops::conv2d {
 namespace {

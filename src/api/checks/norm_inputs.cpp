@@ -1,9 +1,9 @@
-#include "problems/quantizers/norm_inputs.h"
+#include "api/checks/norm_inputs.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "problems/quantizers/quantized_rows.h"
+#include "api/checks/quantized_rows.h"
 
 namespace epiloq {
 namespace {

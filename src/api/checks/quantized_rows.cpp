@@ -1,4 +1,4 @@
-#include "problems/quantizers/quantized_rows.h"
+#include "api/checks/quantized_rows.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,5 +1,7 @@
 #include "epiloq/rms_norm.h"
 
+#include "api/checks/norm_inputs.h"
+#include "api/checks/quantized_rows.h"
 #include "cpu/quantize/fused.h"
 #include "epiloq/batch_invariant.h"
 #include "epiloq/device.h"

@@ -1,8 +1,8 @@
 #include "epiloq/silu_and_mul.h"
 
+#include "api/checks/quantized_rows.h"
 #include "cpu/quantize/fused.h"
 #include "epiloq/device.h"
-#include "problems/quantizers/quantized_rows.h"
 #include "problems/quantizers/silu_and_mul.h"
 
 namespace epiloq {

@@ -1,5 +1,6 @@
 #include "epiloq/silu_and_mul_quant.h"
 
+#include "api/checks/quantized_rows.h"
 #include "cpu/quantize/fused.h"
 #include "epiloq/device.h"
 #include "problems/quantizers/silu_and_mul_quant.h"

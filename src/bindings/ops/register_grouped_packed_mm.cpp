@@ -1,6 +1,7 @@
 #include "bindings/register.h"
 #include "epiloq/error.h"
 #include "epiloq/grouped_packed_mm.h"
+#include "epiloq/tuning.h"
 
 namespace epiloq::bindings {
 namespace {
@@ -45,7 +46,13 @@ void register_grouped_packed_mm(py::module_& module) {
     return grouped_packed_mm(call, stream);
   });
   define("explain_grouped_packed_mm", [](GroupedPackedMm const& call, TensorArg const&) { return explain(call); });
-  module.def(
+  // The arguments of `action` are the problem, its architecture, and those that follow.
+  auto const define_problem = [&module](char const* name, auto action, auto const&... more) {
+    module.def(name, action, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("experts") = py::none(),
+               py::arg("masked") = false, py::arg("format") = "int", py::arg("bits") = 4, py::arg("group_size") = 128,
+               py::arg("dtype") = "bfloat16", py::arg("arch") = "sm90", more...);
+  };
+  define_problem(
       "explain_grouped_packed_mm_problem",
       [](std::int64_t m, std::int64_t n, std::int64_t k, std::optional<int> experts, bool masked,
          std::string const& format, int bits, std::int64_t group_size, std::string const& dtype,
@@ -54,9 +61,17 @@ void register_grouped_packed_mm(py::module_& module) {
             {m, n, k, experts, masked, format_of(format), bits, group_size, parse_dtype(dtype)}, parse_arch(arch),
             sm_count);
       },
-      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("experts") = py::none(), py::arg("masked") = false,
-      py::arg("format") = "int", py::arg("bits") = 4, py::arg("group_size") = 128, py::arg("dtype") = "bfloat16",
-      py::arg("arch") = "sm90", py::arg("sm_count") = 0);
+      py::arg("sm_count") = 0);
+  define_problem(
+      "has_expert_wgmma",
+      [](std::int64_t m, std::int64_t n, std::int64_t k, std::optional<int> experts, bool masked,
+         std::string const& format, int bits, std::int64_t group_size, std::string const& dtype,
+         std::string const& arch, bool same_type, bool has_gaps, int device) {
+        return has_expert_wgmma(
+            {m, n, k, experts, masked, format_of(format), bits, group_size, parse_dtype(dtype), same_type, has_gaps},
+            parse_arch(arch), device);
+      },
+      py::arg("same_type") = true, py::arg("has_gaps") = false, py::arg("device") = kNoDevice);
 }
 
 }  // namespace epiloq::bindings

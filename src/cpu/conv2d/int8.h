@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "core/ceil_div.h"
 #include "cpu/isa/vectors.h"
 #include "problems/conv2d_int8.h"
 

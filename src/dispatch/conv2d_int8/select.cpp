@@ -58,9 +58,8 @@ bool fits(TileConfig const& c, int vector, Target const& t) {
 
 // CTAs on the busiest SM. A GPC with fewer free SMs than a cluster has CTAs leaves them idle.
 std::int64_t blocks_of_sm(std::int64_t clusters, int split, Target const& t) {
-  std::int64_t const of_h200 = clusters * kSmsOfClusters;
-  if (of_h200 <= kClusters[0][split - 1] * t.sm_count) return 1;
-  return std::max<std::int64_t>(2, ceil_div(2 * of_h200, kClusters[1][split - 1] * t.sm_count));
+  if (clusters <= clusters_at_once(split, 1, t)) return 1;
+  return std::max<std::int64_t>(2, ceil_div(2 * kSmsOfClusters * clusters, kClusters[1][split - 1] * t.sm_count));
 }
 
 // Cycles of the busiest SM: its throughput bound, and waves of its resident CTAs, each at least as long as one CTA's
@@ -78,10 +77,6 @@ double cycles_of(TileConfig const& c, std::int64_t clusters, int stages, int spl
   return std::max(waiting, working) + kShown * std::min(waiting, working) + kCluster[split - 1];
 }
 
-int most_split(TileConfig const& c, conv2d::Shape const& s, Target const& t) {
-  return t.arch == Arch::kSm90 ? std::min(kMaxCluster, stages_of(c, s)) : 1;
-}
-
 Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
   Choice best{Family::kTiled, -1, vector};
   double least = 0;
@@ -90,7 +85,7 @@ Choice tile_of(conv2d::Shape const& s, int vector, Target const& t) {
     if (c.vector != vector || !fits(c, vector, t)) continue;
     std::int64_t const blocks = blocks_of(c, s) * s.groups, enough = std::int64_t{t.sm_count} * c.blocks;
     int const stages = stages_of(c, s);
-    for (int split = 1; split <= most_split(c, s, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
+    for (int split = 1; split <= most_split(stages, t) && (split == 1 || blocks * (split - 1) < enough); ++split) {
       double const cycles = cycles_of(c, blocks, stages, split, t);
       if (best.row >= 0 && cycles >= least) continue;
       best.row = row;
@@ -106,7 +101,7 @@ Choice checked_tile(Conv2dInt8Kernel const& kernel, conv2d::Shape const& s, int 
   char const* why = nullptr;
   if (!is_row || !fits(kTiles[kernel.row], vector, t)) {
     why = "no such row, not for this architecture, its shared memory or these channels";
-  } else if (kernel.split < 1 || kernel.split > most_split(kTiles[kernel.row], s, t)) {
+  } else if (kernel.split < 1 || kernel.split > most_split(stages_of(kTiles[kernel.row], s), t)) {
     why = "no such split";
   }
   if (why != nullptr)
@@ -149,13 +144,6 @@ std::string describe(Choice const& choice) {
        << ", copies of " << c.vector << (c.vector == 1 ? " channel" : " channels");
   if (choice.split > 1) text << ", K over clusters of " << choice.split;
   return text.str();
-}
-
-bool has_whole_runs(Problem const& p, int count) {
-  std::int64_t const size = size_of(p.out_dtype), bytes = std::min<std::int64_t>(count * size, 16);
-  bool const in_groups =
-      p.shape.groups == 1 || p.shape.ci == p.shape.groups || p.shape.co / p.shape.groups % count == 0;
-  return in_groups && reinterpret_cast<std::uintptr_t>(p.out) % bytes == 0 && p.shape.out_pixel * size % bytes == 0;
 }
 
 }  // namespace epiloq::ops::conv2d_int8

@@ -43,8 +43,15 @@ struct WgmmaFamily {
 
 void launch_row(Choice const& choice, Problem const& p, int device, Stream stream) {
   conv2d::Shape const& s = p.shape;
-  weight_only_mm::Problem const product{
-      p.weight, static_cast<int>(conv2d::pixels(s)), 0, s.out_pixel, p.x, p.out, p.bias, p.lo, p.hi};
+  weight_only_mm::Problem const product{.weight = p.weight,
+                                        .m = static_cast<int>(conv2d::pixels(s)),
+                                        .stride_x = 0,
+                                        .stride_out = s.out_pixel,
+                                        .x = p.x,
+                                        .out = p.out,
+                                        .bias = p.bias,
+                                        .lo = p.lo,
+                                        .hi = p.hi};
   auto const step = conv2d::Column::of(s, p.padded_channels, weight_only_mm::kPadding);
   Launch const launch = choice.family == Family::kWgmma
                             ? weight_only_mm::variant_of<WgmmaFamily>(choice.row, p.dtype, p.weight)

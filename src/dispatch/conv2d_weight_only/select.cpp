@@ -31,17 +31,19 @@ bool has_chunks(Problem const& p) {
 // The GEMM with output pixels as tokens.
 WeightOnlyMmProblem product_of(Problem const& p) {
   wo::Weight const& w = p.weight;
-  return {conv2d::pixels(p.shape),
-          w.n,
-          w.k,
-          w.bits,
-          w.group,
-          p.dtype,
-          has_chunks(p),
-          static_cast<int>(size_of(w.scale_dtype)),
-          w.zero != nullptr,
-          w.offset != nullptr};
+  return {.m = conv2d::pixels(p.shape),
+          .n = w.n,
+          .k = w.k,
+          .bits = w.bits,
+          .group_size = w.group,
+          .dtype = p.dtype,
+          .aligned = has_chunks(p),
+          .scale_bytes = static_cast<int>(size_of(w.scale_dtype)),
+          .zero_bytes = w.zero != nullptr ? 1 : 0,
+          .offsets = w.offset != nullptr};
 }
+
+std::int64_t steps_of(WeightOnlyMmProblem const& product) { return ceil_div(product.k, wo::kPadding); }
 
 Choice dense(char const* why) { return {Family::kDense, 0, 1, why}; }
 
@@ -51,11 +53,6 @@ char const* why_dense(Problem const& p, WeightOnlyMmProblem const& product, Targ
   if (p.shape.groups > 1) return "groups of several channels";
   if (product.bits < 4) return "no kernel of convolutions reads 2 or 3 bits";
   return wo::why_dense(product, t);
-}
-
-int most_splits(WeightOnlyMmProblem const& product, Target const& t) {
-  std::int64_t const steps = ceil_div(product.k, wo::kPadding);
-  return t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
 }
 
 // Half a K step lies within one tap, and TMA has a map of the image.
@@ -87,14 +84,14 @@ double time_of(int row, WeightOnlyMmProblem const& p, int split, Target const& t
   wo::WgmmaConfig const& c = kWgmmaRows[row];
   TileTime const& time = kWgmmaTimes[row];
   std::int64_t const high = ceil_div(p.n, c.rows()), wide = ceil_div(p.m, c.tokens);
-  std::int64_t const at_once = wo::clusters(split, 1, t), waves = ceil_div(high * wide, at_once);
+  std::int64_t const at_once = clusters_at_once(split, 1, t), waves = ceil_div(high * wide, at_once);
   // Weights of a step. Tiles of the same rows are neighbours: memory delivers them once.
   double const of_cta = c.rows() * wo::kPadding * p.bits / 8;
   double const of_all = static_cast<double>(std::min(high, ceil_div(at_once, wide)) * split) * of_cta;
   double const reading = std::max(of_all / (kReading.rate * wo::memory_rate(t)), of_cta / kReading.sm);
   double const exponent = std::max(1.0, static_cast<double>(c.tokens) / kReading.whole);
   double const step = std::pow(std::pow(time.step, exponent) + std::pow(reading, exponent), 1 / exponent);
-  auto const steps = static_cast<double>(ceil_div(ceil_div(p.k, wo::kPadding), split));
+  auto const steps = static_cast<double>(ceil_div(steps_of(p), split));
   return static_cast<double>(waves) * (steps * step + time.cta);
 }
 
@@ -104,7 +101,7 @@ Choice fastest(Problem const& p, WeightOnlyMmProblem const& product, Target cons
   double least = time_of_dense(product);
   for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
     if (!is_available(Family::kWgmma, row, p, product, t)) continue;
-    for (int split = 1; split <= most_splits(product, t); ++split) {
+    for (int split = 1; split <= most_split(steps_of(product), t); ++split) {
       double const time = time_of(row, product, split, t);
       if (time < least) best = {Family::kWgmma, row, split}, least = time;
     }
@@ -118,7 +115,7 @@ Choice patches_choice(Problem const& p, WeightOnlyMmProblem const& product, Targ
     if (!is_available(Family::kPatches, row, p, product, t)) continue;
     wo::TiledConfig const& c = kRows[row];
     std::int64_t const blocks = ceil_div(product.m, c.tokens) * ceil_div(product.n, c.rows());
-    int const split = wo::best_split(blocks, ceil_div(product.k, wo::kPadding), 4, c.blocks, t);
+    int const split = wo::best_split(blocks, steps_of(product), c.blocks, t);
     // A wide tile reads the weight less often, if there are enough tiles for the SMs.
     bool const enough = blocks * kMaxCluster >= t.sm_count && product.m > c.tokens / 2;
     if (enough || row > 0) return {Family::kPatches, row, split};
@@ -145,7 +142,7 @@ Choice choose(Problem const& p, Target const& t, Conv2dWeightOnlyKernel const& k
         "no such row, not built for this architecture, not made for this image or for offsets, or too large for its "
         "shared memory";
   }
-  if (kernel.split < 1 || kernel.split > most_splits(product, t)) why = "no such split";
+  if (kernel.split < 1 || kernel.split > most_split(steps_of(product), t)) why = "no such split";
   if (why != nullptr)
     throw InvalidArgument(
         std::string("epiloq.conv2d_weight_only: kernel: expected one that fits, got one that does not: ") + why);

@@ -7,7 +7,6 @@
 #include "core/ceil_div.h"
 #include "core/checks.h"
 #include "dispatch/wgmma_cycles.h"
-#include "epiloq/batch_invariant.h"
 #include "kernels/common/occupancy.h"
 #include "kernels/common/w4a16/split_k.h"
 #include "kernels/common/w4a16/stage_layout.h"
@@ -59,8 +58,6 @@ Choice experts_of(Problem const& p, Format format, int row) {
   return {format, row, most_tiles(p, expert_config(row, p.product.weight.bits).tokens), 1, Family::kExperts};
 }
 
-bool has_clusters(Target const& target) { return target.arch == Arch::kSm90; }
-
 // The GEMV with the largest CTAs that are all resident at the same time; if there is none, the one with the smallest.
 std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& target) {
   if (!is_fp4(format) || p.counts != nullptr) return std::nullopt;
@@ -73,7 +70,7 @@ std::optional<Choice> gemv_of(Problem const& p, Format format, Target const& tar
     if (!is_narrowest) continue;
     int const ctas = ceil_div(w.n, c.rows()), room = c.blocks * target.sm_count;
     // With split-K, each warp of a CTA has at least one K step.
-    int const most = has_clusters(target) ? std::clamp(steps / c.warps, 1, kMaxCluster) : 1;
+    int const most = std::max(1, most_split(steps / c.warps, target));
     int const split = std::clamp(room / ctas, 1, most);
     int const stage = panel_bytes(w, format, c.panels) + token_bytes(p.product.m);
     int const bytes = weight_only_mm::gemv_received_bytes(p.product.m, c.rows(), split) + c.warps * c.stages * stage;
@@ -94,7 +91,7 @@ Choice wgmma_of(Problem const& p, Format format, Target const& target) {
   Choice best{format, 0, 1, 1, Family::kWgmma};
   double least = std::numeric_limits<double>::infinity();
   for (int row = 0; row < static_cast<int>(kWgmmaRows.size()); ++row) {
-    int const most = std::min(w.padded_k / kPadding, kMaxCluster);
+    int const most = most_split(w.padded_k / kPadding, target);
     for (int split = 1; split <= most; ++split) {
       double const time =
           weight_only_mm::wgmma_cycles(kWgmmaRows[row], kRates, split, p.product.m, w.n, w.padded_k, target).total;
@@ -109,18 +106,18 @@ Choice wgmma_of(Problem const& p, Format format, Target const& target) {
 // Slices of K. Where reading weights takes most of the time, those for which the SM with the most CTAs has the fewest K
 // steps, its CTAs' prologues and epilogues included; otherwise as many as let the device's CTAs all run at a time.
 int split_of(Problem const& p, Config const& c, Target const& target) {
-  if (!has_clusters(target)) return 1;
+  if (!target.has_clusters()) return 1;
   int const experts = p.counts == nullptr || p.product.m == 0 ? 1 : std::min(p.experts, p.product.m);
   int const tiles = experts * ceil_div(typical_rows(p), c.tokens);
   int const ctas = tiles * ceil_div(p.product.weight.n, kTileRows);
   int const room = c.blocks * target.sm_count;
   int const steps = p.product.weight.padded_k / kPadding;
   if (c.tokens > kMemoryBoundTokens)
-    return std::clamp(room / ctas, 1, std::clamp(steps / kStepsPerCta, 1, kMaxCluster));
+    return std::clamp(room / ctas, 1, std::max(1, most_split(steps / kStepsPerCta, target)));
   constexpr double kEndSteps = 0.5;  // a CTA's prologue and epilogue; fitted on an H200
   int best = 1;
   double least = std::numeric_limits<double>::infinity();
-  for (int split = 1; split <= std::min(steps, kMaxCluster); ++split) {
+  for (int split = 1; split <= most_split(steps, target); ++split) {
     // CTAs that start as others end spread evenly.
     double const of_sm = split * ctas <= room ? ceil_div(split * ctas, target.sm_count)
                                               : static_cast<double>(split) * ctas / target.sm_count;
@@ -151,7 +148,7 @@ bool has_wgmma(Problem const& p, DType x, Format format, Target const& target) {
 bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target const& target) {
   Weight const& w = p.product.weight;
   bool const has_type = is_fp4(format) ? is_exact(format, x) : !kExpertRows[row].rounds || w.scale_dtype == x;
-  bool const has_limits = p.experts <= kMostExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
+  bool const has_limits = p.experts <= kMostWgmmaExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
                           std::int64_t{p.product.m} * p.experts <= kMostRows;
   bool const has_one_stride = !p.masked || p.stride_x_expert == p.product.m * p.product.stride_x;
   return target.has_wgmma && p.counts != nullptr && has_type && has_limits && has_one_stride;
@@ -160,7 +157,7 @@ bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target 
 Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   // A fixed tile height and no split-K give a row the same bits at any M.
   constexpr int kAnyM = 1;
-  if (batch_invariant()) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
+  if (p.batch_invariant) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
@@ -177,7 +174,7 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
 
 Choice choose(Problem const& p, DType x, Format format, Target const& target, GroupedPackedMmKernel const& kernel) {
   Checker const check("grouped_packed_mm", {});
-  int const rows = static_cast<int>(kRows.size()), most = has_clusters(target) ? kMaxCluster : 1;
+  int const rows = static_cast<int>(kRows.size());
   int const of_experts = kernel.row - rows;
   if (of_experts >= 0 && of_experts < static_cast<int>(kExpertRows.size()) && kernel.split == 1 &&
       has_expert_wgmma(of_experts, p, x, format, target)) {
@@ -186,9 +183,9 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target, Gr
   if (kernel.row < 0 || kernel.row >= rows || !fits(p, format, kRows[kernel.row], target)) {
     check.fail("kernel", "expected a row below ", rows, " that fits shared memory, got ", kernel.row);
   }
-  int const steps = p.product.weight.padded_k / kPadding;
-  if (kernel.split < 1 || kernel.split > std::min(most, steps)) {
-    check.fail("kernel", "expected 1 to ", std::min(most, steps), " slices of K, got ", kernel.split);
+  int const most = most_split(p.product.weight.padded_k / kPadding, target);
+  if (kernel.split < 1 || kernel.split > most) {
+    check.fail("kernel", "expected 1 to ", most, " slices of K, got ", kernel.split);
   }
   return {format, kernel.row, most_tiles(p, kRows[kernel.row].tokens), kernel.split};
 }

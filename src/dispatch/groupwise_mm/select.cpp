@@ -4,10 +4,12 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <span>
 #include <sstream>
 #include <utility>
 
 #include "core/ceil_div.h"
+#include "problems/groupwise_gemm.h"
 
 namespace epiloq::ops::groupwise_mm {
 namespace {
@@ -56,9 +58,40 @@ GroupwiseMmProblem as_tiled(Family family, GroupwiseMmProblem p) {
 // int8 sums are exact in any order.
 bool needs_one_order(GroupwiseMmProblem const& p) { return p.batch_invariant && p.a != DType::kInt8; }
 
+// The tiles of a family that has a cost model, and their kind in `describe`.
+struct Table {
+  std::span<Tile const> tiles;
+  char const* kind;
+};
+Table table_of(Family family) {
+  switch (family) {
+    case Family::kSm90:
+      return {kTiles, "group-wise"};
+    case Family::kSm90ColumnScales:
+      return {kColumnScaleTiles, "per-column"};
+    case Family::kSm90Transposed:
+      return {kTransposedTiles, "transposed, per-column,"};
+    case Family::kSm90Int8Rows:
+      return {kInt8RowTiles, "per-row"};
+    case Family::kSm90Float8Rows:
+      return {kFloat8RowTiles, "per-row"};
+    case Family::kGeneric:
+    case Family::kMma:
+      break;
+  }
+  return {};
+}
+
+// The tile of a choice with a cost model, or null.
+Tile const* tile_of(Choice const& choice) {
+  std::span<Tile const> const tiles = table_of(choice.family).tiles;
+  return tiles.empty() ? nullptr : &tiles[choice.row];
+}
+
 // The cheapest row; among equal ones the last, whose tiles are larger, without split-K.
-template <class Tiles>
-PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+PerRowChoice cheapest(Family family, GroupwiseMmProblem const& problem, int sm_count) {
+  GroupwiseMmProblem const p = as_tiled(family, problem);
+  std::span<Tile const> const tiles = table_of(family).tiles;
   bool const one_order = needs_one_order(p);
   auto const best_of = [&](int split_k) {
     PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
@@ -81,8 +114,9 @@ PerRowChoice cheapest(Family family, Tiles const& tiles, GroupwiseMmProblem cons
 
 using Timed = tuning::Timed<Choice>;
 
-template <class Tiles>
-std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmProblem const& p, int sm_count) {
+std::vector<Timed> candidates_of(Family family, GroupwiseMmProblem const& problem, int sm_count) {
+  GroupwiseMmProblem const p = as_tiled(family, problem);
+  std::span<Tile const> const tiles = table_of(family).tiles;
   std::vector<Timed> all;
   constexpr std::int64_t kFewest = 64;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
@@ -93,26 +127,6 @@ std::vector<Timed> candidates_of(Family family, Tiles const& tiles, GroupwiseMmP
     }
   }
   return all;
-}
-
-// The tile of a choice with a cost model, or null.
-Tile const* tile_of(Choice const& choice) {
-  switch (choice.family) {
-    case Family::kSm90:
-      return &kTiles[choice.row];
-    case Family::kSm90ColumnScales:
-      return &kColumnScaleTiles[choice.row];
-    case Family::kSm90Transposed:
-      return &kTransposedTiles[choice.row];
-    case Family::kSm90Int8Rows:
-      return &kInt8RowTiles[choice.row];
-    case Family::kSm90Float8Rows:
-      return &kFloat8RowTiles[choice.row];
-    case Family::kGeneric:
-    case Family::kMma:
-      break;
-  }
-  return nullptr;
 }
 
 // mma.sync has a tile for small M or N, and one for large.
@@ -128,7 +142,7 @@ std::string describe(WarpTileConfig const& c) {
   return text.str();
 }
 
-std::string describe(GroupwiseConfig const& c, char const* kind, int split_k, bool transposes = false) {
+std::string describe(GroupwiseConfig const& c, char const* kind, int split_k, bool transposes) {
   std::ostringstream text;
   int const tokens = transposes ? c.n : c.tokens(), weights = transposes ? c.tokens() : c.n;
   text << "sm90 " << kind << " wgmma, " << tokens << " tokens x " << weights << " weights";
@@ -141,28 +155,26 @@ std::string describe(GroupwiseConfig const& c, char const* kind, int split_k, bo
 
 }  // namespace
 
-Choice choose(GroupwiseMmProblem const& p, Arch arch, int sm_count) {
+Choice Selection::choose(GroupwiseMmProblem const& p, Target const& t) {
   bool const is_int8 = p.a == DType::kInt8;
-  if (p.aligned && p.k != 0 && arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
-  if (!p.aligned || p.k == 0 || arch != Arch::kSm90) return {Family::kGeneric, 0};
-  if (p.per_row_scales) return choose_per_row(p, sm_count).choice;
+  if (p.aligned && p.k != 0 && t.arch == (is_int8 ? Arch::kSm80 : Arch::kSm89)) return {Family::kMma, mma_row(p)};
+  if (!p.aligned || p.k == 0 || t.arch != Arch::kSm90) return {Family::kGeneric, 0};
+  if (p.per_row_scales) return choose_per_row(p, t.sm_count).choice;
   if (p.column_scales) {
-    PerRowChoice const general = cheapest(Family::kSm90ColumnScales, kColumnScaleTiles, p, sm_count);
+    PerRowChoice const general = cheapest(Family::kSm90ColumnScales, p, t.sm_count);
     if (!has_transposed_kernels(p)) return general.choice;
-    constexpr Family kTransposed = Family::kSm90Transposed;
-    PerRowChoice const of_whole_rows = cheapest(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), sm_count);
+    PerRowChoice const of_whole_rows = cheapest(Family::kSm90Transposed, p, t.sm_count);
     return of_whole_rows.ns < general.ns ? of_whole_rows.choice : general.choice;
   }
-  return cheapest(Family::kSm90, kTiles, p, sm_count).choice;
+  return cheapest(Family::kSm90, p, t.sm_count).choice;
 }
 
 PerRowChoice choose_per_row(GroupwiseMmProblem const& p, int sm_count) {
-  if (p.a == DType::kInt8) return cheapest(Family::kSm90Int8Rows, kInt8RowTiles, p, sm_count);
-  return cheapest(Family::kSm90Float8Rows, kFloat8RowTiles, p, sm_count);
+  return cheapest(p.a == DType::kInt8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, p, sm_count);
 }
 
 Cost cost_of(Tile const& tile, GroupwiseMmProblem const& p, int sm_count, int split_k) {
-  Cost cost{.tiles = tiles_of(tile, p), .steps = ceil_div(p.k, 128)};
+  Cost cost{.tiles = tiles_of(tile, p), .steps = ceil_div(p.k, gemm::kGroupDepth)};
   cost.late_next_ns = late_next_ns(cost.tiles * split_k, sm_count);
   double const whole_ns = static_cast<double>(cost.steps * tile.step_ns + tile.end_ns);
   if (split_k == 1) {
@@ -214,30 +226,16 @@ std::string Selection::key(GroupwiseMmProblem const& p) {
 }
 
 std::vector<Timed> Selection::candidates(GroupwiseMmProblem const& p, Target const& t) {
-  Choice const own = groupwise_mm::choose(p, t.arch, t.sm_count);
-  switch (own.family) {
-    case Family::kGeneric:
-      return {};
-    case Family::kMma:
-      return {{{Family::kMma, 0}}, {{Family::kMma, 1}}};
-    case Family::kSm90:
-      return candidates_of(own.family, kTiles, p, t.sm_count);
-    case Family::kSm90ColumnScales:
-    case Family::kSm90Transposed: {
-      std::vector<Timed> all = candidates_of(Family::kSm90ColumnScales, kColumnScaleTiles, p, t.sm_count);
-      if (has_transposed_kernels(p)) {
-        constexpr Family kTransposed = Family::kSm90Transposed;
-        std::ranges::move(candidates_of(kTransposed, kTransposedTiles, as_tiled(kTransposed, p), t.sm_count),
-                          std::back_inserter(all));
-      }
-      return all;
-    }
-    case Family::kSm90Int8Rows:
-      return candidates_of(own.family, kInt8RowTiles, p, t.sm_count);
-    case Family::kSm90Float8Rows:
-      return candidates_of(own.family, kFloat8RowTiles, p, t.sm_count);
+  Family const own = choose(p, t).family;
+  if (own == Family::kGeneric) return {};
+  if (own == Family::kMma) return {{{own, 0}}, {{own, 1}}};
+  constexpr Family kColumns = Family::kSm90ColumnScales, kTransposed = Family::kSm90Transposed;
+  if (own != kColumns && own != kTransposed) return candidates_of(own, p, t.sm_count);
+  std::vector<Timed> all = candidates_of(kColumns, p, t.sm_count);
+  if (has_transposed_kernels(p)) {
+    std::ranges::move(candidates_of(kTransposed, p, t.sm_count), std::back_inserter(all));
   }
-  return {};
+  return all;
 }
 
 double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& problem, Target const& t) {
@@ -258,24 +256,13 @@ std::string Selection::terms(Choice const& choice, GroupwiseMmProblem const& p, 
 }
 
 std::string describe(Choice const& choice) {
-  switch (choice.family) {
-    case Family::kGeneric:
-      return "generic, no tensor cores (slow: int8 before SM80, float8 before SM89, K = 0, or a row stride that is no "
-             "multiple of 16 bytes)";
-    case Family::kMma:
-      return describe(kMmaTiles[choice.row]);
-    case Family::kSm90:
-      return describe(kTiles[choice.row].config, "group-wise", choice.split_k);
-    case Family::kSm90ColumnScales:
-      return describe(kColumnScaleTiles[choice.row].config, "per-column", choice.split_k);
-    case Family::kSm90Transposed:
-      return describe(kTransposedTiles[choice.row].config, "transposed, per-column,", choice.split_k, true);
-    case Family::kSm90Int8Rows:
-      return describe(kInt8RowTiles[choice.row].config, "per-row", choice.split_k);
-    case Family::kSm90Float8Rows:
-      return describe(kFloat8RowTiles[choice.row].config, "per-row", choice.split_k);
+  if (choice.family == Family::kGeneric) {
+    return "generic, no tensor cores (slow: int8 before SM80, float8 before SM89, K = 0, or a row stride that is no "
+           "multiple of 16 bytes)";
   }
-  return "";
+  if (choice.family == Family::kMma) return describe(kMmaTiles[choice.row]);
+  return describe(tile_of(choice)->config, table_of(choice.family).kind, choice.split_k,
+                  choice.family == Family::kSm90Transposed);
 }
 
 }  // namespace epiloq::ops::groupwise_mm

@@ -26,7 +26,6 @@ constexpr bool is_compiled(gemm::Scales scales, DType out) {
   return scales != gemm::Scales::kColumnsOfWholeRows || out != DType::kFloat32;
 }
 
-Choice choose(GroupwiseMmProblem const& problem, Arch arch, int sm_count);
 // SM90 with per-row scales whose rows start on 16 bytes, with or without experts.
 struct PerRowChoice {
   Choice choice;
@@ -57,10 +56,7 @@ struct Selection {
 
   static std::string key(Problem const& problem);
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
-  static Choice choose(Problem const& problem, Target const& target) {
-    return groupwise_mm::choose(problem, target.arch, target.sm_count);
-  }
-  static std::string describe(Choice const& choice, Problem const&) { return groupwise_mm::describe(choice); }
+  static Choice choose(Problem const& problem, Target const& target);
   static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };

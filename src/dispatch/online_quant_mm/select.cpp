@@ -16,16 +16,8 @@
 namespace epiloq::ops::online_quant_mm {
 namespace {
 
-// The last rule accepts every problem, and every tile has a rule.
-template <class Tiles, class Rules>
-constexpr bool complete(Tiles const& tiles, Rules const& rules) {
-  if (rules.back().m_max != kAny || rules.back().n_max != kAny) return false;
-  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
-    if (std::ranges::count(rules, tile, &Rule::tile) == 0) return false;
-  }
-  return true;
-}
-static_assert(complete(kTiles, kRules) && complete(kSm75Tiles, kSm75Rules));
+static_assert(accepts_everything(kRules) && all_named(kTiles, kRules));
+static_assert(accepts_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
 
 // Consumer cards of SM86 and SM89 have 99 KiB of shared memory per CTA, those of SM75 64 KiB.
 constexpr int most_shared_bytes(WarpTileConfig const& tile) { return tile.shared_bytes(kGroups.front(), 8); }
@@ -35,15 +27,10 @@ static_assert(std::ranges::all_of(kSm75Tiles, [](auto const& tile) { return most
 // The first rule that accepts the problem and whose tile fits the device.
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, OnlineQuantProblem const& p, Target const& t) {
-  for (Rule const& rule : rules) {
-    bool const fits = tiles[rule.tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits) return Choice{family, rule.tile};
-  }
-  return {Family::kStaged, 0};
-}
-
-std::int64_t at_once(int split, Target const& t) {
-  return std::max<std::int64_t>(1, kClusters[0][split - 1] * t.sm_count / kSmsOfClusters);
+  auto const tile = first_fit(rules, p, [&](int tile) {
+    return tiles[tile].shared_bytes(static_cast<int>(p.group_size), p.bits) <= t.shared_bytes;
+  });
+  return tile ? Choice{family, *tile} : Choice{Family::kStaged, 0};
 }
 
 // Whether a row of a family's table is available for this problem and target.
@@ -109,7 +96,7 @@ struct Tiles {
 // The number of tiles before those of a last wave that pairs of CTAs can split; 0 if there is none, or no wave before
 // it.
 std::int64_t whole_before_pairs(std::int64_t tiles, std::int64_t steps, Target const& t) {
-  std::int64_t const blocks = at_once(1, t), pairs = at_once(2, t), rest = tiles % blocks;
+  std::int64_t const blocks = clusters_at_once(1, 1, t), pairs = clusters_at_once(2, 1, t), rest = tiles % blocks;
   return steps > 1 && rest > 0 && rest <= pairs && 2 * pairs == blocks ? tiles - rest : 0;
 }
 
@@ -134,7 +121,7 @@ WaveCost wave_cost(int row, OnlineQuantProblem const& p, std::int64_t tiles, int
 
 double time_of(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
   if (c.family == Family::kSm80) return mma_cost(c.row, p, t).ns;
-  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = at_once(1, t);
+  std::int64_t const tiles = Tiles(c.row, p).count(), blocks = clusters_at_once(1, 1, t);
   auto const waves = [&](std::int64_t whole) {
     return static_cast<double>(ceil_div(whole, blocks)) * wave_cost(c.row, p, std::min(whole, blocks), 1, t).ns();
   };
@@ -153,15 +140,15 @@ void for_each_candidate(OnlineQuantProblem const& p, Target const& t, Act const&
     if (is_available(kTiles, row, p, t) && suits(kTiles[row].tile_m(), p)) act(Choice{Family::kSm80, row});
   }
   if (p.group_size != kSm90Group) return;
-  std::int64_t const steps = steps_of(p), most = std::min<std::int64_t>(steps, kMaxCluster);
+  std::int64_t const steps = steps_of(p);
   for (int row = 0; row < static_cast<int>(kSm90Tokens.size()); ++row) {
     if (!suits(kSm90Tokens[row], p)) continue;
     std::int64_t const tiles = Tiles(row, p).count(), whole = whole_before_pairs(tiles, steps, t);
     act(Choice{Family::kSm90, row});
-    for (int split = 2; split <= most; ++split) {
-      if (tiles <= at_once(split, t)) act(Choice{Family::kSm90, row, split});
+    for (int split = 2; split <= most_split(steps, t); ++split) {
+      if (tiles <= clusters_at_once(split, 1, t)) act(Choice{Family::kSm90, row, split});
     }
-    if (whole > 0 && whole <= kSm90MostWaves * at_once(1, t)) {
+    if (whole > 0 && whole <= kSm90MostWaves * clusters_at_once(1, 1, t)) {
       act(Choice{Family::kSm90, row, 2, static_cast<int>(whole)});
     }
   }
@@ -174,6 +161,16 @@ Choice sm90_choice(OnlineQuantProblem const& p, Target const& t) {
     double const time = time_of(choice, p, t);
     if (time < least) best = choice, least = time;
   });
+  return best;
+}
+
+// Batch invariance: whole sums of K, by WGMMA tiles, which differ in their tokens alone.
+Choice sm90_whole_choice(OnlineQuantProblem const& p, Target const& t) {
+  Choice best{Family::kSm90, 0};
+  for (int row = 1; row < static_cast<int>(kSm90Tokens.size()); ++row) {
+    Choice const other{Family::kSm90, row};
+    if (suits(kSm90Tokens[row], p) && time_of(other, p, t) < time_of(best, p, t)) best = other;
+  }
   return best;
 }
 
@@ -191,7 +188,8 @@ std::string mma_terms(MmaCost const& c) {
 }
 
 std::string wgmma_terms(Choice const& c, OnlineQuantProblem const& p, Target const& t) {
-  std::int64_t const tiles = Tiles(c.row, p).count(), at_a_time = at_once(1, t), whole = c.split == 1 ? tiles : c.whole;
+  std::int64_t const tiles = Tiles(c.row, p).count(), at_a_time = clusters_at_once(1, 1, t),
+                     whole = c.split == 1 ? tiles : c.whole;
   auto const steps = [](WaveCost const& wave) {
     return std::to_string(wave.steps) + " K steps of " + us(wave.step, 3) + " + epilogue " + us(wave.end);
   };
@@ -216,27 +214,15 @@ std::string wgmma_terms(Choice const& c, OnlineQuantProblem const& p, Target con
 
 bool has_fused_kernel(std::int64_t group_size) { return std::ranges::count(kGroups, group_size) > 0; }
 
-Choice choose(OnlineQuantProblem const& p, Target const& t) {
+Choice Selection::choose(OnlineQuantProblem const& p, Target const& t) {
   if (t.arch == Arch::kAuto) throw InvalidArgument("epiloq.online_quant_mm: arch: expected one architecture, got auto");
   if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (t.has_wgmma) return sm90_choice(p, t);
-  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, p, t);
-  return mma_choice(Family::kSm80, kTiles, kRules, p, t);
-}
-
-Choice choose_batch_invariant(OnlineQuantProblem const& p, Target const& t) {
-  if (!has_fused_kernel(p.group_size)) return {Family::kStaged, 0};
-  if (!t.has_wgmma || p.group_size != kSm90Group) {
-    OnlineQuantProblem many = p;
-    many.m = kAny;
-    return choose(many, {t.arch, t.sm_count, t.shared_bytes, false, t.memory_gb_s});
-  }
-  Choice best{Family::kSm90, 0};
-  for (int row = 1; row < static_cast<int>(kSm90Tokens.size()); ++row) {
-    Choice const other{Family::kSm90, row};
-    if (suits(kSm90Tokens[row], p) && time_of(other, p, t) < time_of(best, p, t)) best = other;
-  }
-  return best;
+  if (t.has_wgmma && !p.batch_invariant) return sm90_choice(p, t);
+  if (t.has_wgmma && p.group_size == kSm90Group) return sm90_whole_choice(p, t);
+  OnlineQuantProblem ruled = p;
+  if (p.batch_invariant) ruled.m = kAny;
+  if (t.arch == Arch::kSm75) return mma_choice(Family::kSm75, kSm75Tiles, kSm75Rules, ruled, t);
+  return mma_choice(Family::kSm80, kTiles, kRules, ruled, t);
 }
 
 Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel const& kernel) {
@@ -245,8 +231,8 @@ Choice choose(OnlineQuantProblem const& p, Target const& t, OnlineQuantKernel co
   char const* why = nullptr;
   if (!is_available(kernel, p, t)) {
     why = "no such row, not for this architecture or group size, or too large for its shared memory";
-  } else if (shares && (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > kMaxCluster ||
-                        kernel.split > steps_of(p))) {
+  } else if (shares &&
+             (kernel.family != Family::kSm90 || kernel.split < 1 || kernel.split > most_split(steps_of(p), t))) {
     why = "no such split";
   } else if (kernel.last_wave) {
     whole = whole_before_pairs(Tiles(kernel.row, p).count(), steps_of(p), t);
@@ -283,13 +269,13 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(OnlineQuantProblem cons
 double Selection::rank(tuning::Timed<Choice> const& candidate, OnlineQuantProblem const& p, Target const& t) {
   Choice const& choice = candidate.choice;
   bool const keeps_order = choice.family == Family::kSm90 && choice.split == 1 && suits(kSm90Tokens[choice.row], p);
-  bool const considered = t.has_wgmma && (!batch_invariant() || keeps_order);
+  bool const considered = t.has_wgmma && (!p.batch_invariant || keeps_order);
   return considered ? candidate.us : std::numeric_limits<double>::infinity();
 }
 
 std::string Selection::terms(Choice const& choice, OnlineQuantProblem const& p, Target const& t) {
   if (choice.family == Family::kStaged) return "  no cost model: the only kernel for this group size\n";
-  if (!t.has_wgmma || (batch_invariant() && choice.family != Family::kSm90)) {
+  if (!t.has_wgmma || (p.batch_invariant && choice.family != Family::kSm90)) {
     return "  no cost model: chosen by M and N (online_quant_mm/tables.h)\n";
   }
   return choice.family == Family::kSm90 ? wgmma_terms(choice, p, t) : mma_terms(mma_cost(choice.row, p, t));

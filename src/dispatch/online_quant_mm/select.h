@@ -7,7 +7,6 @@
 
 #include "core/target.h"
 #include "dispatch/tuning.h"
-#include "epiloq/batch_invariant.h"
 #include "epiloq/online_quant_mm.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -24,9 +23,6 @@ struct Choice {
   int whole = 0;  // leading tiles whose K is not split
 };
 
-Choice choose(OnlineQuantProblem const& problem, Target const& target);
-// Batch invariance (batch_invariant.h): whole sums of K, by tiles of one family that differ in their tokens alone.
-Choice choose_batch_invariant(OnlineQuantProblem const& problem, Target const& target);
 // Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(OnlineQuantProblem const& problem, Target const& target, OnlineQuantKernel const& kernel);
 bool has_fused_kernel(std::int64_t group_size);
@@ -40,12 +36,7 @@ struct Selection {
 
   static std::string key(Problem const& problem);
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
-  static Choice choose(Problem const& problem, Target const& target) {
-    return batch_invariant() ? choose_batch_invariant(problem, target) : online_quant_mm::choose(problem, target);
-  }
-  static std::string describe(Choice const& choice, Problem const& problem) {
-    return online_quant_mm::describe(choice, problem);
-  }
+  static Choice choose(Problem const& problem, Target const& target);
   static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };

@@ -4,8 +4,8 @@
 // for SM90 its costs (costs.h).
 
 #include <array>
-#include <climits>
 
+#include "dispatch/rules.h"
 #include "kernels/common/tile_config.h"
 
 namespace epiloq::ops::online_quant_mm {
@@ -13,14 +13,6 @@ namespace epiloq::ops::online_quant_mm {
 using gemm::WarpTileConfig;
 
 inline constexpr std::array kGroups{32, 64, 128};
-
-// The problems m <= m_max, n <= n_max take row `tile`; the first rule that fits applies. The last rule accepts
-// everything.
-struct Rule {
-  int m_max, n_max;
-  int tile;
-};
-inline constexpr int kAny = INT_MAX;
 
 // SM80: warp tile (tokens, weight rows), warps along each, K groups, stages. Not tuned on SM80.
 inline constexpr std::array kTiles{

@@ -57,9 +57,8 @@ std::string describe(Choice const& choice) {
       return describe(kSm90Tiles[choice.row]);
     case Family::kSm90Float8:
       return describe(kSm90Float8Tiles[choice.row]);
-    case Family::kSm90Int8Rows:
-    case Family::kSm90Float8Rows:
-      return groupwise_mm::describe(*groupwise_choice(choice));
+    case Family::kGroupwise:
+      return groupwise_mm::describe(choice.groupwise);
   }
   return "";
 }

@@ -142,8 +142,8 @@ void launch_per_row_scales(groupwise_mm::Choice const& choice, gemm::Types types
 
 void launch(Choice const& choice, gemm::Types types, gemm::Problem problem, int device, Stream stream,
             bool constant_b) {
-  if (auto const rows = groupwise_choice(choice)) {
-    return launch_per_row_scales(*rows, types, problem, constant_b, device, stream);
+  if (choice.family == Family::kGroupwise) {
+    return launch_per_row_scales(choice.groupwise, types, problem, constant_b, device, stream);
   }
   DeviceGuard const guard(device);
   problem.operands.is_bfloat16 = types.out == DType::kBFloat16;

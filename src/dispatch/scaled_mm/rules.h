@@ -3,17 +3,11 @@
 // Rules that assign problems to scaled_mm's tiles (tables.h).
 
 #include <array>
-#include <climits>
+
+#include "dispatch/rules.h"
 
 namespace epiloq::ops::scaled_mm {
 
-// The problems m <= m_max, n <= n_max take row `tile`; the first rule that fits applies. The last rule of each list
-// accepts everything.
-struct Rule {
-  int m_max, n_max;
-  int tile;
-};
-inline constexpr int kAny = INT_MAX;
 // No rule but the cost model: the cheapest of groupwise_mm's tiles for per-row scales and of the LargeMTiles below.
 inline constexpr int kPerRowScales = -1;
 

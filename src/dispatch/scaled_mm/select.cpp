@@ -11,24 +11,6 @@
 namespace epiloq::ops::scaled_mm {
 namespace {
 
-// A list ends with a rule that accepts every problem.
-template <class Rules>
-constexpr bool accepts_everything(Rules const& rules) {
-  return rules.back().m_max == kAny && rules.back().n_max == kAny;
-}
-// Every tile has a rule.
-template <class Tiles, class... Rules>
-constexpr bool all_named(Tiles const& tiles, Rules const&... lists) {
-  for (int tile = 0; tile < static_cast<int>(tiles.size()); ++tile) {
-    bool named = false;
-    auto const search = [&](auto const& rules) {
-      for (auto const& rule : rules) named |= rule.tile == tile;
-    };
-    (search(lists), ...);
-    if (!named) return false;
-  }
-  return true;
-}
 static_assert(accepts_everything(kSm80BatchRules) && accepts_everything(kInt8OutRules));
 static_assert(accepts_everything(kSm90BatchRules) && accepts_everything(kSm90Float8BatchRules));
 static_assert(accepts_everything(kSm75Rules) && all_named(kSm75Tiles, kSm75Rules));
@@ -62,17 +44,11 @@ constexpr bool all_rows_here(Rules const& rules) {
 }
 static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
 
-template <class Rules, class Fits>
-int first_fit(Rules const& rules, ScaledMmProblem const& p, Fits fits) {
-  for (Rule const& rule : rules) {
-    if (p.m <= rule.m_max && p.n <= rule.n_max && fits(rule.tile)) return rule.tile;
-  }
-  throw Unsupported("epiloq.scaled_mm: no tile fits the shared memory of this device");
-}
-
 template <class Tiles, class Rules>
 Choice mma_choice(Family family, Tiles const& tiles, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
-  return {family, first_fit(rules, p, [&](int tile) { return tiles[tile].shared_bytes() <= t.shared_bytes; })};
+  auto const tile = first_fit(rules, p, [&](int tile) { return tiles[tile].shared_bytes() <= t.shared_bytes; });
+  if (!tile) throw Unsupported("epiloq.scaled_mm: no tile fits the shared memory of this device");
+  return {family, *tile};
 }
 
 constexpr int kSkinnyRows = 16;
@@ -99,8 +75,6 @@ Choice skinny_choice(ScaledMmProblem const& p, Target const& t) {
   }
   return {Family::kSkinny, best};
 }
-
-constexpr auto kAlwaysFits = [](int) { return true; };
 
 template <class Tiles, class LargeM>
 constexpr bool all_as_their_rows(Tiles const& tiles, LargeM const& large_m_tiles) {
@@ -138,10 +112,8 @@ LargeMTile const* large_m_tile(Choice const& choice) {
 
 // One of groupwise_mm's tiles with per-row scales, or a LargeMTile.
 Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
-  bool const is_int8 = p.a == DType::kInt8;
-  GroupwiseMmProblem const product = per_row_problem(p);
-  auto const own = groupwise_mm::choose_per_row(product, t.sm_count);
-  Choice best{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.choice.row, own.choice.split_k};
+  auto const own = groupwise_mm::choose_per_row(per_row_problem(p), t.sm_count);
+  Choice best{Family::kGroupwise, 0, own.choice};
   double best_ns = own.ns;
   auto const consider = [&](Family family, auto const& large_m_tiles) {
     for (LargeMTile const& large : large_m_tiles) {
@@ -152,7 +124,7 @@ Choice per_row_choice(ScaledMmProblem const& p, Target const& t) {
       best_ns = ns;
     }
   };
-  if (is_int8) {
+  if (p.a == DType::kInt8) {
     consider(Family::kSm90, kSm90LargeMTiles);
   } else if (p.fast_accum && !p.batch_invariant) {
     consider(Family::kSm90Float8, kSm90FastLargeMTiles);
@@ -177,7 +149,6 @@ template <class Tiles>
 std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmProblem const& p, Target const& t) {
   std::vector<Timed> all;
   constexpr double kUs = 1e-3;
-  bool const is_int8 = p.a == DType::kInt8;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
     CutlassWgmmaConfig const& c = tiles[row];
     int const tokens = c.swap ? c.tile.n : c.tile.m;
@@ -186,14 +157,14 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
     all.push_back({{family, row}, large == nullptr ? 0 : kUs * cost_of(*large, p, t).ns});
   }
   for (auto const& [own, us] : groupwise_mm::Selection::candidates(per_row_problem(p), t)) {
-    all.push_back({{is_int8 ? Family::kSm90Int8Rows : Family::kSm90Float8Rows, own.row, own.split_k}, us});
+    all.push_back({{Family::kGroupwise, 0, own}, us});
   }
   return all;
 }
 
 template <class Rules>
 Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
-  int const row = first_fit(rules, p, kAlwaysFits);
+  int const row = *first_fit(rules, p, [](int) { return true; });
   return row == kPerRowScales ? per_row_choice(p, t) : Choice{family, row};
 }
 
@@ -245,7 +216,7 @@ Choice int8_out_choice(ScaledMmProblem const& p, Target const& t) {
 
 }  // namespace
 
-Choice choose(ScaledMmProblem const& p, Target const& t) {
+Choice Selection::choose(ScaledMmProblem const& p, Target const& t) {
   if (p.a != DType::kInt8) return float8_choice(p, t);
   if (p.int8_out) return int8_out_choice(p, t);
   if (!p.aligned || p.k == 0) return {Family::kGeneric, 0};
@@ -265,16 +236,6 @@ Choice choose(ScaledMmProblem const& p, Target const& t) {
   throw InvalidArgument("epiloq.scaled_mm: arch: expected one architecture, got auto");
 }
 
-std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice) {
-  if (choice.family == Family::kSm90Int8Rows) {
-    return {{groupwise_mm::Family::kSm90Int8Rows, choice.row, choice.split_k}};
-  }
-  if (choice.family == Family::kSm90Float8Rows) {
-    return {{groupwise_mm::Family::kSm90Float8Rows, choice.row, choice.split_k}};
-  }
-  return std::nullopt;
-}
-
 std::string Selection::key(ScaledMmProblem const& p) {
   std::string text = tuning::key_of(kName, p.m, p.n, p.k) + " a=" + name(p.a) + " b=" + name(p.b);
   if (!p.aligned) text += " unaligned";
@@ -285,8 +246,8 @@ std::string Selection::key(ScaledMmProblem const& p) {
 }
 
 double Selection::rank(Timed const& candidate, ScaledMmProblem const& p, Target const& t) {
-  if (auto const own = groupwise_choice(candidate.choice)) {
-    return groupwise_mm::Selection::rank({*own, candidate.us}, per_row_problem(p), t);
+  if (candidate.choice.family == Family::kGroupwise) {
+    return groupwise_mm::Selection::rank({candidate.choice.groupwise, candidate.us}, per_row_problem(p), t);
   }
   LargeMTile const* const large = large_m_tile(candidate.choice);
   bool const considered = large != nullptr && p.m > large->tokens && (p.a == DType::kInt8 || !p.batch_invariant);
@@ -294,7 +255,9 @@ double Selection::rank(Timed const& candidate, ScaledMmProblem const& p, Target 
 }
 
 std::string Selection::terms(Choice const& choice, ScaledMmProblem const& p, Target const& t) {
-  if (auto const own = groupwise_choice(choice)) return groupwise_mm::Selection::terms(*own, per_row_problem(p), t);
+  if (choice.family == Family::kGroupwise) {
+    return groupwise_mm::Selection::terms(choice.groupwise, per_row_problem(p), t);
+  }
   LargeMTile const* const large = large_m_tile(choice);
   if (large == nullptr || p.m <= large->tokens) return "  no cost model: chosen by M and N (scaled_mm/rules.h)\n";
   return groupwise_mm::terms_of(timed_tile(*large), cost_of(*large, p, t), t.sm_count);

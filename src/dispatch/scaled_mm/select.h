@@ -2,7 +2,6 @@
 
 // Kernel choice: a pure function of numbers, testable and explainable without a GPU.
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,21 +22,17 @@ enum class Family {
   kSm89,
   kSm90,
   kSm90Float8,
-  kSm90Int8Rows,  // groupwise_mm's kernels, like the next
-  kSm90Float8Rows,
+  kGroupwise,  // groupwise_mm's kernels with scales per row
   kGenericInt8,
   kSm80Int8
 };
 
 struct Choice {
   Family family;
-  int row;          // of the family's table in tables.h
-  int split_k = 1;  // CTAs that split K, of groupwise_mm's kernels
+  int row;                           // of the family's table in tables.h
+  groupwise_mm::Choice groupwise{};  // of kGroupwise
 };
 
-Choice choose(ScaledMmProblem const& problem, Target const& target);
-// The corresponding choice of groupwise_mm, if it is one.
-std::optional<groupwise_mm::Choice> groupwise_choice(Choice const& choice);
 std::string describe(Choice const& choice);
 
 // For dispatch/tuning.h.
@@ -48,8 +43,7 @@ struct Selection {
 
   static std::string key(Problem const& problem);
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
-  static Choice choose(Problem const& problem, Target const& target) { return scaled_mm::choose(problem, target); }
-  static std::string describe(Choice const& choice, Problem const&) { return scaled_mm::describe(choice); }
+  static Choice choose(Problem const& problem, Target const& target);
   static double rank(tuning::Timed<Choice> const& candidate, Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };

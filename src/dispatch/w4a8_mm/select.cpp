@@ -38,9 +38,9 @@ std::vector<tuning::Timed<Choice>> Selection::candidates(W4a8Problem const& p, T
   return all;
 }
 
-Choice choose(W4a8Problem const& p, Target const& t) {
+Choice Selection::choose(W4a8Problem const& p, Target const& t) {
   tuning::Timed<Choice> best{{0}, std::numeric_limits<double>::infinity()};
-  for (auto const& candidate : Selection::candidates(p, t)) {
+  for (auto const& candidate : candidates(p, t)) {
     if (candidate.us < best.us) best = candidate;
   }
   return best.choice;

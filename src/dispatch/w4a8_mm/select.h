@@ -17,7 +17,6 @@ struct Choice {
   int split = 1;  // CTAs of a cluster that split K
 };
 
-Choice choose(W4a8Problem const& problem, Target const& target);
 std::string describe(Choice const& choice);
 
 // For dispatch/tuning.h.
@@ -30,9 +29,7 @@ struct Selection {
     return tuning::key_of(kName, p.m, p.n, p.k) + " group=" + std::to_string(p.group_size);
   }
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target);
-  static Choice choose(Problem const& problem, Target const& target) { return w4a8_mm::choose(problem, target); }
-  static std::string describe(Choice const& choice, Problem const&) { return w4a8_mm::describe(choice); }
-  static double rank(tuning::Timed<Choice> const& candidate, Problem const&, Target const&) { return candidate.us; }
+  static Choice choose(Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 

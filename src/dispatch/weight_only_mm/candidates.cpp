@@ -36,12 +36,13 @@ bool suits(DecodeConfig const& c, WeightOnlyMmProblem const& p) {
   return p.m > kIntegerTokens && (c.tokens == kDecodeRows.front().tokens || c.tokens < 2 * p.m);
 }
 bool suits(GemvConfig const&, WeightOnlyMmProblem const&) { return true; }
-bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) { return c.tokens < 2 * std::max<std::int64_t>(p.m, 9); }
+bool suits(TiledConfig const& c, WeightOnlyMmProblem const& p) {
+  return c.tokens < 2 * std::max<std::int64_t>(p.m, kGemvTokens + 1);
+}
 
 template <class Rows>
 void add(std::vector<Choice>& all, Family family, Rows const& rows, WeightOnlyMmProblem const& p, Target const& t) {
-  std::int64_t const steps = ceil_div(p.k, kPadding);
-  int const most = t.arch == Arch::kSm90 ? static_cast<int>(std::min<std::int64_t>(steps, kMaxCluster)) : 1;
+  int const most = most_split(ceil_div(p.k, kPadding), t);
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
     if (!weight_only_mm::is_available(family, row, p, t) || !suits(rows[row], p)) continue;
     for (int split = 1; split <= most; ++split) {

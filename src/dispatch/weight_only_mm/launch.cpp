@@ -80,7 +80,6 @@ void launch(Choice const& choice, Problem const& problem, DType x, int device, S
 }
 #else
 void launch(Choice const&, Problem const&, DType, int device, Stream) { device_properties(device); }
-void launch_dequantize(DequantizeProblem const&, int device, Stream) { device_properties(device); }
 #endif
 
 }  // namespace epiloq::ops::weight_only_mm

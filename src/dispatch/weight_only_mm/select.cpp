@@ -47,7 +47,7 @@ Choice tiled_choice(WeightOnlyMmProblem const& p, Target const& t) {
   if (chosen < 0) return {Family::kDense, 0, 1, "no kernel fits the shared memory"};
   TiledConfig const& config = kTiledRows[chosen];
   std::int64_t const blocks = ceil_div(p.n, config.rows()) * ceil_div(p.m, config.tokens);
-  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), 4, config.blocks, t)};
+  return {Family::kTiled, chosen, best_split(blocks, ceil_div(p.k, kPadding), config.blocks, t)};
 }
 
 // Exact weights by two K groups: all such rows sum a scale group's columns in order, and alternate K steps. Two
@@ -78,6 +78,18 @@ Choice in_one_order(WeightOnlyMmProblem const& p, Target const& t) {
   return fastest_of(p, split, split);
 }
 
+// Kernels that sum K in one order for every number of tokens.
+Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
+  Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
+  if (choice.why == nullptr) choice = has_sm90_kernels(p, t) ? in_one_order(p, t) : tiled_choice(p, t);
+  if (choice.family != Family::kDense) {
+    if (choice.family == Family::kTiled) choice.split = 1;
+    return choice;
+  }
+  throw Unsupported(std::string("epiloq.weight_only_mm: batch_invariant: no kernel for this product (") + choice.why +
+                    "), and the dense product that takes its place sums K in an order that depends on M");
+}
+
 }  // namespace
 
 // A dense product is a candidate if weights may be rounded. mma.sync tiles have no cost model.
@@ -91,7 +103,8 @@ std::vector<Timed> timed_candidates(WeightOnlyMmProblem const& p, Target const& 
   return all;
 }
 
-Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
+Choice Selection::choose(WeightOnlyMmProblem const& p, Target const& t) {
+  if (p.batch_invariant) return choose_batch_invariant(p, t);
   if (char const* why = why_dense(p, t)) return {Family::kDense, 0, 1, why};
   if (has_sm90_kernels(p, t)) {
     if (auto const measured = measured_choice(p, t)) return *measured;
@@ -102,17 +115,6 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t) {
   return tiled_choice(p, t);
 }
 
-Choice choose_batch_invariant(WeightOnlyMmProblem const& p, Target const& t) {
-  Choice choice{Family::kDense, 0, 1, why_dense(p, t)};
-  if (choice.why == nullptr) choice = has_sm90_kernels(p, t) ? in_one_order(p, t) : tiled_choice(p, t);
-  if (choice.family != Family::kDense) {
-    if (choice.family == Family::kTiled) choice.split = 1;
-    return choice;
-  }
-  throw Unsupported(std::string("epiloq.weight_only_mm: batch_invariant: no kernel for this product (") + choice.why +
-                    "), and the dense product that takes its place sums K in an order that depends on M");
-}
-
 Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel const& kernel) {
   char const* why = why_dense(p, t);
   if (why == nullptr && !is_available(kernel.family, kernel.row, p, t)) {
@@ -120,10 +122,7 @@ Choice choose(WeightOnlyMmProblem const& p, Target const& t, WeightOnlyMmKernel 
         "no such row, not built for this architecture, not made for this M, for offsets or for 2 and 3 bits, or "
         "too large for its shared memory";
   }
-  if (kernel.split < 1 || kernel.split > kMaxCluster || (kernel.split > 1 && t.arch != Arch::kSm90) ||
-      kernel.split > ceil_div(p.k, kPadding)) {
-    why = "no such split";
-  }
+  if (kernel.split < 1 || kernel.split > most_split(ceil_div(p.k, kPadding), t)) why = "no such split";
   if (why == nullptr && !may_split(kernel.family, kernel.row, kernel.split, p, t)) {
     why = "no shared memory for the partial sums of so many CTAs";
   }

@@ -9,15 +9,10 @@
 #include "dispatch/tuning.h"
 #include "dispatch/weight_only_mm/candidates.h"
 #include "dispatch/weight_only_mm/cost/costs.h"
-#include "epiloq/batch_invariant.h"
 #include "epiloq/weight_only_mm.h"
 
 namespace epiloq::ops::weight_only_mm {
 
-Choice choose(WeightOnlyMmProblem const& problem, Target const& target);
-// Batch invariance (batch_invariant.h): kernels that sum K in one order for every number of tokens; throws Unsupported
-// if there is none.
-Choice choose_batch_invariant(WeightOnlyMmProblem const& problem, Target const& target);
 // Throws InvalidArgument if the requested kernel does not support the problem.
 Choice choose(WeightOnlyMmProblem const& problem, Target const& target, WeightOnlyMmKernel const& kernel);
 std::string describe(Choice const& choice);
@@ -39,11 +34,8 @@ struct Selection {
   static std::vector<tuning::Timed<Choice>> candidates(Problem const& problem, Target const& target) {
     return timed_candidates(problem, target);
   }
-  static Choice choose(Problem const& problem, Target const& target) {
-    return batch_invariant() ? choose_batch_invariant(problem, target) : weight_only_mm::choose(problem, target);
-  }
-  static std::string describe(Choice const& choice, Problem const&) { return weight_only_mm::describe(choice); }
-  static double rank(tuning::Timed<Choice> const& candidate, Problem const&, Target const&) { return candidate.us; }
+  // Throws Unsupported if batch invariance is required, and no kernel sums K in one order for every number of tokens.
+  static Choice choose(Problem const& problem, Target const& target);
   static std::string terms(Choice const& choice, Problem const& problem, Target const& target);
 };
 

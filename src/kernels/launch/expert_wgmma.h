@@ -8,7 +8,7 @@
 
 namespace epiloq::ops::grouped_packed_mm {
 
-inline constexpr int kMostExperts = 512;
+inline constexpr int kMostWgmmaExperts = 512;
 
 // A CTA tile: 64 weight rows of each of `warpgroups`, and tokens, a multiple of `chunk`, at most `chunks4` or, of 8-bit
 // weights, `chunks8` times as many. With `rounds` weights are rounded with their scales (FP4 is exact). Few tokens, for

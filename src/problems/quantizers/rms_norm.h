@@ -1,5 +1,6 @@
 #pragma once
 
+#include "epiloq/tensor.h"
 #include "problems/quantizers/norm_inputs.h"
 #include "problems/quantizers/quantized_rows.h"
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "epiloq/tensor.h"
 #include "problems/quantizers/quantized_rows.h"
 
 namespace epiloq::ops::silu_and_mul_quant {

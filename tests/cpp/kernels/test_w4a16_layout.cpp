@@ -149,7 +149,7 @@ void blocks_of_a_row(Config const& config) {
   constexpr int kSms = 132, kSharedOfSm90 = 232448, kReserved = epiloq::kReservedPerCta;
   int const resident = wo::resident_blocks(config);
   for (int split = 1; split <= epiloq::kMaxCluster; ++split) {
-    std::int64_t const apart = wo::clusters(split, 1, kSms);
+    std::int64_t const apart = epiloq::clusters_at_once(split, 1, kSms);
     CHECK_EQUAL(wo::blocks_of_sm(config, 1, split, kSms), 1);
     CHECK_EQUAL(wo::blocks_of_sm(config, apart, split, kSms), 1);
     CHECK_EQUAL(wo::blocks_of_sm(config, apart + 1, split, kSms), resident);

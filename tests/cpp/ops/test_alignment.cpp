@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "api/checks/quantized_rows.h"
 #include "check.h"
 #include "epiloq/conv2d_int8.h"
 #include "epiloq/device.h"
@@ -16,7 +17,6 @@
 #include "epiloq/scaled_bmm.h"
 #include "epiloq/scaled_mm.h"
 #include "epiloq/weight_only_mm.h"
-#include "problems/quantizers/quantized_rows.h"
 
 using namespace epiloq;
 

@@ -11,7 +11,7 @@ import torch
 from epiloq import _core
 from epiloq._torch.library import is_batch_invariant
 from epiloq.ops.experts import few_rows
-from epiloq.ops.packed_fp4_mm import dequantised_explanation, is_exact
+from epiloq.ops.packed_fp4_mm import dequantised_explanation
 from epiloq.ops.w4a8 import unpacked
 from epiloq.ops.w4a8_mm import float8_tokens
 from epiloq.weights.packed_layout import PANEL_ROWS
@@ -40,10 +40,7 @@ def _explain_packed_fp4_mm(**call: Any) -> str:
         raise ValueError(f"epiloq.packed_fp4_mm: format: expected mxfp4 or nvfp4, got {call['format']!r}")
     kernel = _core.explain_grouped_packed_mm_problem(**call)
     experts, dtype = call.get("experts"), getattr(torch, call["dtype"])
-    takes = experts is None or is_batch_invariant()
-    if not takes:
-        by_wgmma = is_exact(call["format"], dtype) and call.get("arch", "sm90") == "sm90"
-        takes = _are_few(call, few_rows.multiplications(True, by_wgmma, by_float8=False))
+    takes = experts is None or is_batch_invariant() or _prefers_one_kernel(call)
     if takes and not kernel.startswith("no kernel"):
         return kernel
     if is_batch_invariant():
@@ -61,10 +58,9 @@ def _explain_grouped_packed_mm(**call: Any) -> str:
         wanted = "int8 or float8_e4m3fn with FP4 (packed_fp4_mm multiplies floating-point rows)"
         refuse("grouped_packed_mm", "dtype", wanted, call["dtype"])
     multiplied = "bfloat16" if is_8_bits else call["dtype"]
-    kernel = _core.explain_grouped_packed_mm_problem(**{**call, "dtype": multiplied})
-    by_wgmma = call.get("arch", "sm90") == "sm90"
-    most = few_rows.multiplications(is_fp4, by_wgmma, by_float8=is_8_bits)
-    takes = is_fp4 if is_batch_invariant() else _are_few(call, most)
+    product = {**call, "dtype": multiplied}
+    kernel = _core.explain_grouped_packed_mm_problem(**product)
+    takes = is_fp4 if is_batch_invariant() else _prefers_one_kernel(product, by_float8=is_8_bits)
     if takes and not kernel.startswith("no kernel"):
         return f"activations as bfloat16: {kernel}" if is_8_bits else kernel
     rows = call["m"] * (call["experts"] if call.get("masked") else 1)
@@ -78,9 +74,9 @@ def _explain_grouped_packed_mm(**call: Any) -> str:
     return f"one expert after the other: {_core.explain_weight_only_mm_problem(**sizes, **bits)}"
 
 
-def _are_few(call: Mapping[str, Any], most: float) -> bool:
-    rows = call["m"] if call.get("masked") else call["m"] / call["experts"]
-    return few_rows.are_few(rows, call["n"], call["k"], most)
+def _prefers_one_kernel(call: Mapping[str, Any], by_float8: bool = False) -> bool:
+    problem = {name: value for name, value in call.items() if name != "sm_count"}
+    return few_rows.prefers_one_kernel(by_float8=by_float8, **problem)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
 """When one kernel multiplies all experts of a mixture."""
 
 from math import inf
+from typing import Any
+
+from torch import Tensor
+
+from epiloq import _core
 
 MANY_ROWS = 64
 INTEGER_MULTIPLICATIONS, FP4_MULTIPLICATIONS = 5e9, 2.5e10
@@ -16,8 +21,7 @@ def multiplications(is_fp4: bool, by_wgmma: bool, by_float8: bool) -> float:
     """Multiplications of an expert's rows up to which the kernel that multiplies all experts is faster than products of
     one expert after the other.
 
-    `by_wgmma`: that kernel uses WGMMA for many rows, which takes SM90 and a weight whose scales have the type of the
-    activations, or FP4. `by_float8`: separate products are of 8-bit activations.
+    `by_wgmma`: that kernel uses WGMMA for many rows. `by_float8`: separate products are of 8-bit activations.
     """
     if by_wgmma:
         return FLOAT8_MULTIPLICATIONS if by_float8 else inf
@@ -28,3 +32,18 @@ def are_few(rows: float, n: int, k: int, most: float) -> bool:
     """Whether `rows` rows of an expert on average, times a matrix ``[n, k]`` of its own, take at most so many
     multiplications, or few rows."""
     return rows <= MANY_ROWS or rows * n * k <= most
+
+
+def prefers_one_kernel(*, by_float8: bool = False, **problem: Any) -> bool:
+    """Whether an expert has few rows on average, for a problem as `_core.has_expert_wgmma` takes it. `by_float8` as in
+    `multiplications`."""
+    rows = problem["m"] if problem.get("masked") else problem["m"] / problem["experts"]
+    if rows <= MANY_ROWS:
+        return True
+    most = multiplications(problem["format"] != "int", _core.has_expert_wgmma(**problem), by_float8)
+    return are_few(rows, problem["n"], problem["k"], most)
+
+
+def has_gaps(x: Tensor) -> bool:
+    """Whether there are gaps between experts' rows ``[E, M, K]``."""
+    return x.ndim == 3 and x.stride(0) != x.shape[1] * x.stride(1)

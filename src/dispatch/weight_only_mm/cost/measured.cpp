@@ -14,7 +14,7 @@ bool is_same_card(int memory_gb_s, int other) { return std::abs(memory_gb_s - ot
 }  // namespace
 
 std::optional<Choice> measured_choice(WeightOnlyMmProblem const& p, Target const& t) {
-  if (t.sm_count != kMeasuredSms || groups_in_step(p) > 1) return std::nullopt;
+  if (t.sm_count != kMeasuredSms || p.k == 0 || groups_in_step(p) > 1) return std::nullopt;
   for (Measured const& row : kMeasured) {
     if (!is_same_card(row.memory_gb_s, t.memory_gb_s) || row.n != p.n || row.k != p.k || row.bits != p.bits) continue;
     auto const own = tuning::tokens_of(p.m), measured = tuning::tokens_of(row.m);

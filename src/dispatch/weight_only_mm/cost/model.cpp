@@ -34,12 +34,6 @@ struct Shape {
   std::int64_t waves() const { return ceil_div(tiles(), at_once); }
 };
 
-// Two CTAs of a cluster may share an SM, so that more clusters are resident.
-std::int64_t clusters_at_once(int split, int resident, Target const& t) {
-  if (resident == 1) return clusters(split, 1, t);
-  return std::max<std::int64_t>(1, kClusters[1][split - 1] * resident * t.sm_count / (2 * kSmsOfClusters));
-}
-
 Shape divide(int rows, int tokens, int k_groups, int early, WeightOnlyMmProblem const& p, int split) {
   Shape s{};
   s.rows = rows, s.tokens = tokens, s.k_groups = k_groups, s.early = early;
@@ -53,7 +47,7 @@ Shape divide(int rows, int tokens, int k_groups, int early, WeightOnlyMmProblem 
 void set_residency(Shape& s, int resident, int split, Target const& t) {
   s.resident = resident;
   s.at_once = clusters_at_once(split, resident, t);
-  s.ctas_per_sm = std::min<std::int64_t>(resident, ceil_div(s.tiles(), clusters(split, 1, t)));
+  s.ctas_per_sm = std::min<std::int64_t>(resident, ceil_div(s.tiles(), clusters_at_once(split, 1, t)));
 }
 
 // Resident CTAs per SM of a GEMV row. Launches spread CTAs evenly.

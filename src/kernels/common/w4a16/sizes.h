@@ -37,17 +37,11 @@ inline std::int64_t stage_bytes(WeightOnlyMmProblem const& p, int rows) {
 // Bytes per microsecond.
 inline double memory_rate(Target const& t) { return t.memory_gb_s * 1e3; }
 
-// Clusters of `split` CTAs that run at a time, each SM holding `resident` CTAs.
-inline std::int64_t clusters(int split, int resident, int sm_count) {
-  return std::max<std::int64_t>(1, kClusters[0][split - 1] * sm_count / kSmsOfClusters) * resident;
-}
-inline std::int64_t clusters(int split, int resident, Target const& t) { return clusters(split, resident, t.sm_count); }
-
 // Resident CTAs per SM for a row of the decode or the WGMMA table. If one CTA per SM suffices, they are kept apart: two
 // CTAs of a cluster would otherwise start on one SM while half of the SMs idle.
 template <class Config>
 int blocks_of_sm(Config const& c, std::int64_t tiles, int split, int sm_count) {
-  return tiles <= clusters(split, 1, sm_count) ? 1 : resident_blocks(c);
+  return tiles <= clusters_at_once(split, 1, sm_count) ? 1 : resident_blocks(c);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

@@ -76,7 +76,7 @@ using TileOf = typename G::template Tile<G::kChunkTokens * kChunks>;
 struct ExpertShared {
   std::uint64_t full[wo::most_stages(wo::WgmmaConfig{})], empty[wo::most_stages(wo::WgmmaConfig{})];
   ExpertTile tiles[wo::most_stages(wo::WgmmaConfig{})];  // of stages that are a tile's first
-  int ends[kMostExperts];                                // numbers of token tiles of all experts up to this one
+  int ends[kMostWgmmaExperts];                           // numbers of token tiles of all experts up to this one
 };
 
 // The producer warp.
