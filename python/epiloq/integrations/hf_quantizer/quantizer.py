@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
@@ -183,6 +184,9 @@ class EpiloqQuantizer(HfQuantizer):
                         f"{_NAME}: save_pretrained: {name}: its values are offloaded; bring them back first, by "
                         "accelerate.hooks.remove_hook_from_submodules(model)"
                     )
+                if isinstance(tensor, DTensor) and not model._hf_peft_config_loaded:  # or adapters alone are saved
+                    sizes = f"{list(tensor.to_local().shape)} of {list(tensor.shape)}"
+                    raise FormatError(f"{_NAME}: save_pretrained: {name}: {epiloq_modules.in_part(sizes)}")
             return self._whole_state(model), {}
         state = dict[str, Tensor]()
         with self.split.whole(model) as first:
