@@ -60,6 +60,8 @@ class EpiloqQuantizer(HfQuantizer):
         """Linear layers that are not in the files, such as a classifier's head on those of a language model."""
         self.unstacked_weights: list[str] = []
         """Weights of unstacked experts, which transformers would stack."""
+        self.conversions: list[Any] = []
+        """The model's own weight conversions, with those that stack experts."""
         self.in_float = False
         """Whether the files have no quantised layer, whatever config.json describes."""
         self.renamings: set[tuple[Any, ...]] | None = None
@@ -129,6 +131,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.renamings = None
+        self._restore_conversions(model)
         if self.split is not None:
             self.split.open_(model)
         _support_adapters()
@@ -169,7 +172,16 @@ class EpiloqQuantizer(HfQuantizer):
                     "rename the tensors in its files"
                 )
         kept = without_stacking(weight_conversions, self.unstacked_weights)
+        self.conversions = list(weight_conversions) if len(kept) < len(weight_conversions) else []
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
+
+    def _restore_conversions(self, model: Any) -> None:
+        """Make transformers split experts in floating point, which are stacked again, when it saves them."""
+        own, self.conversions = self.conversions, []
+        if own:
+            used, kept = model._weight_conversions, without_stacking(own, self.unstacked_weights)
+            own = [each for each in own if each in used or each not in kept]
+            model._weight_conversions = own + [each for each in used if each not in own]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or in epiloq's own.
