@@ -201,12 +201,15 @@ class Split:
     def gathered(self, model: Any) -> dict[str, Tensor]:
         """The sharded floating-point tensors as a whole, by name; only on the first rank."""
         found, first = dict[str, Tensor](), torch.distributed.get_rank(_mesh(model).get_group()) == 0
-        for name, tensor in model.state_dict().items():
+        gathered = dict[int, Tensor]()
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, DTensor):
-                with ended():
-                    whole = tensor.full_tensor()
+                if id(tensor) not in gathered:  # or two that are tied would be saved as two
+                    with ended():
+                        whole = tensor.full_tensor().detach()
+                    gathered[id(tensor)] = whole.cpu() if first else whole.new_empty(0)
                 if first:
-                    found[name] = whole.detach().cpu()
+                    found[name] = gathered[id(tensor)]
         return found
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of many structures over two processes: transformers' plans sum what is not sharded, and must not."""
+"""Models of many structures over two processes, by transformers' plans: what one process computes and saves."""
 
 from __future__ import annotations
 
@@ -30,10 +30,18 @@ pytestmark = [
     ),
     pytest.mark.usefixtures("epiloq_in_transformers"),
 ]
+
+
+def tied() -> Any:
+    """A head in floating point that is the embedding, both of which transformers shards."""
+    return other_mixtures.made("Llama", tie_word_embeddings=True)
+
+
 FAMILIES = {
     **other_mixtures.FAMILIES,
     **biased_mixtures.FAMILIES,
     "deepseek": tiny_mixtures.deepseek,
+    "tied": tied,
 }
 NOT_ON_RANKS = ("muse_spark",)
 """Families whose embedding fails on several ranks in transformers 5.24, in floating point too."""
