@@ -37,10 +37,17 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch, message: str | None, expe
         assert possible or reason == f"{VARIABLE} leaves out {kind}"
 
 
-@pytest.mark.parametrize("message", ["int4", "all,int8", "int8 fp8"])
+@pytest.mark.parametrize("message", ["int4", "int8 fp8"])
 def test_unknown_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv(VARIABLE, message)
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected all, none, or some of int8, fp8, fp8-block"):
+        chosen_layers()
+
+
+@pytest.mark.parametrize("message", ["all,int8", "all,none", "int4, none"])
+def test_all_and_none_stand_alone(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    monkeypatch.setenv(VARIABLE, message)
+    with pytest.raises(ValueError, match=f"{VARIABLE}: expected all and none to stand alone, got '{message}'"):
         chosen_layers()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 vllm_on_cpu = pytest.importorskip("vllm_on_cpu")
 import vllm.envs as envs
 from vllm.model_executor.kernels import linear as engine
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import PlatformEnum
 
@@ -20,6 +21,7 @@ import epiloq.integrations.vllm as integration
 from epiloq.integrations.engines.choice import VARIABLE
 from epiloq.integrations.vllm import float_weights, kernels
 from epiloq.nn import Fp4Linear, Fp8WeightOnlyLinear
+from vllm_checkpoints import compressed_tensors
 
 K, SIZES = 256, [128, 128]
 _LISTS = (
@@ -145,6 +147,29 @@ def test_fp4_weights(seed: int, form: str) -> None:
     layer = layer_of(weights, inputs, f"{form}-pack-quantized", shards)
     assert type(layer.scheme.kernel) is _LISTS[2 if form == "nvfp4" else 3][1]
     check(layer, torch.cat([reference.dequantized_weight() for reference in references]), form == "nvfp4")
+
+
+@pytest.mark.parametrize(("form", "block"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_ranks_with_a_part_of_a_block_are_refused(form: str, block: int) -> None:
+    """The engine loads a scale for each whole block of a rank."""
+    grouped = numbers(4, "group" if form == "mxfp4" else "tensor_group", group_size=block)
+    inputs = None if form == "mxfp4" else grouped | {"dynamic": "local"}
+    name = "model.layers.0.mlp.down_proj"
+    for ranks, refused in ((3, False), (2, True)):
+        with vllm_on_cpu.engine(ranks - 1, ranks):
+            config = compressed_tensors(grouped, inputs, f"{form}-pack-quantized")
+            layer = linear.RowParallelLinear(
+                3 * block, 32, bias=False, quant_config=config, prefix=name, reduce_results=False
+            )
+            for parameter in layer.parameters():
+                parameter.data.zero_()
+            if not refused:
+                vllm_on_cpu.settle(layer)
+                continue
+            with pytest.raises(
+                ValueError, match=rf"{name}: expected a multiple of {block} .*, got {3 * block} on 2 ranks"
+            ):
+                vllm_on_cpu.settle(layer)
 
 
 def test_order_among_the_engines_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

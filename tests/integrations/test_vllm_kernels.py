@@ -253,6 +253,23 @@ def test_int8_sizes_that_kernels_pad(seed: int) -> None:
     assert torch.equal(layer(x)[0], reference(x))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8_of_one_output(seed: int, symmetric: bool) -> None:
+    """As of a classifier: one scale is for all rows, one column sum is for the only row."""
+    tokens = arguments(8, "int", "token", dynamic=True) | {"symmetric": symmetric}
+    reference = modules.Int8Linear.from_linear(floats(1), symmetric=symmetric)
+    with vllm_on_cpu.engine():
+        config = compressed_tensors(arguments(8, "int", "channel"), tokens, "int-quantized")
+        layer = linear.ReplicatedLinear(K, 1, bias=False, quant_config=config, prefix="score")
+        shard = {"weight": reference.weight_q, "weight_scale": reference.weight_scale.view(-1, 1)}
+        vllm_on_cpu.load(layer, shard)
+        vllm_on_cpu.settle(layer)
+    for x in inputs():
+        y, exact = layer(x)[0], reference(x)
+        assert y.shape == exact.shape
+        torch.testing.assert_close(y, exact, rtol=2**-7, atol=0.05)
+
+
 @pytest.mark.parametrize("kind", ["int8", "w4a16"])
 def test_layers_are_traced_whole_for_any_number_of_tokens(seed: int, kind: str) -> None:
     """As the engine compiles its models."""

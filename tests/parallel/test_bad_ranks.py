@@ -31,6 +31,7 @@ from epiloq.nn import ExpertLinears, Int8Linear
 from epiloq.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from gloo_ranks import SECONDS, Ranks
 from opened_models import logits
+from tiny_mixtures import qwen3
 
 integration.unregister()
 pytestmark = pytest.mark.skipif(
@@ -176,6 +177,36 @@ def test_styles_and_sizes_that_are_refused(folder: Path, tmp_path: Path) -> None
         one = ExpertLinears([{name: layer for name in ("gate", "up", "down")}], nn.SiLU())
         with pytest.raises(ValueError, match="each gets some of 1 experts, got 2"):
             parallelize_module(one, mesh, ExpertParallel())
+
+    Ranks(tmp_path, 2, run).check()
+
+
+def test_parts_divided_by_hand_are_not_saved(folder: Path, tmp_path: Path) -> None:
+    """Nor by quantised models that were not opened from a directory."""
+
+    def run(rank: int) -> None:
+        mesh, target = init_device_mesh("cpu", (2,)), tmp_path / f"saved-{rank}"
+        integration.register()
+
+        def refused(model: Any, name: str, style: Any, expected: str) -> None:
+            parallelize_module(model.get_submodule(name), mesh, style)
+            expected = rf"{name}.*: expected a whole layer to save, got a part \({expected}\): save the model before"
+            with pytest.raises(ValueError, match=expected):
+                model.save_pretrained(target)
+            assert not list(target.glob("*"))
+
+        for style, sizes in (
+            (ColwiseParallel(), r"\[80, 96\] of \[160, 96\]"),
+            (RowwiseParallel(), r"\[160, 48\] of .*"),
+        ):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            refused(model, "model.layers.1.mlp.up_proj", style, sizes)
+        with pytest.raises(ValueError, match="expected a whole layer to save"):
+            epiloq_modules.save(model, target / "own")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        refused(model, "lm_head", ColwiseParallel(), r"\[96, 96\] of \[192, 96\]")
+        mixture = epiloq.quantize_(qwen3(), "w8a16")
+        refused(mixture, "model.layers.1.mlp.experts", ExpertParallel(), "2 of 4 experts")
 
     Ranks(tmp_path, 2, run).check()
 

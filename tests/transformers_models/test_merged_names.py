@@ -22,6 +22,7 @@ from epiloq.formats.io.model import from_directory
 from epiloq.formats.layouts.base import FormatError
 from epiloq.integrations.hf_quantizer.names import check
 from model_families import FAMILIES, SIZES
+from tiny_mixtures import mixtral, qwen3
 
 # Other tests want transformers as it is.
 integration.unregister()
@@ -167,3 +168,29 @@ def test_a_tensor_tied_to_one_that_is_tied(seed: int, tmp_path: Path) -> None:
         check(model, Checkpoint(tmp_path), unused=())
     model.all_tied_weights_keys = {first: second, second: third}
     check(model, Checkpoint(tmp_path), unused=())
+
+
+@pytest.mark.parametrize("left", ["*.experts.*", "*.1.mlp.experts.*"])
+@pytest.mark.parametrize("make", [mixtral, qwen3])
+def test_experts_left_in_floating_point_keep_their_names(
+    make: Callable[[], Any], left: str, seed: int, tmp_path: Path
+) -> None:
+    """Stacked again in the model, they have a matrix each in files, as transformers writes them."""
+    made = make()
+    made.save_pretrained(tmp_path / "float")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        epiloq.quantize_(made, "w8a16", ignore=[left]).save_pretrained(tmp_path / "once")
+    model = type(made).from_pretrained(tmp_path / "once")
+    assert model.model.layers[1].mlp.experts.gate_up_proj.ndim == 3
+    model.save_pretrained(tmp_path / "twice")
+    given, once, twice = (
+        safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("float", "once", "twice")
+    )
+    assert once.keys() == twice.keys() and all(torch.equal(tensor, twice[name]) for name, tensor in once.items())
+    experts = {name for name in given if "layers.1." in name and ".experts." in name}
+    assert len(experts) == 12 and all(torch.equal(twice[name], given[name]) for name in experts)
+    if left == "*.experts.*":
+        model.dequantize()
+        model.save_pretrained(tmp_path / "dequantised")
+        assert safetensors.load_file(tmp_path / "dequantised" / "model.safetensors").keys() == given.keys()

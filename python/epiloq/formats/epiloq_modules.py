@@ -29,6 +29,7 @@ from epiloq.formats.module_kinds import Options as Options
 from epiloq.formats.weights import BlockWeight, ModuleWeight, Weight
 from epiloq.models.mixtures import named_layers
 from epiloq.nn.base.prepared_linear import FP8_BLOCK
+from epiloq.nn.base.stored_tensors import StoredTensors
 from epiloq.nn.experts.gating import OwnGate
 from epiloq.schemes import SCHEMES
 from epiloq.weights.packed_weight import BITS
@@ -135,8 +136,10 @@ def groups_of(layers: Mapping[str, tuple[str, Options]]) -> list[Group]:
 
 
 def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
-    """A model's quantised layers by name. Raises FormatError for a module that the format cannot represent, or none."""
+    """A model's quantised layers by name. Raises FormatError for a module that the format cannot represent, for a part
+    of a layer, or if there are none."""
     found: dict[str, tuple[str, Options]] = {}
+    _check_whole(model)
     for name, module in named_layers(model):
         kind = KINDS.get(type(module).__name__)
         if kind is not None and type(module) is kind.module:
@@ -146,6 +149,27 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, Options]]:
     if not found:
         raise FormatError("epiloq: model: expected quantised layers, found none")
     return found
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise FormatError for a layer of which this process has a part alone."""
+    for name, module in model.named_modules():
+        shard, experts = getattr(module, "shard", None), getattr(module, "part", None)
+        if isinstance(module, StoredTensors) and shard is not None:
+            sizes = f"[{len(shard.rows)}, {len(shard.columns)}] of [{shard.out_features}, {shard.in_features}]"
+        elif isinstance(module, (modules.ExpertLinears, modules.GatedExperts)) and experts is not None:
+            sizes = f"{len(experts)} of {module.whole} experts"
+        else:
+            continue
+        raise FormatError(f"epiloq: {name}: {in_part(sizes)}")
+
+
+def in_part(sizes: str) -> str:
+    """Why a layer of which this process has a part cannot be saved, and what to do."""
+    return (
+        f"expected a whole layer to save, got a part ({sizes}): save the model before parallelize_module, or open its "
+        "directory by from_pretrained(…, distributed_config=…), after which save_pretrained gathers the parts"
+    )
 
 
 def save(model: nn.Module, folder: str | Path, largest_shard: int = LARGEST_SHARD) -> None:

@@ -36,7 +36,8 @@ def unstack_(
 
 @contextmanager
 def unstacked(model: nn.Module) -> Iterator[None]:
-    """A model with lists instead of such stacks; a stack of which no layer was quantised is restored."""
+    """A model with lists instead of such stacks; a stack of which no layer was quantised is restored, and of others the
+    matrices left in floating point become tensors of their own."""
     before = {name: module for name, module in model.named_modules() if _kind(module, None)}
     unstack_(model, None, copied=False)
     try:
@@ -44,8 +45,13 @@ def unstacked(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in before.items():
             made: Any = model.get_submodule(name)
-            if all(type(layer) is nn.Linear for each in made for layer in _layers(each)):
+            layers = [layer for each in made for layer in _layers(each)]
+            left = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(left) == len(layers):
                 model.set_submodule(name, module)
+                continue
+            for layer in left:
+                layer.weight = nn.Parameter(layer.weight.data.contiguous().clone(), requires_grad=False)
 
 
 def _layers(expert: Any) -> tuple[nn.Module, ...]:

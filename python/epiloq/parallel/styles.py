@@ -98,9 +98,10 @@ class ColwiseParallel(TorchColwise):
     input_layouts, output_layouts, use_local_output
         As in torch.
     quantise_first
-        With inputs sharded by tokens (``input_layouts=Shard(1)`` of a sequence): each rank quantises its tokens, and
-        sends bytes and scales instead of 16-bit numbers. The results are the same. For layers with a scale per token,
-        or a static one: ``Int8Linear``, ``Fp8Linear``, ``W4A8Linear`` and ``W4A8Fp4Linear``; ValueError for others.
+        With inputs sharded by tokens (``input_layouts=Shard(1)`` of a sequence), as many on each rank, which is not
+        checked: each rank quantises its tokens, and sends bytes and scales instead of 16-bit numbers. The results are
+        the same. For layers with a scale per token, or a static one: ``Int8Linear``, ``Fp8Linear``, ``W4A8Linear`` and
+        ``W4A8Fp4Linear``; ValueError for others.
     """
 
     def __init__(

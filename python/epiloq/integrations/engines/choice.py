@@ -35,8 +35,8 @@ _NEWEST = 90
 
 def chosen_layers() -> tuple[str, ...]:
     """The kinds of layers of other formats that epiloq may run: those in ``EPILOQ_ENGINE_LAYERS``, by default
-    `BY_DEFAULT`. The variable contains kinds separated by commas, or "all" or "none". Layers of epiloq's own format do
-    not depend on it. Raises ValueError for other words.
+    `BY_DEFAULT`. The variable contains kinds separated by commas, or "all" or "none" alone. Layers of epiloq's own
+    format do not depend on it. Raises ValueError for other words.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -46,6 +46,8 @@ def chosen_layers() -> tuple[str, ...]:
         return tuple(KERNELS)
     if words == ["none"] or not words:
         return ()
+    if {"all", "none"} & {*words}:
+        raise ValueError(f"epiloq: {VARIABLE}: expected all and none to stand alone, got {value!r}")
     unknown = [word for word in words if word not in KERNELS]
     if unknown:
         expected = f"all, none, or some of {', '.join(KERNELS)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,6 +45,10 @@ _STYLES: dict[str, ParallelStyle | None] = {
     "mla_kv_a_proj": None,
 }
 _EXPERTS = (ExpertLinears, mxfp4.StoredExperts)
+_SUMS = ("moe_tp_experts", "all_reduce")
+"""Styles of modules whose outputs are sums over ranks, because the plan shards tensors inside them."""
+_IN_LISTS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+"""Styles of the layers of experts that are a list of modules (Llama 4), for which transformers has none."""
 _SAMPLE = 4096
 """Bytes at the beginning and end of each tensor that ranks compare to detect different files."""
 
@@ -73,6 +77,8 @@ class Split:
         check_same(own, _NAME)
         self.checkpoint, self.names = checkpoint, list[str]()
         """Names of layers of which each rank has a part."""
+        self.complete = list[str]()
+        """Names of modules with whole outputs on each rank, which transformers would sum."""
         stored = {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
         self.experts = [name for name, module in model.named_modules() if isinstance(module, _EXPERTS)]
         for name in self.experts:
@@ -99,12 +105,19 @@ class Split:
         return read
 
     def _without(self, model: Any) -> dict[str, str]:
-        """Remove the rules that concern only quantised layers from the model's plan, and return them."""
+        """Remove the rules that concern only quantised layers, or sum what is whole, from the model's plan, and return
+        those of quantised layers."""
         modules = dict(model.named_modules())
         stored = {name for name, module in modules.items() if isinstance(module, (SharedLayer, StoredLinear))}
         mine, others = ({_generic(name) for name in names} for names in (stored, modules.keys() - stored))
         experts = tuple(_generic(name) for name in self.experts)
         plan = dict(model.tp_plan or {})
+        self.complete = [name for name in modules if self._is_complete(model, name, plan)]
+        summed = {_generic(name) for name in self.complete}
+        summed -= {_generic(name) for name in modules.keys() - set(self.complete)}  # of these open_ removes it
+        plan = {rule: style for rule, style in plan.items() if rule not in summed}
+        for name in self.complete:
+            plan = _styles_in_list(modules[name], name) | plan
         taken = {
             rule: style
             for rule, style in plan.items()
@@ -114,6 +127,30 @@ class Split:
             model._tp_plan = {rule: style for rule, style in plan.items() if rule not in taken}
         return taken
 
+    def _is_complete(self, model: Any, name: str, plan: Mapping[str, str]) -> bool:
+        """Whether transformers would sum a module's outputs over ranks although the plan shards no tensor in it.
+
+        Raises FormatError for a module with quantised layers, in which it also shards other tensors.
+        """
+        style = plan.get(_generic(name))
+        if style not in _SUMS or any(name == expert or name.startswith(f"{expert}.") for expert in self.experts):
+            return False
+        quantised, sharded = False, list[str]()
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            own = None if inner == name else plan.get(_generic(inner))
+            if isinstance(module, StoredLinear):
+                quantised = True
+            elif not (isinstance(module, nn.Linear) and own in _STYLES):  # which return no summands
+                parts = {f"{inner}.{part}" for part, _ in module.named_parameters(recurse=False)}
+                styles = {part: plan.get(_generic(part), own) for part in sorted(parts)}
+                sharded += [part for part, found in styles.items() if found and _STYLES.get(found, found) is not None]
+        if quantised and sharded:
+            raise FormatError(
+                f"{_NAME}: {name}: expected all of its matrices quantised or none, because transformers sums its "
+                f"outputs over ranks ({style}), but {sharded[0]} is a float tensor; open the directory in one process"
+            )
+        return not sharded
+
     def open_(self, model: Any) -> None:
         """Install this rank's part of every quantised layer. Raises ValueError on every rank."""
         mesh = _mesh(model)
@@ -121,6 +158,8 @@ class Split:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         plan = self.plan | dict(model.tp_plan)
+        for name in self.complete:
+            model.get_submodule(name).__dict__.pop("forward", None)  # transformers' sum
         with together():
             for name in self.experts:
                 module = model.get_submodule(name)
@@ -162,12 +201,15 @@ class Split:
     def gathered(self, model: Any) -> dict[str, Tensor]:
         """The sharded floating-point tensors as a whole, by name; only on the first rank."""
         found, first = dict[str, Tensor](), torch.distributed.get_rank(_mesh(model).get_group()) == 0
-        for name, tensor in model.state_dict().items():
+        gathered = dict[int, Tensor]()
+        for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, DTensor):
-                with ended():
-                    whole = tensor.full_tensor()
+                if id(tensor) not in gathered:  # or two that are tied would be saved as two
+                    with ended():
+                        whole = tensor.full_tensor().detach()
+                    gathered[id(tensor)] = whole.cpu() if first else whole.new_empty(0)
                 if first:
-                    found[name] = whole.detach().cpu()
+                    found[name] = gathered[id(tensor)]
         return found
 
 
@@ -204,6 +246,15 @@ def _opened_experts(module: Any, own: range) -> ExpertLinears:
     opened: ExpertLinears = module.others(experts)
     opened.part, opened.whole = own, module.experts
     return opened
+
+
+def _styles_in_list(module: nn.Module, name: str) -> dict[str, str]:
+    """Rules for the layers of experts in a list; none unless each expert has the layers of a gated MLP alone."""
+    experts = [expert for expert, _ in module.named_children()] if isinstance(module, nn.ModuleList) else []
+    layers = {inner for inner, layer in module.named_modules() if isinstance(layer, (nn.Linear, StoredLinear))}
+    if layers != {f"{expert}.{part}" for expert in experts for part in _IN_LISTS}:
+        return {}
+    return {_generic(f"{name}.{layer}"): _IN_LISTS[layer.rpartition(".")[2]] for layer in layers}
 
 
 def _generic(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
@@ -59,6 +60,8 @@ class EpiloqQuantizer(HfQuantizer):
         """Linear layers that are not in the files, such as a classifier's head on those of a language model."""
         self.unstacked_weights: list[str] = []
         """Weights of unstacked experts, which transformers would stack."""
+        self.conversions: list[Any] = []
+        """The model's own weight conversions, with those that stack experts."""
         self.in_float = False
         """Whether the files have no quantised layer, whatever config.json describes."""
         self.renamings: set[tuple[Any, ...]] | None = None
@@ -128,6 +131,7 @@ class EpiloqQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.renamings = None
+        self._restore_conversions(model)
         if self.split is not None:
             self.split.open_(model)
         _support_adapters()
@@ -168,7 +172,16 @@ class EpiloqQuantizer(HfQuantizer):
                     "rename the tensors in its files"
                 )
         kept = without_stacking(weight_conversions, self.unstacked_weights)
+        self.conversions = list(weight_conversions) if len(kept) < len(weight_conversions) else []
         return super().update_weight_conversions(kept, *model)  # type: ignore[no-untyped-call]
+
+    def _restore_conversions(self, model: Any) -> None:
+        """Make transformers split experts in floating point, which are stacked again, when it saves them."""
+        own, self.conversions = self.conversions, []
+        if own:
+            used, kept = model._weight_conversions, without_stacking(own, self.unstacked_weights)
+            own = [each for each in own if each in used or each not in kept]
+            model._weight_conversions = own + [each for each in used if each not in own]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to save, in the format of the directory that was opened, or in epiloq's own.
@@ -183,6 +196,9 @@ class EpiloqQuantizer(HfQuantizer):
                         f"{_NAME}: save_pretrained: {name}: its values are offloaded; bring them back first, by "
                         "accelerate.hooks.remove_hook_from_submodules(model)"
                     )
+                if isinstance(tensor, DTensor) and not model._hf_peft_config_loaded:  # or adapters alone are saved
+                    sizes = f"{list(tensor.to_local().shape)} of {list(tensor.shape)}"
+                    raise FormatError(f"{_NAME}: save_pretrained: {name}: {epiloq_modules.in_part(sizes)}")
             return self._whole_state(model), {}
         state = dict[str, Tensor]()
         with self.split.whole(model) as first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 import epiloq
 from epiloq.integrations.vllm.device import Answer, supported
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE
+from epiloq.weights.fp4 import FORMATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
 
 _FP8 = torch.float8_e4m3fn
@@ -77,6 +78,8 @@ class EpiloqFp8OnOlderLinearKernel(EpiloqFp8WeightOnlyLinearKernel):
 class _Fp4:
     """Shared by both formats: weights packed for epiloq's product; activations stay in 16 bits."""
 
+    form: ClassVar[str]
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         return supported("w4a16-fp4", compute_capability)
@@ -86,8 +89,18 @@ class _Fp4:
         return True, None
 
     def pack(self, layer: Any, factor: Tensor | None) -> None:
-        """Replace the engine's codes and scales by packed ones."""
-        columns = layer.input_size_per_partition
+        """Replace the engine's codes and scales by packed ones.
+
+        Raises ValueError for a part of a block, whose scale the engine has not loaded. `can_implement` is told no size.
+        """
+        columns, block = layer.input_size_per_partition, FORMATS[self.form].block_size
+        if columns % block:
+            ranks = layer.input_size // columns
+            raise ValueError(
+                f"epiloq: {layer.prefix}: expected a multiple of {block} inputs per rank, because vLLM divides "
+                f"{self.form}'s scales by blocks of {block}, got {layer.input_size} on {ranks} ranks; use fewer ranks, "
+                "or epiloq's own format (epiloq convert --format epiloq), which has no such limit"
+            )
         weight = epiloq.pack_fp4_weight(
             layer.weight.data, layer.weight_scale.data, in_features=columns, global_scale=factor
         )
@@ -106,12 +119,16 @@ class _Fp4:
 class EpiloqMxFp4LinearKernel(_Fp4, MxFp4LinearKernel):
     """MXFP4: blocks of 32 with power-of-two scales."""
 
+    form = "mxfp4"
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.pack(layer, None)
 
 
 class EpiloqNvFp4LinearKernel(_Fp4, NvFp4LinearKernel):
     """NVFP4: blocks of 16 with FP8 scales, and a global scale."""
+
+    form = "nvfp4"
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.pack(layer, layer.weight_global_scale.data.float().reshape(1))

@@ -46,7 +46,8 @@ class EpiloqInt8LinearKernel(CutlassInt8ScaledMMLinearKernel):
             values = getattr(layer, name, None)
             if values is not None:
                 flat = values.data.reshape(-1)
-                _replace(layer, name, flat if flat.numel() == 1 else padded(flat, (n,)))
+                one = name == scale_name and flat.numel() == 1  # for all rows
+                _replace(layer, name, flat if one else padded(flat, (n,)))
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, weight_scale, input_scale, input_zero, sums = self._get_layer_params(layer)
