@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from epiloq.optimize.attention import READS_STORED
+from epiloq.weights.scales import SMALLEST_HALF
 
 # The type of the values, and the largest of them, by the name of a cache's `dtype`.
 KINDS: dict[str, tuple[torch.dtype, float]] = {
@@ -33,9 +34,14 @@ def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     dtype, most = KINDS[kind]
     x = states.float()
+    scale = x.abs().amax(-1, keepdim=True) / most
+    smallest = torch.finfo(states.dtype).tiny
+    if states.dtype == torch.float16:
+        # Small scales are subnormal numbers, multiples of 2^-24. Half a step more rounds them up, so that no value lies
+        # outside the range.
+        scale, smallest = scale + SMALLEST_HALF / 2, SMALLEST_HALF
     # Rounded before the division, so that q is computed with the scale that is stored.
-    scale = (x.abs().amax(-1, keepdim=True) / most).to(states.dtype)
-    scale = scale.clamp(min=torch.finfo(states.dtype).tiny)
+    scale = scale.to(states.dtype).clamp(min=smallest)
     q = (x / scale.float()).clamp(-most, most)
     return q.round().to(dtype) if kind == "int8" else q.to(dtype).view(torch.uint8), scale
 

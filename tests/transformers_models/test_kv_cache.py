@@ -58,6 +58,19 @@ def test_a_scale_for_each_token_and_head(kind: str, dtype: torch.dtype, seed: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_small_float16_states_keep_their_precision(kind: str, size: float, seed: int) -> None:
+    """Their scales are subnormal: rounded up by less than 2^-24, and so is half a step; the result is rounded, too."""
+    x = (torch.randn(2, 3, 50, 16) * size).half()
+    q, scale = quantize_heads(x, kind)
+    restored = dequantize_heads(q, scale, kind)
+    largest = x.double().abs().amax(-1, keepdim=True)
+    assert bool((kv_cache.KINDS[kind][1] * scale.double() >= largest * (1 - 2**-11)).all())
+    allowed = largest * (BOUND[kind] + 2 * torch.finfo(x.dtype).eps) + 2**-24
+    assert bool(((restored.double() - x.double()).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 40])
 def test_close_to_the_float_cache_and_independent_of_cuts(kind: str, length: int | None, seed: int) -> None:
     # In float64 another order of operations does not move a state across a rounding.
