@@ -201,6 +201,7 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
+        self._check_room(count)
         places = torch.arange(count, device=key_states.device) + self.cumulative_length
         self.cumulative_length.add_(count)
         held = (self.keys, self.key_scale, self.values, self.value_scale)
@@ -208,6 +209,18 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         for tensor, states in zip(held, new, strict=True):
             tensor.index_copy_(2, places, states)
         return self._handed()
+
+    def _check_room(self, count: int) -> None:
+        """Raise ValueError for too many tokens, as far as that is known without waiting for the GPU; otherwise torch's
+        assertion on the device fails."""
+        if is_compiling():
+            return
+        known = int(self.cumulative_length) if self.cumulative_length.device.type == "cpu" else 0
+        if known + count > self.max_cache_len:
+            raise ValueError(
+                f"epiloq.QuantizedCache: max_cache_len: expected room for {known + count} tokens, got "
+                f"{self.max_cache_len}: create it with a larger max_cache_len"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; the tensors stay where they are."""
@@ -240,7 +253,8 @@ class QuantizedCache(Cache):
     Args:
         config: configuration of the model.
         dtype: "int8" or "fp8" (float8_e4m3fn).
-        max_cache_len: number of tokens of a fixed-size cache; None for a growing one.
+        max_cache_len: number of tokens of a fixed-size cache; None for a growing one. Further tokens are refused by a
+            ValueError; on a GPU by torch's assertion, unless one call alone has too many.
 
     Raises:
         ValueError: another `dtype`, not a configuration, fewer than 1 token, or a model with layers other than full

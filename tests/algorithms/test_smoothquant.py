@@ -153,6 +153,8 @@ def test_errors(seed: int) -> None:
         smoothquant_(model, lambda m: None)
     with pytest.raises(ValueError, match="alpha"):
         smoothquant_(model, lambda m: m(torch.randn(2, 16)), alpha=-0.1)
+    with pytest.raises(ValueError, match="q: expected inputs with values, got tensors on meta"):
+        smoothquant_(Block(16, 24).to("meta"), lambda m: m(torch.randn(2, 16, device="meta")))
     with pytest.raises(ValueError, match="producer"):
         fold_(nn.LayerNorm(8), [nn.Linear(16, 4)], torch.ones(16))
 

@@ -217,6 +217,16 @@ def test_inputs_that_are_not_finite_are_refused(seed: int, algorithm: str) -> No
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize(
+    "window",
+    [torch.zeros(1, 0, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.zeros(1, 5)],
+    ids=["empty", "one dimension", "float"],
+)
+def test_windows_that_hold_no_tokens_are_refused(seed: int, window: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"windows: expected int64 \[1, n\] with at least one token, got"):
+        walk(llama(), [*texts(1), window], "gptq", Grid())
+
+
 class Chain(nn.Module):
     """Blocks with something in between."""
 

@@ -229,6 +229,20 @@ def test_refused() -> None:
             epiloq.QuantizedCache(hybrid(num_hidden_layers=4))
 
 
+def test_a_fixed_size_that_is_too_small_is_named() -> None:
+    found, ids = model(), torch.zeros(1, 6, dtype=torch.long)
+    name = argument(found)
+    cache = QuantizedCache(found.config, max_cache_len=4)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="max_cache_len: expected room for 6 tokens, got 4: create it"),
+    ):
+        found(ids, **{name: cache})
+    cache = QuantizedCache(found.config, max_cache_len=8)
+    with pytest.raises(ValueError, match="max_cache_len: expected room for 9 tokens, got 8"):
+        found.generate(ids, **{name: cache}, max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("length", [None, 40])
 @torch.no_grad()

@@ -204,6 +204,8 @@ def smoothquant_(
                 bake_(name, module)
     seen = observe(model, calibrate)
     for name, amax in seen.amax.items():
+        if amax.is_meta:
+            raise ValueError(f"smoothquant_: calibrate: {name}: expected inputs with values, got tensors on meta")
         if not torch.isfinite(amax).all():
             raise ValueError(f"smoothquant_: calibrate: {name}: expected finite inputs, got NaN or infinity")
     done = []

@@ -83,7 +83,7 @@ def calibrate(
             values afterwards.
 
     Raises:
-        ValueError: no blocks found, blocks that do not form a chain, no windows, inputs with NaN or infinity, static
+        ValueError: no blocks found, blocks that do not form a chain, no or empty windows, inputs with NaN or infinity, static
             scales with weights that are not integers with zero points, several slices of rows that share scales, or a
             weight computed in an unsupported way.
     """
@@ -108,6 +108,12 @@ def calibrate(
     if work.needs_inputs and not windows:
         purpose = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {purpose}, got none")
+    for window in windows if work.needs_inputs else ():
+        if window.ndim != 2 or not window.numel() or window.is_floating_point():
+            raise ValueError(
+                f"calibrate: windows: expected int64 [1, n] with at least one token, got {window.dtype} "
+                f"{list(window.shape)}"
+            )
     with evaluating(model):
         for n, layer in chosen.items():
             bake_(n, layer)
