@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from epiloq.optimize.attention import READS_STORED
+from epiloq.weights.scales import SMALLEST_HALF
 
 # The type of the values, and the largest of them, by the name of a cache's `dtype`.
 KINDS: dict[str, tuple[torch.dtype, float]] = {
@@ -33,9 +34,14 @@ def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     dtype, most = KINDS[kind]
     x = states.float()
+    scale = x.abs().amax(-1, keepdim=True) / most
+    smallest = torch.finfo(states.dtype).tiny
+    if states.dtype == torch.float16:
+        # Small scales are subnormal numbers, multiples of 2^-24. Half a step more rounds them up, so that no value lies
+        # outside the range.
+        scale, smallest = scale + SMALLEST_HALF / 2, SMALLEST_HALF
     # Rounded before the division, so that q is computed with the scale that is stored.
-    scale = (x.abs().amax(-1, keepdim=True) / most).to(states.dtype)
-    scale = scale.clamp(min=torch.finfo(states.dtype).tiny)
+    scale = scale.to(states.dtype).clamp(min=smallest)
     q = (x / scale.float()).clamp(-most, most)
     return q.round().to(dtype) if kind == "int8" else q.to(dtype).view(torch.uint8), scale
 
@@ -195,6 +201,7 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
+        self._check_room(count)
         places = torch.arange(count, device=key_states.device) + self.cumulative_length
         self.cumulative_length.add_(count)
         held = (self.keys, self.key_scale, self.values, self.value_scale)
@@ -202,6 +209,18 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         for tensor, states in zip(held, new, strict=True):
             tensor.index_copy_(2, places, states)
         return self._handed()
+
+    def _check_room(self, count: int) -> None:
+        """Raise ValueError for too many tokens, as far as that is known without waiting for the GPU; otherwise torch's
+        assertion on the device fails."""
+        if is_compiling():
+            return
+        known = int(self.cumulative_length) if self.cumulative_length.device.type == "cpu" else 0
+        if known + count > self.max_cache_len:
+            raise ValueError(
+                f"epiloq.QuantizedCache: max_cache_len: expected room for {known + count} tokens, got "
+                f"{self.max_cache_len}: create it with a larger max_cache_len"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; the tensors stay where they are."""
@@ -234,7 +253,8 @@ class QuantizedCache(Cache):
     Args:
         config: configuration of the model.
         dtype: "int8" or "fp8" (float8_e4m3fn).
-        max_cache_len: number of tokens of a fixed-size cache; None for a growing one.
+        max_cache_len: number of tokens of a fixed-size cache; None for a growing one. Further tokens are refused by a
+            ValueError; on a GPU by torch's assertion, unless one call alone has too many.
 
     Raises:
         ValueError: another `dtype`, not a configuration, fewer than 1 token, or a model with layers other than full

@@ -181,10 +181,19 @@ def input_quantizers(
 ) -> list[dict[str, Any]]:
     """Input scale and zero point of each layer by name, from the range of its inputs during `run`.
 
-    Raises ValueError for a layer that received no input, or a non-finite one.
+    Raises ValueError for a layer that received no input, or one that is not finite or has no values (on meta).
     """
     observers = {name: observer() for name in layers}
-    with watched(layers, lambda name, x: observers[name].add(x)):
+
+    def note(name: str, x: Tensor) -> None:
+        if x.is_meta:
+            raise ValueError(
+                f"quantize_: calibrate: expected inputs of {name!r} with values, got tensors on the device meta: load "
+                "the model's weights first, or choose a scheme without static scales"
+            )
+        observers[name].add(x)
+
+    with watched(layers, note):
         run()
     return [_parameters(name, seen.ends(), symmetric) for name, seen in observers.items()]
 

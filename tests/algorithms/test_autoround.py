@@ -150,6 +150,8 @@ def test_refused(seed: int, tmp_path: Path) -> None:
         autoround(run, weights, 5, Grid(3), targets=[torch.zeros(40, 12)])
     with pytest.raises(ValueError, match="finite"):
         autoround(run, {"up": weights["up"] * float("inf")}, 5, Grid(3))
+    with pytest.raises(ValueError, match="targets: expected finite"):
+        autoround(run, weights, 1, Grid(3), targets=[torch.full((40, 12), float("nan"))])
     with pytest.raises(ValueError, match="expected a scheme of integers with zero points, got fp8-block"):
         prepare(Settings(save(tmp_path / "model", tiny_model()), tmp_path / "out", "fp8-block", "autoround"))
     windows = [torch.randint(0, VOCABULARY, (1, 12))]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from epiloq.quantize import Grid, InputStatistics, awq, awq_scale, fold_, output_error, rtn
+from epiloq.quantize import Grid, InputStatistics, awq, awq_scale, fold_, gptq, output_error, refine, rtn
+
+
+def refined(weight: Tensor, hessian: Tensor, grid: Grid) -> object:
+    return refine(rtn(weight, grid), weight, hessian)
+
+
+def scale_of(weight: Tensor, hessian: Tensor, grid: Grid) -> object:
+    return awq_scale([weight], hessian, torch.ones(weight.shape[1]), grid)
 
 
 def salient(channels: int, tokens: int = 800) -> Tensor:
@@ -89,3 +100,29 @@ def test_folded_and_clipped_layer_is_better(seed: int) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="ratios"):
         awq_scale([torch.randn(2, 4)], torch.eye(4), torch.ones(4), Grid(), ratios=0)
+    with pytest.raises(ValueError, match="mean_abs: expected finite numbers"):
+        awq_scale([torch.randn(2, 4)], torch.eye(4), torch.full((4,), float("nan")), Grid())
+    with pytest.raises(ValueError, match="output errors that are finite"):
+        awq_scale([torch.randn(2, 4) * 1e10], torch.eye(4) * 1e30, torch.ones(4), Grid())
+
+
+@pytest.mark.parametrize("call", [gptq, awq, refined, scale_of], ids=lambda call: call.__name__)
+def test_what_is_no_hessian_is_refused(seed: int, call: Callable[..., object]) -> None:
+    weight, eye = torch.randn(3, 8), torch.eye(8)
+    for wrong, message in (
+        (eye[:, :7], r"hessian: expected \[8, 8\], got \[8, 7\]"),
+        (torch.ones(8), r"hessian: expected \[8, 8\], got \[8\]"),
+        (eye * float("nan"), "hessian: expected finite numbers"),
+        (-eye, "positive semi-definite matrix, got -1 on its diagonal"),
+        (eye + torch.randn(8, 8).triu(1), "symmetric positive semi-definite matrix, but mirrored elements differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(weight, wrong, Grid(4))
+    if call in (gptq, awq):
+        with pytest.raises(ValueError, match="Cholesky factorisation fails"):
+            call(weight, 50 - 49 * eye, Grid(4))
+    call(weight, torch.zeros(8, 8), Grid(4))
+
+
+def test_output_error_keeps_nan() -> None:
+    assert math.isnan(output_error(torch.full((2, 4), float("nan")), torch.eye(4)))

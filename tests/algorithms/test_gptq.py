@@ -203,6 +203,17 @@ def test_statistics(seed: int) -> None:
     torch.testing.assert_close(statistics.hessian, 2 / 150 * (flat / scale).t() @ (flat / scale))
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_statistics_of_inputs_that_are_not_finite_are_refused(seed: int, wrong: float) -> None:
+    statistics = InputStatistics(4)
+    statistics.add(torch.randn(5, 4).index_fill(1, torch.tensor([2]), wrong))
+    for read in ("hessian", "mean_abs", "amax", "shrunk"):
+        with pytest.raises(ValueError, match="inputs: expected finite numbers"):
+            getattr(statistics, read)
+    with pytest.raises(ValueError, match="inputs: expected finite numbers"):
+        statistics.check_finite()
+
+
 def test_errors() -> None:
     weight = torch.randn(3, 8)
     with pytest.raises(ValueError, match="hessian"):
@@ -212,4 +223,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="dampening"):
         gptq(weight, torch.eye(8), Grid(), dampening=-1)
     with pytest.raises(ValueError, match="Cholesky"):
-        gptq(weight, torch.eye(8) - 50 * torch.ones(8, 8), Grid())
+        gptq(weight, 50 * torch.ones(8, 8) - 49 * torch.eye(8), Grid())

@@ -130,6 +130,15 @@ def test_other_models_are_refused(seed: int, make: Callable[[], Any]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(seed: int, wrong: float) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[2, 3] = wrong
+    with pytest.raises(ValueError, match=r"rotate_: model\.layers\.1\.mlp\.down_proj\.weight: expected finite numbers"):
+        rotate_(model)
+
+
 def test_other_readers_of_hidden_states_are_detected(seed: int) -> None:
     model = trained(llama())
     model.model.layers[0].register_forward_hook(lambda m, a, out: out + 1 if isinstance(out, Tensor) else out)

@@ -153,8 +153,62 @@ def test_errors(seed: int) -> None:
         smoothquant_(model, lambda m: None)
     with pytest.raises(ValueError, match="alpha"):
         smoothquant_(model, lambda m: m(torch.randn(2, 16)), alpha=-0.1)
+    with pytest.raises(ValueError, match="q: expected inputs with values, got tensors on meta"):
+        smoothquant_(Block(16, 24).to("meta"), lambda m: m(torch.randn(2, 16, device="meta")))
     with pytest.raises(ValueError, match="producer"):
         fold_(nn.LayerNorm(8), [nn.Linear(16, 4)], torch.ones(16))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e25])
+@pytest.mark.parametrize("first", [False, True])
+def test_samples_that_are_not_finite_are_refused(seed: int, wrong: float, first: bool) -> None:
+    """1e25 overflows in the product of gate and up alone."""
+    model = nn.Sequential(Block(16, 24))
+    model[0].mlp_norm = nn.Identity()
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(4, 16)
+    bad = torch.cat((x[:1] * wrong, x))
+    layer = "0.down" if wrong == 1e25 else r"0\.(q|k|gate)"
+    with pytest.raises(ValueError, match=f"smoothquant_: calibrate: {layer}: expected finite inputs, got NaN"):
+        smoothquant_(model, lambda m: [m(each) for each in ((bad, x) if first else (x, bad))])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_scales_of_numbers_that_are_not_finite_are_refused(seed: int) -> None:
+    x, weight = torch.randn(20, 8), torch.randn(4, 8)
+    amax = x.abs().amax(0)
+    for wrong in (float("nan"), float("inf")):
+        bad = amax.index_fill(0, torch.tensor([3]), wrong)
+        for name, arguments in (("amax", (bad, [weight])), ("weight", (amax, [weight, weight * wrong]))):
+            with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+                smooth_scale(*arguments)  # type: ignore[arg-type]
+        for name, given in (("x", (x * wrong, amax)), ("amax", (x, bad))):
+            with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+                search_smooth_scale(*given, [weight])
+    with pytest.raises(ValueError, match="squares are finite"):
+        search_smooth_scale(x * 1e25, amax * 1e25, [weight])
+
+
+def test_weights_that_folding_would_overflow_are_left(seed: int) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).half()
+    with torch.no_grad():
+        model[0].weight[3] = 2e4
+        model[1].weight[:, 3] = 1e-5
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(20, 8, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"smoothquant_: 1: scale: expected scales that keep .* torch.float16"):
+        smoothquant_(model, lambda m: m(x), alpha=0.3)
+    for scale in (torch.full((8,), 1e6), torch.zeros(8)):
+        with pytest.raises(ValueError, match="fold_: scale"):
+            fold_(model[0], [model[1]], scale)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_outputs_that_are_nan_are_refused(seed: int) -> None:
+    """No folding would seem exact."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[1].bias[2] = float("nan")
+    with pytest.raises(ValueError, match="outputs of the first sample: expected numbers, got NaN"):
+        smoothquant_(model, lambda m: m(torch.randn(3, 8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

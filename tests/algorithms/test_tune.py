@@ -204,6 +204,17 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
         tune(copy.deepcopy(model).bfloat16(), {}, model, text_windows(1), steps=1)
 
 
+def test_windows_whose_logits_are_not_finite_are_refused(seed: int) -> None:
+    teacher, windows = sharp_model(), text_windows()
+    model, weights = rounded(teacher, Grid(4, 32))
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="tune: model: expected logits with a finite divergence, got nan"):
+        tune(model, weights, teacher, windows, steps=1)
+    with pytest.raises(ValueError, match="logits of the floating-point model: expected finite numbers"):
+        tune(teacher, weights, model, windows, steps=1)
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = teacher_and_text(tmp_path_factory.mktemp("teacher"), ROUND)

@@ -203,6 +203,30 @@ def test_overrides(seed: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("algorithm", [name for name, wish in ALGORITHMS.items() if wish.needs_inputs])
+def test_inputs_that_are_not_finite_are_refused(seed: int, algorithm: str) -> None:
+    model, windows = llama().eval(), texts(2)
+    windows[-1][0, 5] = 7
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    message = r"layers\.0\.self_attn\.q_proj.*: expected finite numbers"
+    if ALGORITHMS[algorithm].guided:
+        message = "expected finite logits for guided Hessians, got NaN"
+    state = {name: value for name, value in copy.deepcopy(model.state_dict()).items() if "embed" not in name}
+    with pytest.raises(ValueError, match=message):
+        walk(model, windows, algorithm, Grid(4, 16))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    "window",
+    [torch.zeros(1, 0, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), torch.zeros(1, 5)],
+    ids=["empty", "one dimension", "float"],
+)
+def test_windows_that_hold_no_tokens_are_refused(seed: int, window: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"windows: expected int64 \[1, n\] with at least one token, got"):
+        walk(llama(), [*texts(1), window], "gptq", Grid())
+
+
 class Chain(nn.Module):
     """Blocks with something in between."""
 

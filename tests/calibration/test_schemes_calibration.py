@@ -120,6 +120,18 @@ def test_a_layer_that_cannot_be_converted_is_named_before_any_change(last: nn.Mo
     assert model[1][0] is last
 
 
+@pytest.mark.parametrize("observer", ["min-max", "percentile", "mse"])
+def test_a_model_without_values_has_no_static_scales(observer: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).to("meta")
+    with pytest.raises(
+        ValueError, match=r"calibrate: expected inputs of '0' with values, got tensors on the device meta"
+    ):
+        epiloq.quantize_(
+            model, "w8a8-int8-static", calibrate=lambda m: m(torch.zeros(1, 4, device="meta")), observer=observer
+        )
+    assert type(model[0]) is nn.Linear
+
+
 def test_quantising_twice_is_refused(seed: int) -> None:
     model = epiloq.quantize_(LanguageModel(), "w8a8-int8")
     with pytest.raises(ValueError, match="already"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_experts_with_few_tokens_are_regularised(algorithm: str, seed: int) -> N
             list(calibrate(model, [torch.tensor([[3, 5]])], TARGETS["w4a16-g32"].grid(), ALGORITHMS[name]))
             errors[name] = float((model(text).logits - expected).norm())
     assert errors[algorithm] < 1.15 * errors["rtn"], errors
+
+
+def test_calibrating_stacked_experts_warns(seed: int) -> None:
+    model, grid, rtn = qwen3(), TARGETS["w4a16-g32"].grid(), ALGORITHMS["rtn"]
+    with pytest.warns(
+        UserWarning, match=r"left in floating point: the stacked experts of model\.layers\.1\.mlp\.experts"
+    ):
+        found = list(calibrate(model, [], grid, rtn))
+    assert not any("experts" in name for block in found for name in block.weights)
+    mixtures.unstack_experts_(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = list(calibrate(model, [], grid, rtn))
+    assert any("experts" in name for block in found for name in block.weights)
 
 
 @pytest.mark.slow

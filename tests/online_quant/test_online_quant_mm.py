@@ -175,6 +175,19 @@ def test_compiles_whole(seed: int, device: str) -> None:
         assert torch.equal(compiled(x), f(x))
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (32, 1), (1, 2), (32, 2)])
+def test_scales_of_constant_sizes_compile(seed: int, shape: tuple[int, int]) -> None:
+    """Those of the weight are symbolic."""
+    x, b = torch.randn(5, 64), torch.randint(-128, 128, (32, 64), dtype=torch.int8)
+
+    def f(x: Tensor) -> Tensor:
+        return epiloq.online_quant_mm(x, b, torch.ones(shape), -torch.ones(shape), group_size=32)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x), f(x))
+
+
 def bad(**changes: object) -> dict[str, object]:
     weight = make_weight(24, 100, 32)
     call: dict[str, object] = {"x": torch.randn(3, 100), "w_q": weight.q, "w_scale": weight.scale, "group_size": 32}

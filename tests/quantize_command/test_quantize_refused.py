@@ -138,3 +138,28 @@ def test_quantised_directories_are_checked(teacher: Path, tmp_path: Path) -> Non
         save_file(changed, file, {"format": "pt"})
         with pytest.raises(FormatError, match=message):
             models.load(Checkpoint(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--scheme", "w8a8-int8", "--algorithm", "smoothquant"),
+        ("--scheme", "w8a8-int8-static", "--algorithm", "rtn"),
+        ("--scheme", "w4a16-g32", "--algorithm", "awq"),
+        ("--bits", 5),
+    ],
+    ids=["smoothquant", "static", "awq", "budget"],
+)
+def test_inputs_that_overflow_are_named(teacher: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
+    """Those of one layer, of weights that are finite."""
+    shutil.copytree(teacher, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.1.mlp.{name}.weight"][5] *= 1e25
+    save_file(tensors, weights, {"format": "pt"})
+    shutil.copy(text(teacher), tmp_path / "text.txt")
+    result = quantize(tmp_path / "model", tmp_path / "out", *options)
+    assert result.exit_code == 2, result.output
+    assert "layers.1.mlp.down_proj: quantize: inputs: expected finite numbers" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()

@@ -69,6 +69,22 @@ def test_gates_that_close(device: str, dtype: torch.dtype) -> None:
         assert_rounded(gated(x), epiloq.silu_and_mul(x), dtype, lost)
 
 
+def test_what_subnormal_numbers_lose(seed: int, device: str) -> None:
+    """docs/numerics.md: 2^-150 of what the subnormal intermediate result is multiplied by."""
+    tiny = torch.randint(-(2**24), 2**24, (8, 64)).double() * 2.0**-149
+    tiny[0] = torch.arange(-32, 32) * 2.0**-149
+    gate = tiny.float()
+    for up in (1.0, 3.0, -1e10, 1e38):
+        x = torch.cat([gate, torch.full_like(gate, up)], -1).to(device)
+        assert_rounded(gated(x), epiloq.silu_and_mul(x), torch.float32, 2.0**-150 * abs(up))
+    for factor in (0.4, 1.0, 1e20):
+        weight = torch.full((64,), factor).to(device)
+        for eps in (1e-12, 1e-5):
+            x = (gate * 2.0**-10).to(device)
+            y = epiloq.rms_norm(x, weight, eps)
+            assert_rounded(normalised(x, weight, eps), y, torch.float32, 2.0**-150 * weight.cpu().double())
+
+
 def test_what_is_not_finite(seed: int, device: str) -> None:
     """As torch's norm and activation; other rows do not notice."""
     x, weight = torch.randn(4, 512, device=device), torch.rand(512, device=device) + 0.5

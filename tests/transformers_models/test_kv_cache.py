@@ -58,6 +58,19 @@ def test_a_scale_for_each_token_and_head(kind: str, dtype: torch.dtype, seed: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_small_float16_states_keep_their_precision(kind: str, size: float, seed: int) -> None:
+    """Their scales are subnormal: rounded up by less than 2^-24, and so is half a step; the result is rounded, too."""
+    x = (torch.randn(2, 3, 50, 16) * size).half()
+    q, scale = quantize_heads(x, kind)
+    restored = dequantize_heads(q, scale, kind)
+    largest = x.double().abs().amax(-1, keepdim=True)
+    assert bool((kv_cache.KINDS[kind][1] * scale.double() >= largest * (1 - 2**-11)).all())
+    allowed = largest * (BOUND[kind] + 2 * torch.finfo(x.dtype).eps) + 2**-24
+    assert bool(((restored.double() - x.double()).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 40])
 def test_close_to_the_float_cache_and_independent_of_cuts(kind: str, length: int | None, seed: int) -> None:
     # In float64 another order of operations does not move a state across a rounding.
@@ -214,6 +227,20 @@ def test_refused() -> None:
     if hybrid is not None:
         with pytest.raises(ValueError, match="expected layers of full attention or sliding windows, got Linear"):
             epiloq.QuantizedCache(hybrid(num_hidden_layers=4))
+
+
+def test_a_fixed_size_that_is_too_small_is_named() -> None:
+    found, ids = model(), torch.zeros(1, 6, dtype=torch.long)
+    name = argument(found)
+    cache = QuantizedCache(found.config, max_cache_len=4)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="max_cache_len: expected room for 6 tokens, got 4: create it"),
+    ):
+        found(ids, **{name: cache})
+    cache = QuantizedCache(found.config, max_cache_len=8)
+    with pytest.raises(ValueError, match="max_cache_len: expected room for 9 tokens, got 8"):
+        found.generate(ids, **{name: cache}, max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -223,6 +223,30 @@ def test_requests(whole: Path, tool: str, options: dict[str, Any], message: str)
         opened(whole / tool, **options)
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ignore", "got 'ignore'; layers are left in floating point by modules_to_not_convert"),
+        ("group_size", "scheme, modules_to_not_convert, quant_method, head, embedding, got 'group_size'"),
+    ],
+)
+def test_unknown_arguments(whole: Path, tmp_path: Path, name: str, message: str) -> None:
+    """Those of a caller are refused; unknown entries of config.json are kept."""
+    with pytest.raises(TypeError, match=f"EpiloqConfig: .*{message}"):
+        EpiloqConfig("w8a8-int8", **{name: ["model.layers.0"]})
+    given = {"quant_method": "epiloq", "scheme": "w8a8-int8", name: ["model.layers.0"]}
+    with pytest.raises(TypeError, match=f"EpiloqConfig: .*{message}"):
+        opened(whole / "float", quantization_config=given)
+    quantize_(foreign.llama(), "w8a8-int8").save_pretrained(tmp_path / "model")
+    described = json.loads((tmp_path / "model" / "config.json").read_text())
+    described["quantization_config"][name] = ["model.layers.0"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    opened(tmp_path / "model").save_pretrained(tmp_path / "again")
+    opened(tmp_path / "model", quantization_config=EpiloqConfig())
+    assert EpiloqConfig.from_dict(described["quantization_config"]).to_dict() == described["quantization_config"]
+
+
 def test_layers_on_a_disk(whole: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     names = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")

@@ -55,6 +55,21 @@ def test_products(
     assert epiloq.explain("fp4_mm", x, codes, scale, bias, global_scale=global_scale)
 
 
+def test_weights_that_are_subnormal_in_float16(seed: int, device: str) -> None:
+    """docs/numerics.md: they lose up to 2^-25 each."""
+    codes, scale, _ = fp4_reference.weight(40, 96, E8M0, device, "none")
+    scale = torch.randint(104, 114, scale.shape, dtype=torch.uint8).to(device)
+    whole = torch.tensor([0.00123], device=device)
+    x = (1000 * torch.randn(9, 96, device=device)).half()
+    weight = fp4_reference.dequantized(codes, scale, whole, 96)
+    found = epiloq.fp4_mm(x, codes, scale, global_scale=whole).double()
+    exact, sums = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+    unit = 2.0**-10 * exact.abs() + 2.0**-24
+    within = unit + (2.0**-11 + 2.0**-23 * 96**0.5) * sums
+    assert ((found - exact).abs() <= within + 2.0**-25 * x.double().abs().sum(1, keepdim=True)).all()
+    assert ((found - exact).abs() > within).any()
+
+
 @given(
     m=st.integers(0, 9),
     n=st.integers(0, 40),

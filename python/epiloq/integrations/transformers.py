@@ -72,7 +72,7 @@ def _supports(config: Any) -> Any:
 
 def _from_dict(config: Any) -> Any:
     if _is_epiloq(config):
-        return EpiloqConfig(**config)
+        return EpiloqConfig.from_dict(config)
     return _ORIGINAL_METHODS[1].__func__(AutoQuantizationConfig, config)
 
 
@@ -80,7 +80,7 @@ def _merge_quantization_configs(cls: Any, config: Any, given: Any, *more: Any, *
     """The configuration of a directory; bitsandbytes' or torchao's own class is used only if `given` is one."""
     is_held = isinstance(config, dict) and config.get("quant_method") in HELD_AS
     if is_held and given is None and not _is_torchaos(config):
-        return EpiloqConfig(**config)
+        return EpiloqConfig.from_dict(config)
     return _ORIGINAL_METHODS[2].__func__(cls, config, given, *more, **options)
 
 

@@ -60,7 +60,8 @@ def online_quant_weight(
 
 def _spread(name: str, parameter: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
     """[N, G] from [N, G], [N, 1], [1, G] or [1, 1]."""
-    fits = parameter.ndim == 2 and all(p in (1, s) for p, s in zip(parameter.shape, shape, strict=True))
+    # Not `in (1, s)`: torch.compile finds a constant p in no tuple of symbolic sizes, though they are equal.
+    fits = parameter.ndim == 2 and all(p == 1 or p == s for p, s in zip(parameter.shape, shape, strict=True))
     if parameter.dtype != torch.float32 or not fits or parameter.device != device:
         got = f"{parameter.dtype} {list(parameter.shape)} on {parameter.device}"
         refuse(_NAME, name, f"float32 {list(shape)} on {device}, or 1 for either size", got)

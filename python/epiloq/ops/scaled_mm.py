@@ -37,10 +37,10 @@ def scaled_mm(
         a: int8 or float8 (e4m3fn, e5m2) ``[…, M, K]``, contiguous rows that do not overlap, 16-byte aligned (as are
             ``b`` and ``out``); leading dimensions must collapse into one.
         b: ``[K, N]`` of ``a``'s kind, column-major: ``weight.t()`` of a contiguous weight ``[N, K]``.
-        scale_a: float32, one element or one per row of ``a``: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
-        scale_b: float32, one element or one per column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as returned by
-            quantising the weight's rows.
-        bias: ``[N]`` in the output's dtype, added in fp32.
+        scale_a: float32, contiguous, one element or one per row of ``a``: ``[M]``, ``[M, 1]`` or ``[…, M, 1]``.
+        scale_b: float32, contiguous, one element or one per column of ``b``: ``[N]``, ``[1, N]``, or ``[N, 1]`` as
+            returned by quantising the weight's rows.
+        bias: ``[N]`` in the output's dtype, contiguous, added in fp32.
         out_dtype: float16 or bfloat16, on the CPU also float32; ``out``'s dtype if ``out`` is given.
         fast_accum: FP8 on a GPU: allows whole sums to be accumulated by the tensor cores, whose accumulators have about
             14 bits on Hopper. This is used for M > 128 where it is faster; otherwise, and without ``fast_accum``, sums
@@ -88,10 +88,10 @@ def scaled_mm_azp(
     for static activations with a single zero point that was multiplied into ``azp_adj`` beforehand.
 
     Args:
-        azp_adj: int32 ``[N]``, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the zero point if
-            ``azp`` is None.
-        azp: int32, one element or one per row of ``a``, in ``scale_a``'s shapes; values in [-128, 127], as
-            returned by `quantize_int8`.
+        azp_adj: int32 ``[N]``, contiguous, the column sums of ``b`` (``weight.sum(1, dtype=torch.int32)``), times the
+            zero point if ``azp`` is None.
+        azp: int32, contiguous, one element or one per row of ``a``, in ``scale_a``'s shapes; values in [-128, 127],
+            as returned by `quantize_int8`.
         constant_b: as for `scaled_mm`. Unsafe if a preceding kernel that triggers programmatic dependent launch may
             still be writing ``b``.
         a, b, scale_a, scale_b, bias, out_dtype, out: as for `scaled_mm`; int8 operands only.

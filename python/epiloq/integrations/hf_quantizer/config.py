@@ -16,6 +16,15 @@ HELD_AS = {method: f"{method} by epiloq" for method in ("bitsandbytes", "torchao
 _IN_FILES = {held: method for method, held in HELD_AS.items()}
 
 
+ARGUMENTS = ("scheme", "modules_to_not_convert", "quant_method", "head", "embedding")
+
+
+def unknown_argument(name: str) -> TypeError:
+    """The error for an argument that `EpiloqConfig` does not have."""
+    instead = "; layers are left in floating point by modules_to_not_convert" if name == "ignore" else ""
+    return TypeError(f"EpiloqConfig: expected arguments among {', '.join(ARGUMENTS)}, got {name!r}{instead}")
+
+
 class EpiloqConfig(QuantizationConfigMixin):
     """Scheme for quantising a floating-point model, or the description of a quantised directory.
 
@@ -29,7 +38,10 @@ class EpiloqConfig(QuantizationConfigMixin):
         Names of linear layers, or of modules that contain them, to leave in floating point, or patterns, as for
         ``ignore`` of `epiloq.quantize_`.
 
-        Other entries under ``quantization_config`` in config.json are kept and saved again.
+    `from_dict` reads ``quantization_config`` of config.json, of which other entries are kept and saved again.
+
+    Raises:
+        TypeError: an unknown argument; the message names the known ones.
     """
 
     def __init__(
@@ -40,12 +52,24 @@ class EpiloqConfig(QuantizationConfigMixin):
         *,
         head: str | None = None,
         embedding: str | None = None,
-        **entries: Any,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise unknown_argument(next(iter(unknown)))
         self.quant_method: Any = HELD_AS.get(quant_method, quant_method)
         self.scheme, self.head, self.embedding = scheme, head, embedding
         self.modules_to_not_convert = modules_to_not_convert
-        self.entries = entries
+        self.entries: dict[str, Any] = {}
+        """Entries of config.json other than the arguments."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The configuration with the entries of config.json, whatever they are; as of transformers' own classes."""
+        own = {name: value for name, value in config_dict.items() if name in ARGUMENTS}
+        found = super().from_dict(own, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+        config = found[0] if return_unused_kwargs else found
+        config.entries = {name: value for name, value in config_dict.items() if name not in ARGUMENTS}
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON-ready dictionary for config.json."""

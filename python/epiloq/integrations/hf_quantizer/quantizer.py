@@ -27,7 +27,7 @@ from epiloq.formats.layer_reader import BIAS, Reader
 from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import leaving, parse, shared
 from epiloq.integrations.hf_quantizer import mxfp4
-from epiloq.integrations.hf_quantizer.config import EpiloqConfig
+from epiloq.integrations.hf_quantizer.config import EpiloqConfig, unknown_argument
 from epiloq.integrations.hf_quantizer.layers import dequantize_, tensors_of
 from epiloq.integrations.hf_quantizer.names import layers_without_tensors
 from epiloq.integrations.hf_quantizer.parallel import Split, is_parallel
@@ -76,18 +76,20 @@ class EpiloqQuantizer(HfQuantizer):
         return bool(self.pre_quantized and method == mxfp4.METHOD and not self.in_float)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError for a scheme that `quantize_` could not apply after loading."""
+        """Raise ValueError for a scheme that `quantize_` could not apply after loading, TypeError for a dictionary with
+        entries that `EpiloqConfig` does not have as arguments."""
         if self.pre_quantized:
             return
         scheme = self.quantization_config.scheme
-        if scheme is None and (self.quantization_config.head or self.quantization_config.embedding):
-            return
+        ends = self.quantization_config.head or self.quantization_config.embedding
         ready = [name for name in available() if not SCHEMES[name].static]
-        if scheme not in ready:
+        if scheme not in ready and not (scheme is None and ends):
             raise ValueError(
                 f"{_NAME}: EpiloqConfig: scheme: expected one of {', '.join(ready)} for a model in floating point, "
                 f"got {scheme!r}"
             )
+        if self.quantization_config.entries:
+            raise unknown_argument(next(iter(self.quantization_config.entries)))
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The requested type of activations and of unquantised parameters."""
@@ -216,7 +218,7 @@ class EpiloqQuantizer(HfQuantizer):
         model._weight_conversions = saved_by_layer(model, [name for name in state if split_name(name)[0] in layers])
         if self.quantization_config.quant_method == epiloq_modules.METHOD:
             config, sharing = epiloq_modules.config_and_shared(model)
-            model.config.quantization_config = self.quantization_config = EpiloqConfig(**config)
+            model.config.quantization_config = self.quantization_config = EpiloqConfig.from_dict(config)
             return without(state, sharing)
         for name, module in named_layers(model, None):
             if name not in layers:
@@ -232,7 +234,7 @@ class EpiloqQuantizer(HfQuantizer):
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
         changed = in_any_order(leaving(config, self.initialised), partial(self._described, model))
         if changed != config:
-            model.config.quantization_config = self.quantization_config = EpiloqConfig(**changed)
+            model.config.quantization_config = self.quantization_config = EpiloqConfig.from_dict(changed)
         return state | self.scales
 
     def _described(self, model: Any, config: Mapping[str, Any]) -> list[Description | None]:

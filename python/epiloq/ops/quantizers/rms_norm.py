@@ -30,7 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor |
     fp32, rounded once, in one pass over memory. `rms_norm_quant` does the same and quantises y.
 
     y is within half a unit in the last place of float64's, plus 2^-19 of it, for rows of up to 40960 columns whose sum
-    of squares float32 represents (for values from 1e19 on the norm is 0, as torch's). CPU and GPU add squares in a
+    of squares float32 represents (for values from 1e19 on the norm is 0, as torch's). Where the element is subnormal
+    before it is multiplied by the weight (float32), 2^-150 of the weight are added. CPU and GPU add squares in a
     different order, so that their last bits may differ. The returned sum has the same bits. Each device is
     deterministic.
 

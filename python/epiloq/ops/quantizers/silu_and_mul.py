@@ -16,8 +16,9 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``silu(x[…, :K]) * x[…, K:]``, where ``silu(g) = g / (1 + exp(-g))``, in fp32 and rounded once.
 
     `silu_and_mul_quant` does the same and quantises the result. Exponentials differ in their last bits between CPU and
-    GPU: the result is within half a unit in the last place of float64's, plus 2^-19 of it, and a gate below -88 gives
-    0 for what is at most 2^-121 of the other factor. Each device is deterministic.
+    GPU: the result is within half a unit in the last place of float64's, plus 2^-19 of it. Two kinds of gates lose
+    more: one below -88 gives 0 for what is at most 2^-121 of the other factor, and one below 2^-125 in magnitude
+    (float32) may lose 2^-150 of it, because its own ``silu`` is subnormal. Each device is deterministic.
 
     Args:
         x: ``[…, 2 K]`` float32, float16 or bfloat16, contiguous rows: the output of a fused gate and up projection.

@@ -73,6 +73,8 @@ def autoround(
         start = {name: rtn(weight, grid) for name, weight in weights.items()}
     learned = {name: _Learned(weight, start[name]) for name, weight in weights.items()}
     wanted = [run(weights, window) for window in range(windows)] if targets is None else targets
+    for target in wanted:
+        check_finite("targets", target)
 
     def lost(chosen: Sequence[int]) -> Tensor:
         rounded = {name: layer.restored().to(weights[name].dtype) for name, layer in learned.items()}

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epiloq.quantize.algorithms.gptq import DAMPENING, inverse_factor, without_dead
+from epiloq.quantize.algorithms.hessians import check_hessian
 from epiloq.quantize.calibration.channels import reduce_by_channel
 from epiloq.weights.codebooks import Calibrated
-from epiloq.weights.rounding import Codebook, Rounded, rtn
+from epiloq.weights.rounding import Codebook, Rounded, check_finite, rtn
 
 RATIOS = 20
 SMALLEST = 1e-4
@@ -36,11 +38,17 @@ def awq_scale(
         hessian: ``[K, K]``, ``sum x x^T`` in any scale.
         mean_abs: ``[K]``, the mean magnitude of each input channel.
         channels: ``[K]``; channels with the same number share a scale (see `channel_map`).
+
+    Raises:
+        ValueError: `ratios` out of range, a Hessian that `check_hessian` refuses, NaN or infinity, or output errors
+            that overflow float32.
     """
     if ratios < 1:
         raise ValueError(f"awq_scale: ratios: expected at least 1, got {ratios}")
+    check_hessian("awq_scale", hessian, mean_abs.numel())
+    check_finite("mean_abs", mean_abs)
     magnitudes = reduce_by_channel(mean_abs.float(), channels, "mean")
-    best, least = torch.ones_like(magnitudes), torch.inf
+    best, least = None, torch.inf
     for step in range(ratios):
         scale = magnitudes.pow(step / ratios).clamp_(min=SMALLEST)
         scale /= (scale.max() * scale.min()).sqrt()
@@ -51,14 +59,29 @@ def awq_scale(
         )
         if error < least:
             best, least = scale, error
+    if best is None:
+        raise ValueError("awq_scale: hessian: expected output errors that are finite in float32, got others")
     return best
 
 
+@torch.no_grad()
 def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Rounded]) -> Rounded:
-    """Round an already scaled weight ``[N, K]`` to nearest, with each group's range clipped by AWQ's search."""
+    """Round an already scaled weight ``[N, K]`` to nearest, with each group's range clipped by AWQ's search.
+
+    Args:
+        hessian: ``[K, K]``, ``sum x x^T`` of the scaled inputs, in any scale.
+
+    Raises:
+        ValueError: mismatching shapes, non-finite numbers, or a Hessian that `gptq` would refuse.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"awq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
+    check_hessian("awq", hessian, weight.shape[1])
+    inverse_factor(without_dead(hessian.double()), DAMPENING, "awq")
     return rtn(weight, grid, hessian)
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> float:
     """``trace(D H D^T)``: the squared output error of a weight with the error D ``[N, K]``, in the Hessian's scale."""
-    return max(0.0, float(((difference @ hessian.to(difference.dtype)) * difference).sum()))
+    # In this order, so that NaN stays NaN.
+    return max(float(((difference @ hessian.to(difference.dtype)) * difference).sum()), 0.0)

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from epiloq.weights.rounding import Codebook, Parameters, Rounded, check_finite, fit, over_rows, together
+from epiloq.quantize.algorithms.hessians import check_hessian
+from epiloq.weights.rounding import Codebook, Parameters, Rounded, fit, over_rows, together
 
 DAMPENING = 0.01
 LARGEST_DAMPENING = 10.0
@@ -52,8 +53,8 @@ def gptq(
 
     Raises:
         ValueError: before anything is computed: `act_order` without `static_groups` on a grid that cannot represent
-            such groups, mismatching shapes, non-finite numbers; or a Hessian that cannot be factored with any
-            dampening.
+            such groups, mismatching shapes, non-finite numbers, a Hessian that is not symmetric; or a Hessian that
+            cannot be factored with any dampening.
     """
     if weight.ndim != 2:
         raise ValueError(f"gptq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
@@ -63,11 +64,9 @@ def gptq(
             f"gptq: static_groups: expected True with act_order, or act_order=False: {grid} cannot represent groups "
             "in another order than the layer's"
         )
-    if hessian.shape != (columns, columns):
-        raise ValueError(f"gptq: hessian: expected [{columns}, {columns}], got {list(hessian.shape)}")
     if dampening < 0:
         raise ValueError(f"gptq: dampening: expected at least 0, got {dampening}")
-    check_finite("hessian", hessian)
+    check_hessian("gptq", hessian, columns)
     matrix = without_dead(hessian.to(dtype))
     order = matrix.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
     order = order.to(weight.device)
@@ -135,7 +134,7 @@ def _costs(upper: Tensor, order: Tensor, hessian: Tensor) -> Tensor:
     return found * (hessian.diagonal() != 0).to(found.device)
 
 
-def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
+def inverse_factor(matrix: Tensor, dampening: float, caller: str = "gptq") -> Tensor:
     """Upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening.
 
     The lower factor of the matrix with rows and columns reversed, reversed again, is an upper R with ``R R^T`` equal
@@ -154,7 +153,7 @@ def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
                 return upper
         dampening = max(10 * dampening, 1e-4)
     raise ValueError(
-        "gptq: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails "
+        f"{caller}: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails "
         f"even with {LARGEST_DAMPENING:g} times the mean of its diagonal added"
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from epiloq.quantize.algorithms.hessians import check_hessian
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.grid import Grid, QuantizedWeight
 from epiloq.weights.rounding import Codebook, Parameters, check_finite, expand_parameters
@@ -43,19 +44,18 @@ def refine(
         dampening: this fraction of the mean diagonal is added to the diagonal, as in `gptq`.
 
     Raises:
-        ValueError: mismatching shapes, non-finite numbers, or arguments out of range.
+        ValueError: mismatching shapes, non-finite numbers, a Hessian that is not symmetric or has a negative diagonal
+            element, or arguments out of range.
     """
     if weight.shape != value.q.shape:
         raise ValueError(f"refine: weight: expected {list(value.q.shape)}, got {list(weight.shape)}")
     columns = weight.shape[1]
-    if hessian.shape != (columns, columns):
-        raise ValueError(f"refine: hessian: expected [{columns}, {columns}], got {list(hessian.shape)}")
     if rounds < 0:
         raise ValueError(f"refine: rounds: expected at least 0, got {rounds}")
     if dampening < 0:
         raise ValueError(f"refine: dampening: expected at least 0, got {dampening}")
     check_finite("weight", weight)
-    check_finite("hessian", hessian)
+    check_hessian("refine", hessian, columns)
     perm = value.perm if isinstance(value, QuantizedWeight) else None
     matrix = hessian.float().clone()
     matrix.diagonal().add_(dampening * matrix.diagonal().mean())

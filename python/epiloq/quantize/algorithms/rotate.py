@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.hadamard import rotation
+from epiloq.weights.computed import check_finite
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Kinds of models (``config.model_type``) whose hidden states only the layers named here read and write."""
@@ -73,10 +74,12 @@ def rotate_(model: nn.Module, *, seed: int = 0) -> Rotated:
         seed: seed for the signs of the Hadamard matrices, or for random rotations.
 
     Raises:
-        ValueError: an unsupported architecture, or logits that differ by more than the bound; the weights are then
-            unchanged.
+        ValueError: an unsupported architecture, NaN or infinity in a parameter, or logits that differ by more than the
+            bound; the weights are then unchanged.
     """
     check_rotatable(model)
+    for name, parameter in model.named_parameters():
+        check_finite(f"rotate_: {name}", parameter)
     parts = _Parts(model)
     tokens = torch.arange(PROBE_TOKENS, device=parts.embedding.weight.device)[None] % parts.embedding.num_embeddings
     before = _logits(model, tokens)

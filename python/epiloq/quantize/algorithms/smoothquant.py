@@ -23,7 +23,7 @@ from epiloq.quantize.calibration.static import input_grid, static_int8, token_er
 from epiloq.weights.codebooks import Calibrated
 from epiloq.weights.computed import bake_, computed_parts
 from epiloq.weights.grid import Grid
-from epiloq.weights.rounding import Codebook, rtn
+from epiloq.weights.rounding import Codebook, check_finite, rtn
 
 SMALLEST = 1e-5
 ALPHA = 0.5
@@ -52,9 +52,15 @@ def smooth_scale(
         weights: ``[N_i, K]``, one for every layer that reads them.
         alpha: how much of the range is moved into the weights, 0 to 1.
         channels: ``[K]``; channels with the same number share a scale (see `channel_map`).
+
+    Raises:
+        ValueError: `alpha` out of range, or NaN or infinity in `amax` or a weight.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth_scale: alpha: expected 0 to 1, got {alpha}")
+    check_finite("amax", amax)
+    for weight in weights:
+        check_finite("weight", weight)
     inputs = reduce_by_channel(amax.float(), channels, "amax")
     columns = torch.stack([weight.detach().abs().amax(0).float() for weight in weights]).amax(0)
     columns = reduce_by_channel(columns, channels, "amax")
@@ -81,11 +87,15 @@ def search_smooth_scale(
         static: use one scale and zero point for all tokens, which cover the sample and `amax`, and minimise
             `token_error`.
         grid, inputs: how weights and inputs are rounded; by default as in W8A8, with a scale per channel and token.
+
+    Raises:
+        ValueError: NaN or infinity in an argument, or products whose squares overflow float32.
     """
+    check_finite("x", x)
     weight = torch.cat([weight.float() for weight in weights])
     tokens = x.reshape(-1, x.shape[-1]).float()
     exact = tokens @ weight.t()
-    best, least = torch.ones_like(amax), torch.inf
+    best, least = None, torch.inf
     for alpha in ALPHAS:
         scale = smooth_scale(amax, weights, alpha, channels)
         rounded = torch.cat([rtn(weight.float() * scale, grid).dequantize() for weight in weights])
@@ -96,6 +106,8 @@ def search_smooth_scale(
             error = float((rtn(tokens / scale, inputs).dequantize() @ rounded.t() - exact).square().sum())
         if error < least:
             best, least = scale, error
+    if best is None:
+        raise ValueError("search_smooth_scale: x: expected products whose squares are finite in float32, got others")
     return best
 
 
@@ -106,7 +118,21 @@ def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, ch
     The producer has a weight ``[K]`` (a norm) or ``[K, …]`` (a linear layer), and optionally a bias ``[K]``. With
     `channels` (see `channel_map`) it has one row per distinct number, and each row is divided by the scale that the
     channels with its number share.
+
+    Raises:
+        ValueError: a producer that does not fit the scale, a computed weight, or weights that would no longer be finite
+            in their type; nothing is changed then.
     """
+    folded = _folded(producer, consumers, scale, channels)
+    _check_finite("fold_", folded)
+    _set(folded)
+
+
+@torch.no_grad()
+def _folded(
+    producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, channels: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """The tensors that `fold_` changes, each with its new value."""
     if channels is not None:
         spread, scale = scale, torch.ones_like(scale[: int(channels.max()) + 1]).index_copy(0, channels, scale)
     else:
@@ -120,11 +146,22 @@ def fold_(producer: nn.Module, consumers: Sequence[nn.Linear], scale: Tensor, ch
     weight, bias = producer.weight, getattr(producer, "bias", None)
     if not isinstance(weight, Tensor) or weight.shape[0] != scale.numel():
         raise ValueError(f"fold_: producer: expected a weight with {scale.numel()} rows, got {type(producer).__name__}")
-    weight.div_(scale.to(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1)))
+    changed = [(weight, weight / scale.to(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1)))]
     if isinstance(bias, Tensor):
-        bias.div_(scale.to(bias.dtype))
-    for consumer in consumers:
-        consumer.weight.mul_(spread.to(consumer.weight.dtype))
+        changed.append((bias, bias / scale.to(bias.dtype)))
+    changed += [(consumer.weight, consumer.weight * spread.to(consumer.weight.dtype)) for consumer in consumers]
+    return changed
+
+
+def _check_finite(where: str, folded: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in folded:
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{where}: scale: expected scales that keep weights finite in {tensor.dtype}, got others")
+
+
+def _set(folded: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in folded:
+        tensor.copy_(value)
 
 
 def smoothquant_(
@@ -152,8 +189,9 @@ def smoothquant_(
         The foldings: norms and gated products in the order in which the model runs them, then values.
 
     Raises:
-        ValueError: `calibrate` did not call the model, `alpha` is out of range, or a selected layer's weight is
-            computed in an unsupported way.
+        ValueError: `calibrate` did not call the model, `alpha` is out of range, a selected layer's weight is computed
+            in an unsupported way, or NaN or infinity occurred: in a layer's input (the message names the layer), in the
+            model's output for the first sample, or in a weight after folding. No weight is changed then.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"smoothquant_: alpha: expected 0 to 1, got {alpha}")
@@ -165,11 +203,19 @@ def smoothquant_(
             if isinstance(module, nn.Linear) and takes(module, name):
                 bake_(name, module)
     seen = observe(model, calibrate)
+    for name, amax in seen.amax.items():
+        if amax.is_meta:
+            raise ValueError(f"smoothquant_: calibrate: {name}: expected inputs with values, got tensors on meta")
+        if not torch.isfinite(amax).all():
+            raise ValueError(f"smoothquant_: calibrate: {name}: expected finite inputs, got NaN or infinity")
     done = []
     for folding in foldings(model, seen, takes):
         amax = torch.stack([seen.amax[name] for name in folding.consumers]).amax(0)
         weights = [linear.weight for linear in linears(model, folding.consumers)]
         done.append((folding, smooth_scale(amax, weights, alpha, folding.channels)))
+    for (producer, names, channels), scale in done:  # before anything is changed
+        folded = _folded(model.get_submodule(producer), linears(model, names), scale, channels)
+        _check_finite(f"smoothquant_: {', '.join(names)}", folded)
     for (producer, names, channels), scale in done:
         fold_(model.get_submodule(producer), linears(model, names), scale, channels)
     return tuple(Smoothed(producer, names, scale) for (producer, names, _), scale in done)
@@ -189,12 +235,17 @@ def foldings(model: nn.Module, seen: Observed, takes: Callable[[nn.Module, str],
 
     Candidates without a consumer selected by ``takes(module, name)`` are left out. A float16 model is temporarily
     also held in float32, because in float16 halving rounds values below 2^-13, which most weights contain.
+
+    Raises:
+        ValueError: an output is NaN, with which every candidate would seem inexact.
     """
     wanted = {name for name in seen.amax if takes(model.get_submodule(name), name)}
     found = []
     with widened(model):
         wide = replace(seen, probe=tree_map(_widened, seen.probe))
         before = outputs(model, wide)
+        if any(bool(output.isnan().any()) for output in before):
+            raise ValueError("smoothquant: outputs of the first sample: expected numbers, got NaN")
         for producer, names in seen.feeds.items():
             folding = Folding(producer, tuple(names))
             if wanted.intersection(names) and _foldable(model, wide, before, folding):
@@ -233,6 +284,6 @@ def _foldable(model: nn.Module, seen: Observed, before: list[Tensor], folding: F
     weight = consumers[0].weight
     numbers = torch.arange(weight.shape[1], device=weight.device) if folding.channels is None else folding.channels
     with restored([producer, *consumers]):
-        fold_(producer, consumers, 2.0 ** (numbers % 3 - 1), folding.channels)
+        _set(_folded(producer, consumers, 2.0 ** (numbers % 3 - 1), folding.channels))
         after = outputs(model, seen)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

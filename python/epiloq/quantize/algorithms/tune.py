@@ -7,6 +7,7 @@ type and of activations to int8) is differentiated as the identity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from epiloq.quantize.algorithms.trained_scales import Divergence, TrainedScales
 from epiloq.quantize.calibration.blocks import parameter_device, without_cache, without_gradients
 from epiloq.quantize.calibration.static import dynamic_int8
 from epiloq.weights.grid import InputGrid, QuantizedWeight
+from epiloq.weights.rounding import check_finite
 
 RATE = 1e-3
 """Peak learning rate of Adam, relative to each scale and norm weight, after `WARMING` steps of linear warm-up."""
@@ -80,7 +82,8 @@ def tune(
         advance: called after each step.
 
     Raises:
-        ValueError: no windows, steps or rate out of range, or a model not in float32.
+        ValueError: no windows, steps or rate out of range, a model not in float32, or a window whose logits are NaN or
+            infinite.
     """
     for name, lowest, value in (("windows", 1, len(windows)), ("steps", 0, steps)):
         if value < lowest:
@@ -105,11 +108,14 @@ def tune(
                 with torch.no_grad():
                     wanted = teacher(window.to(parameter_device(teacher))).logits.to(parameter_device(model))
                 found = state.logits(window)
+            check_finite("logits of the floating-point model", wanted)
             divergence: Tensor = Divergence.apply(found[0], wanted[0])  # type: ignore[no-untyped-call]
             return divergence
 
         checked = windows[:CHECKED]
         before = sum(float(lost(window)) for window in checked) / len(checked)
+        if not math.isfinite(before):
+            raise ValueError(f"tune: model: expected logits with a finite divergence, got {before}")
         _descend(state, lost, windows, steps, rate, seed, advance)
         after = sum(float(lost(window)) for window in checked) / len(checked)
     if not after < before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.layer_filter import Filter, default_filter
+from epiloq.models.mixtures import stacked
 from epiloq.observers import evaluating
 from epiloq.quantize.algorithms.smoothquant import ALPHA, INT8
 from epiloq.quantize.algorithms.table import Algorithm
@@ -58,6 +60,9 @@ def calibrate(
     matrices per distinct input (guided algorithms: one more per layer and slice) and a few temporaries of a layer's
     size.
 
+    Stacked experts stay in floating point, with a warning unless `filter_fn` is given. They are quantised as linear
+    layers if `epiloq.models.mixtures.unstack_experts_` took them apart, as the output's format may need.
+
     Several ranks divide the windows and the layers among them. All obtain the same model and yield the same blocks,
     bit-identical to those of a single process (see `ranks.STRANDS`) if all use the same kind of device and number of
     threads.
@@ -83,13 +88,15 @@ def calibrate(
             values afterwards.
 
     Raises:
-        ValueError: no blocks found, blocks that do not form a chain, no windows, inputs with NaN or infinity, static
-            scales with weights that are not integers with zero points, several slices of rows that share scales, or a
-            weight computed in an unsupported way.
+        ValueError: no blocks found, blocks that do not form a chain, no or empty windows, inputs with NaN or infinity,
+            static scales with weights that are not integers with zero points, several slices of rows that share scales,
+            or a weight computed in an unsupported way.
     """
     takes = default_filter(model) if filter_fn is None else filter_fn
     found = find_blocks(model, takes, blocks)
     chosen = {n: layer for name, block in found.items() for n, layer in linears_of(block, name, takes).items()}
+    if filter_fn is None:
+        _warn_of_stacked_experts(found)
     if not chosen:
         raise ValueError("calibrate: filter_fn: expected at least one linear layer in the blocks, got none")
     if not 0 <= alpha <= 1:
@@ -108,10 +115,27 @@ def calibrate(
     if work.needs_inputs and not windows:
         purpose = algorithm.name if static is None else "static scales"
         raise ValueError(f"calibrate: windows: expected at least one for {purpose}, got none")
+    for window in windows if work.needs_inputs else ():
+        if window.ndim != 2 or not window.numel() or window.is_floating_point():
+            raise ValueError(
+                f"calibrate: windows: expected int64 [1, n] with at least one token, got {window.dtype} "
+                f"{list(window.shape)}"
+            )
     with evaluating(model):
         for n, layer in chosen.items():
             bake_(n, layer)
     return _walk(model, found, windows, takes, work, finished, device, residence or Resident())
+
+
+def _warn_of_stacked_experts(blocks: Mapping[str, nn.Module]) -> None:
+    names = [f"{name}.{inner}" if inner else name for name, block in blocks.items() for inner in stacked(block)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"calibrate: left in floating point: the stacked experts of {names[0]}{more}: take them apart first by "
+            "epiloq.models.mixtures.unstack_experts_(model)",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()

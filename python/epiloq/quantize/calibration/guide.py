@@ -45,8 +45,8 @@ def token_weights(
             slice, of a layer with fewer rows, has weights of 0.
 
     Raises:
-        ValueError: a model without logits, or a layer that does not process each token of a window exactly once and in
-            order (such as a routed expert).
+        ValueError: a model without logits, logits that are NaN, or a layer that does not process each token of a window
+            exactly once and in order (such as a routed expert).
     """
     if slices < 1:
         raise ValueError(f"token_weights: slices: expected at least 1, got {slices}")
@@ -85,6 +85,10 @@ def _loss(model: nn.Module, window: Tensor) -> Tensor:
             f"{type(model).__name__}: choose an algorithm that is not guided"
         )
     logarithms = logits[0].float().log_softmax(-1)
+    if logarithms.isnan().any():
+        raise ValueError(
+            f"calibrate: {type(model).__name__}: expected finite logits for guided Hessians, got NaN or infinity"
+        )
     # A window always has the same labels, on any rank and in any order.
     draw = torch.Generator().manual_seed(int(window.sum()))
     labels = torch.multinomial(logarithms.detach().exp().cpu(), 1, generator=draw).to(logits.device)

@@ -155,6 +155,10 @@ def input_groups(
     Args:
         strands: this rank's runs. Statistics are summed within each strand, then over strands, in order.
         guide: weights of tokens for each of this rank's runs; each layer's weights are a weighting of its input.
+
+    Raises:
+        ValueError: inputs that are NaN, infinite, or so large that their squares overflow; the message names the
+            layers.
     """
     ranks = ranks or Ranks()
     names = ranks.share(shared(layers, strands[0][0]) if ranks.rank == 0 else None)
@@ -176,10 +180,25 @@ def input_groups(
             else:
                 own.append(statistics)
     counts = ranks.gather([[statistics.tokens for statistics in own] for own in sums])
-    return [
+    groups = [
         InputGroup(group, owner, _collected(sums, index, owner, counts, ranks))
         for index, (group, owner) in enumerate(zip(names, owners, strict=True))
     ]
+    with ranks.together():
+        for group in groups:
+            if group.statistics is not None:
+                with naming(group.names):
+                    group.statistics.check_finite()
+    return groups
+
+
+@contextmanager
+def naming(layers: Sequence[str]) -> Iterator[None]:
+    """Name the layers in the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
 
 
 def _statistics(layer: nn.Linear, weightings: int) -> InputStatistics:

@@ -15,6 +15,8 @@ PRIOR_TOKENS = 16
 class InputStatistics:
     """Streaming statistics over tokens of ``[…, K]`` inputs; products are summed in `dtype`, float32 or float64.
 
+    Reading a statistic raises ValueError if an input was NaN or infinite.
+
     weightings
         Number of additional weights of each token (see `guide.token_weights`); each yields its own Hessian.
     """
@@ -74,6 +76,14 @@ class InputStatistics:
         self._magnitudes /= scale
         self._amax /= scale
 
+    def check_finite(self) -> None:
+        """Raise ValueError if any input or weight was NaN or infinite, or so large that a sum of squares overflows.
+
+        Only diagonals are read: no other sum of products can be larger than both of its channels' sums of squares.
+        """
+        check_finite("inputs", self._products.diagonal())
+        check_finite("weighted inputs", self._weighted.diagonal(dim1=1, dim2=2))
+
     @property
     def hessian(self) -> Tensor:
         """``2/n sum x x^T`` ``[K, K]`` over n tokens: the second derivative of a row's squared output error."""
@@ -83,6 +93,7 @@ class InputStatistics:
     @property
     def mean_abs(self) -> Tensor:
         """The mean magnitude of each channel, float32 ``[K]``."""
+        check_finite("inputs", self._magnitudes)
         return (self._magnitudes / max(self.tokens, 1)).float()
 
     @property
@@ -121,4 +132,5 @@ class InputStatistics:
     @property
     def amax(self) -> Tensor:
         """The largest magnitude in each channel, float32 ``[K]``."""
+        check_finite("inputs", self._amax)
         return self._amax

@@ -19,7 +19,7 @@ from epiloq.quantize.algorithms.smoothquant import Folding, fold_, foldings, sea
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.calibration.blocks import Call, first
 from epiloq.quantize.calibration.guide import TokenWeights
-from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_inputs, observe, shared
+from epiloq.quantize.calibration.inputs import InputGroup, input_groups, last_inputs, naming, observe, shared
 from epiloq.quantize.calibration.ranks import Ranks, balanced
 from epiloq.quantize.calibration.static import InputErrors, InputWatch, Static
 from epiloq.quantize.calibration.statistics import InputStatistics
@@ -220,11 +220,9 @@ class Work:
         """Round layers that read the same input, stacked, because their rows are independent."""
         statistics, grid = group.statistics, self.grid_of(next(iter(layers)))
         assert statistics is not None
-        try:
+        with naming(list(layers)):
             hessian, _ = statistics.shrunk
             guided = statistics.weighted if self.algorithm.guided else None
-        except ValueError as error:
-            raise ValueError(f"calibrate: {', '.join(layers)}: {error}") from error
         if guided is None:
             stacked = torch.cat([layer.weight.float() for layer in layers.values()])
             whole = round_weight(stacked, grid, self.algorithm, hessian)
@@ -247,9 +245,10 @@ class Work:
         searches = self.algorithm.fold == "smoothquant-search"
         samples: dict[str, Tensor] = {}
         found: list[Folding] | None = None
-        if self.ranks.rank == 0:
-            found = self._foldings(prefix, layers, runs)
-            samples = last_inputs(layers, lambda: runs.run(0)) if searches else {}
+        with self.ranks.together(), naming([prefix]):
+            if self.ranks.rank == 0:
+                found = self._foldings(prefix, layers, runs)
+                samples = last_inputs(layers, lambda: runs.run(0)) if searches else {}
         of_layer = {name: group for group in groups for name in group.names}
         for producer, names, channels in self.ranks.share(found):
             full = [f"{prefix}.{n}" for n in names]
@@ -258,12 +257,13 @@ class Work:
                 continue
             weights = [layers[name].weight for name in full]
             x = self.ranks.move(samples.get(full[0]), 0, group.owner) if searches else None
-            with self.ranks.together():
+            with self.ranks.together(), naming(full):
                 scale = None
                 if group.statistics is not None:
                     scale = self._scale(group.statistics, weights, channels, x, self.grid_of(full[0]))
             scale = self.ranks.share(scale, group.owner)
-            fold_(runs.block.get_submodule(producer), [layers[name] for name in full], scale, channels)
+            with naming(full):
+                fold_(runs.block.get_submodule(producer), [layers[name] for name in full], scale, channels)
             if group.statistics is not None:
                 group.statistics.divide(scale)
 
