@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epiloq.quantize.algorithms.gptq import DAMPENING, inverse_factor, without_dead
 from epiloq.quantize.algorithms.hessians import check_hessian
 from epiloq.quantize.calibration.channels import reduce_by_channel
 from epiloq.weights.codebooks import Calibrated
@@ -72,12 +71,11 @@ def awq(weight: Tensor, hessian: Tensor, grid: Codebook[Rounded]) -> Rounded:
         hessian: ``[K, K]``, ``sum x x^T`` of the scaled inputs, in any scale.
 
     Raises:
-        ValueError: mismatching shapes, non-finite numbers, or a Hessian that `gptq` would refuse.
+        ValueError: mismatching shapes, non-finite numbers, or a Hessian that `check_hessian` refuses.
     """
     if weight.ndim != 2:
         raise ValueError(f"awq: weight: expected two dimensions [N, K], got {list(weight.shape)}")
     check_hessian("awq", hessian, weight.shape[1])
-    inverse_factor(without_dead(hessian.double()), DAMPENING, "awq")
     return rtn(weight, grid, hessian)
 
 

@@ -134,7 +134,7 @@ def _costs(upper: Tensor, order: Tensor, hessian: Tensor) -> Tensor:
     return found * (hessian.diagonal() != 0).to(found.device)
 
 
-def inverse_factor(matrix: Tensor, dampening: float, caller: str = "gptq") -> Tensor:
+def inverse_factor(matrix: Tensor, dampening: float) -> Tensor:
     """Upper Cholesky factor of the inverse of a dampened matrix ``[K, K]``; see `gptq` for the dampening.
 
     The lower factor of the matrix with rows and columns reversed, reversed again, is an upper R with ``R R^T`` equal
@@ -153,7 +153,7 @@ def inverse_factor(matrix: Tensor, dampening: float, caller: str = "gptq") -> Te
                 return upper
         dampening = max(10 * dampening, 1e-4)
     raise ValueError(
-        f"{caller}: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails "
+        "gptq: hessian: expected a symmetric positive semi-definite matrix, but its Cholesky factorisation fails "
         f"even with {LARGEST_DAMPENING:g} times the mean of its diagonal added"
     )
 
