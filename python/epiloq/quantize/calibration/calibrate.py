@@ -61,7 +61,7 @@ def calibrate(
     size.
 
     Stacked experts stay in floating point, with a warning unless `filter_fn` is given. They are quantised as linear
-    layers if `epiloq.models.mixtures.unstack_experts_` took them apart, as the output's format may need.
+    layers if ``epiloq.models.mixtures.unstack_experts_`` took them apart, as the output's format may need.
 
     Several ranks divide the windows and the layers among them. All obtain the same model and yield the same blocks,
     bit-identical to those of a single process (see `ranks.STRANDS`) if all use the same kind of device and number of
