@@ -55,6 +55,8 @@ ROWS = (
     *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
     *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
     *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
+    *(Row(scheme, "rtn") for scheme in ("w8a16-fp8", "w8a16-fp8-block")),
+    *(Row(scheme, algorithm) for scheme in ("w4a16-mxfp4", "w4a16-nvfp4") for algorithm in ("rtn", "gptq")),
     # Only the epiloq format has these short groups.
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
 )
@@ -69,6 +71,7 @@ SUMMARY = (
     *(Row("w4a16-g64", algorithm) for algorithm in ("rtn", "gptq", "awq+gptq", "gptq-guided")),
     Row("w4a16-g64", "awq+gptq", TUNED),
     *(Row("w4a16-g128", algorithm, SHORT_GROUPS) for algorithm in ("rtn", "gptq")),
+    *(Row(f"w4a16-{form}", "gptq") for form in ("mxfp4", "nvfp4")),
     Row("w4a16", "rtn"),
     *(Row("w4a16", "gptq", options) for options in ((), ROTATED, (*ROTATED, *TUNED))),
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
@@ -94,8 +97,8 @@ def line(name: str, row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     cells = [f"{row['perplexity']:.2f}", f"{100 * (row['perplexity'] / exact - 1):+.1f} %"]
     cells.append(nats(row["kl"]) if "kl" in row and name != FLOAT else "")
     nearest = next((r for n, r in found.items() if n.startswith(f"{row.get('scheme')} rtn")), None)
-    closed = nearest is not None and nearest is not row and row["scheme"].startswith("w4")
     gap = nearest["perplexity"] - exact if nearest else 0.0
+    closed = gap > 0.01 * exact and nearest is not row and row["scheme"].startswith("w4")
     cells.append(f"{100 * (1 - (row['perplexity'] - exact) / gap):.0f} %" if closed else "")
     cells.append(f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else "")
     took = found.get("speed", {}).get(row.get("scheme"))
