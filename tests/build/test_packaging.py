@@ -186,6 +186,20 @@ def test_a_cmake_project_multiplies_on_the_gpu(tmp_path: Path) -> None:
     assert products(consume(Path(epiloq.__file__).parent / "lib" / "cmake" / "epiloq", tmp_path))
 
 
+@pytest.mark.parametrize("generator", ["Unix Makefiles", "Ninja"])
+def test_kernels_are_configured_by_each_generator(generator: str, sources: Path, tmp_path: Path) -> None:
+    """With a stand-in for CUTLASS, whose headers only compiling needs."""
+    tools = ("cmake", "nvcc", "ninja" if generator == "Ninja" else "make")
+    if not all(shutil.which(tool, path=ENVIRONMENT["PATH"]) for tool in tools):
+        pytest.skip(f"one of {', '.join(tools)} is not installed")
+    header = tmp_path / "cutlass" / "include" / "cutlass" / "cutlass.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    options = ("-DEPILOQ_CUDA=ON", f"-DCUTLASS_DIR={tmp_path / 'cutlass'}")
+    output = run("cmake", "-G", generator, "-S", sources, "-B", tmp_path / "build", *options, cwd=tmp_path)
+    assert "Generating done" in output
+
+
 @pytest.mark.slow
 def test_the_cpp_tests_pass(built: Built) -> None:
     output = run("ctest", "--output-on-failure", "--no-tests=error", cwd=built.build_dir)
