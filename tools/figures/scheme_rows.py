@@ -54,8 +54,7 @@ ROWS = (
     Row("w4a16-g128", "awq+gptq", SHORT_GROUPS),
     *(Row("fp8-block", algorithm) for algorithm in ("rtn", "gptq")),
     *(Row(scheme, algorithm) for scheme in ("w4a8-block-g32", "w4a8-block") for algorithm in ("rtn", "gptq")),
-    *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block")),
-    *(Row(scheme, "rtn") for scheme in ("w8a16-fp8", "w8a16-fp8-block")),
+    *(Row(scheme, "rtn") for scheme in ("fp8-token", "fp8", "w8a8-block", "w8a16-fp8", "w8a16-fp8-block")),
     *(Row(scheme, algorithm) for scheme in ("w4a16-mxfp4", "w4a16-nvfp4") for algorithm in ("rtn", "gptq")),
     # Only the epiloq format has these short groups.
     *(Row("w4a8-fp8", algorithm) for algorithm in ("rtn", "gptq")),
