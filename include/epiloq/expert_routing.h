@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "epiloq/export.h"
+#include "epiloq/granularity.h"
 #include "epiloq/tensor.h"
 
 namespace epiloq {
@@ -10,7 +11,8 @@ namespace epiloq {
 // Routing of T tokens to top_k of E experts each, on a CUDA device. Rows are pairs of a token and one of its experts,
 // N = T top_k of them.
 
-inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 16384;
+inline constexpr int kMostExperts = 1024, kMostExpertsPerToken = 32, kMostSortedRows = 16384,
+                     kMostGatheredColumns = 8192;
 
 // What logits become before experts are chosen: softmax over all experts, a sigmoid of each, or themselves, with
 // softmax over the chosen ones.
@@ -40,6 +42,20 @@ struct SortExpertRows {
   TensorView experts;  // [T, top_k] int64, contiguous; at most kMostSortedRows rows
 };
 
+// Sorts rows by expert as SortExpertRows does, and copies each row's token to its sorted place: as it is, or quantised
+// as quantize_int8 (symmetric) and quantize_fp8 do. Rows of no expert are not written.
+struct GatherExpertRows {
+  TensorView rows;  // [N, H'] of x's type, H' = H, or int8 (tokens) or float8_e4m3fn, H' >= H; rows dense on 16 bytes;
+                    // written; columns past H are set to 0
+  TensorView
+      scale;  // float32, written: [N, 1], or [N, ceil(H / g)] in dense rows or columns; not read for rows of x's type
+  TensorView tokens, places, ends;  // as in SortExpertRows
+  TensorView x;        // [T, H] float16 or bfloat16, rows dense, H a multiple of 8, at most kMostGatheredColumns
+  TensorView experts;  // as in SortExpertRows
+  Granularity granularity = Granularity::kToken;  // or kGroup
+  int group_size = 128;                           // a power of two from 32 to 256
+};
+
 // out[t] = the sum over j of weights[t, j] rows[places[t top_k + j]], in fp32 in order of j, rounded once. Of rows from
 // `count` on, which are not read, the product is 0.
 struct CombineExpertRows {
@@ -52,9 +68,11 @@ struct CombineExpertRows {
 
 EPILOQ_API void check(SelectExperts const& call);
 EPILOQ_API void check(SortExpertRows const& call);
+EPILOQ_API void check(GatherExpertRows const& call);
 EPILOQ_API void check(CombineExpertRows const& call);
 EPILOQ_API void select_experts(SelectExperts const& call, Stream stream);
 EPILOQ_API void sort_expert_rows(SortExpertRows const& call, Stream stream);
+EPILOQ_API void gather_expert_rows(GatherExpertRows const& call, Stream stream);
 EPILOQ_API void combine_expert_rows(CombineExpertRows const& call, Stream stream);
 
 }  // namespace epiloq

@@ -66,6 +66,17 @@ def check_decode_attention(
     scale: float,
     workspace: Tensor | None = None,
 ) -> None: ...
+def check_gather_expert_rows(
+    rows: Tensor,
+    scale: Tensor,
+    tokens: Tensor,
+    places: Tensor,
+    ends: Tensor,
+    x: Tensor,
+    experts: Tensor,
+    granularity: str,
+    group_size: int,
+) -> None: ...
 def check_quantize_blockwise_int8(
     q: Tensor, x: Tensor, scale: Tensor, offset: Tensor | None, sum: Tensor, group_size: int
 ) -> None: ...
@@ -566,6 +577,17 @@ def fp8_weight_mm(
     block_columns: int,
     threads: int = 1,
 ) -> bool: ...
+def gather_expert_rows(
+    rows: Tensor,
+    scale: Tensor,
+    tokens: Tensor,
+    places: Tensor,
+    ends: Tensor,
+    x: Tensor,
+    experts: Tensor,
+    granularity: str,
+    group_size: int,
+) -> None: ...
 def grouped_packed_mm(
     out: Tensor,
     x: Tensor,

@@ -11,6 +11,7 @@ namespace epiloq {
 namespace {
 
 using ops::expert_routing::CombineProblem;
+using ops::expert_routing::GatherProblem;
 using ops::expert_routing::SelectProblem;
 using ops::expert_routing::SortProblem;
 
@@ -75,28 +76,83 @@ SelectProblem checked(SelectExperts const& call) {
           call.group_scores};
 }
 
-SortProblem checked(SortExpertRows const& call) {
-  Checker const check("sort_expert_rows", call.experts.device);
+// `call` gives experts, tokens, places and ends.
+template <class Call>
+SortProblem checked_sort(Checker const& check, Call const& call, TensorView const* order) {
   check.tensor("experts", call.experts, {DType::kInt64});
   expect_pairs(check, "experts", call.experts);
   std::int64_t const rows = call.experts.numel(), experts = call.ends.numel();
   if (rows > kMostSortedRows)
     check.fail("experts", "expected at most ", kMostSortedRows, " rows, got ", describe(call.experts));
-  TensorView const* const written[] = {&call.order, &call.tokens, &call.places};
-  char const* const names[] = {"order", "tokens", "places"};
-  for (int i = 0; i < 3; ++i) {
-    check.tensor(names[i], *written[i], {DType::kInt64});
-    check.vector(names[i], *written[i], rows);
-    check.apart(names[i], *written[i], "experts", call.experts);
-  }
+  auto const written = [&](char const* name, TensorView const& view) {
+    check.tensor(name, view, {DType::kInt64});
+    check.vector(name, view, rows);
+    check.apart(name, view, "experts", call.experts);
+    return view.as<std::int64_t>();
+  };
+  SortProblem problem{};
+  problem.expert_of_row = call.experts.template as<std::int64_t>();
+  if (order != nullptr) problem.order = written("order", *order);
+  problem.tokens = written("tokens", call.tokens);
+  problem.places = written("places", call.places);
   check.tensor("ends", call.ends, {DType::kInt32});
   check.vector("ends", call.ends, experts);
   if (experts < 1 || experts > kMostExperts)
     check.fail("ends", "expected 1 to ", kMostExperts, " experts, got ", describe(call.ends));
-  return {call.experts.as<std::int64_t>(), call.order.as<std::int64_t>(),
-          call.tokens.as<std::int64_t>(),  call.places.as<std::int64_t>(),
-          call.ends.as<std::int32_t>(),    static_cast<int>(rows),
-          static_cast<int>(experts),       static_cast<int>(std::max<std::int64_t>(call.experts.shape[1], 1))};
+  problem.ends = call.ends.template as<std::int32_t>();
+  problem.rows = static_cast<int>(rows);
+  problem.experts = static_cast<int>(experts);
+  problem.top_k = static_cast<int>(std::max<std::int64_t>(call.experts.shape[1], 1));
+  return problem;
+}
+
+SortProblem checked(SortExpertRows const& call) {
+  return checked_sort(Checker("sort_expert_rows", call.experts.device), call, &call.order);
+}
+
+GatherProblem checked(GatherExpertRows const& call) {
+  Checker const check("gather_expert_rows", call.x.device);
+  check.tensor("x", call.x, {DType::kFloat16, DType::kBFloat16});
+  if (call.x.rank != 2) check.fail("x", "expected [T, H], got ", describe(call.x));
+  Matrix const x = check.rows("x", call.x);
+  if (x.cols < 8 || x.cols % 8 != 0 || x.cols > kMostGatheredColumns) {
+    check.fail("x", "expected a multiple of 8 columns, at most ", kMostGatheredColumns, ", got ", describe(call.x));
+  }
+  GatherProblem problem{};
+  problem.sort = checked_sort(check, call, nullptr);
+  if (call.experts.shape[0] != x.rows) {
+    check.fail("experts", "expected a row for each of x's ", x.rows, ", got ", describe(call.experts));
+  }
+  problem.x = call.x.data;
+  problem.stride_x = x.stride;
+  problem.in_vectors = in_vectors(call.x.data, call.x.dtype, x.stride, x.cols);
+  // As many rows as are gathered, all of them x's first.
+  TensorView repeated = call.x;
+  repeated.shape[0] = problem.sort.rows;
+  repeated.strides[0] = 0;
+  check.apart("rows", call.rows, "x", call.x);
+  check.apart("rows", call.rows, "experts", call.experts);
+  if (call.rows.dtype == call.x.dtype) {
+    Matrix const rows = check.rows_like("rows", call.rows, "experts", repeated, x.cols);
+    problem.out.cols = problem.out.padded_cols = static_cast<int>(rows.cols);
+    problem.out.stride_q = rows.stride;
+    problem.out.q = call.rows.as<std::uint8_t>();
+    if (!in_vectors(call.rows.data, call.rows.dtype, rows.stride, rows.cols))
+      check.fail("rows", "expected rows on 16 bytes, got ", describe(call.rows));
+    return problem;
+  }
+  problem.out =
+      check_quantized(check, call.rows, call.scale, repeated, x.cols, call.granularity, call.group_size, false);
+  check.apart("scale", call.scale, "experts", call.experts);
+  if (problem.out.padded_cols % 8 != 0 || !is_aligned(call.rows.data) || problem.out.stride_q % 16 != 0)
+    check.fail("rows", "expected rows on 16 bytes, got ", describe(call.rows));
+  if (call.granularity == Granularity::kGroup) {
+    int const size = call.group_size;
+    if (size < 32 || size > 256 || (size & (size - 1)) != 0)
+      check.fail("group_size", "expected a power of two from 32 to 256, got ", size);
+    problem.out.lanes = size / 8;
+  }
+  return problem;
 }
 
 CombineProblem checked(CombineExpertRows const& call) {
@@ -135,6 +191,7 @@ CombineProblem checked(CombineExpertRows const& call) {
 
 void check(SelectExperts const& call) { checked(call); }
 void check(SortExpertRows const& call) { checked(call); }
+void check(GatherExpertRows const& call) { checked(call); }
 void check(CombineExpertRows const& call) { checked(call); }
 
 void select_experts(SelectExperts const& call, Stream stream) {
@@ -150,6 +207,12 @@ void sort_expert_rows(SortExpertRows const& call, Stream stream) {
   launch_sort(problem, call.experts.device.index, stream);
 }
 
+void gather_expert_rows(GatherExpertRows const& call, Stream stream) {
+  GatherProblem const problem = checked(call);
+  expect_device("gather_expert_rows", "x", call.x, Device::Type::kCuda);
+  launch_gather(problem, call.x.dtype, call.rows.dtype, call.x.device.index, stream);
+}
+
 void combine_expert_rows(CombineExpertRows const& call, Stream stream) {
   CombineProblem const problem = checked(call);
   expect_device("combine_expert_rows", "rows", call.rows, Device::Type::kCuda);
@@ -163,6 +226,7 @@ void combine_expert_rows(CombineExpertRows const& call, Stream stream) {
 namespace ops::expert_routing {
 void launch_select(SelectProblem const&, DType, DType, int device, Stream) { device_properties(device); }
 void launch_sort(SortProblem const&, int device, Stream) { device_properties(device); }
+void launch_gather(GatherProblem const&, DType, DType, int device, Stream) { device_properties(device); }
 void launch_combine(CombineProblem const&, bool, DType, DType, int device, Stream) { device_properties(device); }
 }  // namespace ops::expert_routing
 #endif

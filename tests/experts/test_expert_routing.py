@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import epiloq
 from epiloq.ops.experts.few_rows import are_few
-from epiloq.ops.experts.rows import combine_expert_rows, sort_expert_rows
+from epiloq.ops.experts.rows import combine_expert_rows, gather_expert_rows, sort_expert_rows
 from epiloq.ops.experts.select_experts import select_experts
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -123,6 +124,71 @@ def test_sorted_rows(tokens: int, top_k: int, count: int, device: str, seed: int
     assert ends.dtype == torch.int32 and torch.equal(ends.long(), counts.cumsum(0))
 
 
+MEASURES: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.int8, "pad_to": 16},
+    {"dtype": torch.float8_e4m3fn, "pad_to": 16},
+    {"dtype": torch.float8_e4m3fn, "granularity": "group", "scale_layout": "column", "pad_to": 16},
+    {"dtype": torch.float8_e4m3fn, "granularity": "group", "group_size": 64, "pad_to": 32},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("measure", MEASURES, ids=str)
+@pytest.mark.parametrize(
+    "tokens,top_k,count,width",
+    [
+        (1, 8, 128, 2048),
+        (3, 2, 8, 40),
+        (17, 4, 33, 2880),
+        (128, 8, 256, 136),
+        (341, 3, 5, 512),  # 1023 rows, the most but one that are counted
+        (205, 5, 1024, 264),  # 1025
+        (700, 8, 128, 1024),
+        (2, 1, 1, 8192),
+        (0, 4, 8, 64),
+    ],
+)
+def test_gathered_rows(
+    tokens: int,
+    top_k: int,
+    count: int,
+    width: int,
+    measure: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+) -> None:
+    """The same bits as quantising, sorting and gathering apart, of rows on 16 bytes or anywhere."""
+    experts = torch.randint(count, (tokens, top_k), device=device)
+    if torch.rand(()) < 0.5:
+        experts[torch.rand(tokens, top_k, device=device) < 0.3] = -1 if torch.rand(()) < 0.5 else count
+    shift, gap = (int(torch.randint(2, ())) * 8 + int(torch.randint(2, ())) for _ in range(2))
+    x = torch.randn(tokens, width + shift + gap, device=device).to(dtype)[:, shift : shift + width]
+    if tokens > 2:
+        x[0, 1], x[1], x[2] = torch.nan, 0, x[2] * (1e-4 if dtype == torch.float16 else 1e-30)
+    rows, scale, of_token, places, ends = gather_expert_rows(x, experts, count, **measure)
+    _order, *expected = sort_expert_rows(experts, count)
+    assert all(map(torch.equal, (of_token, places, ends), expected))
+    valid = slice(0, int(ends[-1]))
+    taken = x[of_token][valid]
+    if not measure:
+        assert rows.dtype == dtype and rows.shape == (tokens * top_k, width)
+        assert torch.equal(rows[valid].view(torch.int16), taken.view(torch.int16))
+        return
+    options = {name: value for name, value in measure.items() if name != "dtype"}
+    if measure["dtype"] == torch.int8:
+        q, wanted, _ = epiloq.quantize_int8(taken, **options)
+    else:
+        q, wanted = epiloq.quantize_fp8(taken, **({"granularity": "token"} | options))
+    assert rows.dtype == q.dtype and rows.shape == (tokens * top_k, q.shape[1])
+    assert scale.shape == (tokens * top_k, wanted.shape[1])
+    assert torch.equal(rows[valid].view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(scale[valid].nan_to_num(7.0), wanted.nan_to_num(7.0))
+    by_column = measure.get("scale_layout") == "column"
+    assert tokens == 0 or scale.stride(0 if by_column else 1) == 1
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     "tokens,top_k,width", [(1, 8, 2048), (5, 3, 33), (16, 9, 264), (0, 2, 8), (3, 1, 1000), (2, 4, 0)]
@@ -175,6 +241,20 @@ def test_invalid_rows_are_refused() -> None:
         sort_expert_rows(torch.zeros(16385, 1, dtype=torch.int64), 8)
     with pytest.raises(ValueError, match=r"epiloq\.sort_expert_rows: experts: expected int64"):
         sort_expert_rows(torch.zeros(2, 1, dtype=torch.int32), 8)
+    x, experts = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
+    for argument, given, options in (
+        ("x", (x.float(), experts), {}),
+        ("x", (x[:, :12], experts), {}),
+        ("x", (x.expand(2, 2, 16), experts), {}),
+        ("x", (torch.zeros(2, 8200, dtype=torch.half), experts), {}),
+        ("experts", (x[:1], experts), {}),
+        ("experts", (x, experts.int()), {}),
+        ("granularity", (x, experts), {"dtype": torch.int8, "granularity": "group"}),
+        ("group_size", (x, experts), {"dtype": torch.float8_e4m3fn, "granularity": "group", "group_size": 16}),
+        ("rows", (x[:, :8], experts), {"dtype": torch.int8}),
+    ):
+        with pytest.raises(ValueError, match=rf"epiloq\.gather_expert_rows: {argument}: expected"):
+            gather_expert_rows(*given, 4, **options)
     rows, places, weights = torch.zeros(4, 8), torch.arange(4), torch.ones(2, 2)
     for argument, given in (
         ("rows", (rows[:3], places, weights)),

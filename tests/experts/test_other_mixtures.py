@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epiloq
 from epiloq.models import mixtures
 from epiloq.nn import ExpertLinears, GatedExperts
+from epiloq.nn.experts import expert_linears
 from epiloq.nn.experts.gating import OwnGate, limit_of
 from gated_problems import EXPERTS, KINDS, TOP_K, floats, quantised, routed, together, weight_of
 from other_mixtures import FAMILIES, deepseek_v4, logits, minimax_m3, nemotron_h
@@ -175,6 +176,21 @@ def test_passes_between_the_products(kind: str, seed: int) -> None:
     assert between == (["silu_and_mul_quant"] if whole.down.gated else ["silu", "mul"])
     # Of FP8 blocks, scales of tokens are padded to be gathered; a scale a token is gathered beside the tokens.
     assert len(seen.seen) == (17 if kind == "fp8-block" else 16 if whole.down.gated else 15), seen.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_where_a_kernel_gathers(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one pass sorts, gathers and quantises, with the same result."""
+    whole = together(quantised(floats(128, 64, torch.bfloat16), KINDS[kind][0]))
+    x, index, weights = routed(9, 128, torch.bfloat16)
+    index = index.contiguous()
+    with torch.no_grad():
+        expected = whole(x, index, weights)
+        monkeypatch.setattr(expert_linears, "_by_kernel", lambda index, experts: True)
+        with Launches() as seen:
+            y = whole(x, index, weights)
+    assert seen.seen[0] == "gather_expert_rows" and seen.seen[1].endswith("_mm"), seen.seen
+    assert torch.equal(y, expected)
 
 
 def test_passes_with_a_limit(seed: int) -> None:

@@ -84,7 +84,8 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(__grid_constant__ SortPr
     __syncwarp();
     add(bin, same);
     if (bin < 0) return;
-    p.order[place] = row, p.tokens[place] = row / p.top_k, p.places[row] = place;
+    if (p.order != nullptr) p.order[place] = row;
+    p.tokens[place] = row / p.top_k, p.places[row] = place;
   });
 }
 

@@ -126,6 +126,10 @@ def expert_routes(m: int, device: str) -> Calls:
     yield OPS.select_experts, (logits, 2, "sigmoid", bias, True, 1e-20, 2.5, 4, 2, 2, torch.float32), {}
     experts = torch.randint(8, (m, 2), device=device)
     yield OPS.sort_expert_rows, (experts, 8), {}
+    x, measure = torch.randn(m, 32, device=device).half(), ("token", 128, "row", 16)
+    yield OPS.gather_expert_rows, (x, experts, 8, torch.half, *measure), {}
+    yield OPS.gather_expert_rows, (x, experts, 8, torch.int8, *measure), {}
+    yield OPS.gather_expert_rows, (x, experts, 8, torch.float8_e4m3fn, "group", 32, "column", 16), {}
     places, weights = torch.randperm(2 * m, device=device), torch.rand(m, 2, device=device)
     for count in (None, torch.tensor([m], dtype=torch.int32, device=device)):
         yield OPS.combine_expert_rows, (torch.randn(2 * m, 24, device=device), places, weights, count), {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +16,15 @@ from epiloq._torch.tracing import is_exporting, is_jit_tracing
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.experts.gating import gated
-from epiloq.ops.experts.rows import MOST_EXPERTS, MOST_SORTED_ROWS, combine_expert_rows, sort_expert_rows
+from epiloq.ops.experts.rows import (
+    COLUMN_MULTIPLE,
+    MOST_EXPERTS,
+    MOST_GATHERED_COLUMNS,
+    MOST_SORTED_ROWS,
+    combine_expert_rows,
+    gather_expert_rows,
+    sort_expert_rows,
+)
 
 
 class Projections(NamedTuple):
@@ -72,6 +81,24 @@ def _check_kind(name: str, argument: str, given: Any) -> None:
         raise TypeError(f"{name}: {argument}: expected a tensor of {wanted}, got {kind}")
 
 
+def _numbered(top_k_index: Tensor, experts: int, part: range | None) -> Tensor:
+    """Numbers of experts within `part`; `experts` for those of other processes."""
+    if part is None:
+        return top_k_index
+    here = (top_k_index >= part.start) & (top_k_index < part.stop)
+    return torch.where(here, top_k_index - part.start, experts)
+
+
+def _by_kernel(top_k_index: Tensor, experts: int) -> bool:
+    """Whether one kernel sorts rows by these experts."""
+    takes = top_k_index.is_cuda and top_k_index.dtype == torch.int64 and experts <= MOST_EXPERTS
+    # An exported program takes any number of tokens, which must not choose a kernel while it is traced.
+    return takes and not is_exporting() and top_k_index.numel() <= MOST_SORTED_ROWS
+
+
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Routing:
     """Assignment of T tokens to top_k experts each. Rows are pairs of a token and one of its experts.
@@ -97,12 +124,8 @@ class Routing:
 
         Nothing is read back to the host. On a GPU one kernel sorts up to `MOST_SORTED_ROWS` rows.
         """
-        if part is not None:
-            here = (top_k_index >= part.start) & (top_k_index < part.stop)
-            top_k_index = torch.where(here, top_k_index - part.start, experts)
-        takes = top_k_index.is_cuda and top_k_index.dtype == torch.int64 and experts <= MOST_EXPERTS
-        # An exported program takes any number of tokens, which must not choose a kernel while it is traced.
-        if takes and not is_exporting() and top_k_index.numel() <= MOST_SORTED_ROWS:
+        top_k_index = _numbered(top_k_index, experts, part)
+        if _by_kernel(top_k_index, experts):
             _, tokens, places, ends = sort_expert_rows(top_k_index.contiguous(), experts)
             return cls(tokens, places, ends, part is not None)
         expert, order = top_k_index.flatten().sort(stable=True)
@@ -113,6 +136,30 @@ class Routing:
             torch.searchsorted(expert, numbers, right=True, out_int32=True),
             part is not None,
         )
+
+    @classmethod
+    def gather(
+        cls,
+        x: Tensor,
+        top_k_index: Tensor,
+        experts: int,
+        part: range | None,
+        quantise: Quantise | None = None,
+        measure: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[Routing, Tensor, Tensor | None]:
+        """The same, tokens ``[T, H]`` as rows ``[T top_k, H']`` sorted by expert, and their scales.
+
+        Rows are quantised by `quantise`, if there is one; `measure` are the options by which ``gather_expert_rows``
+        does the same in the kernel that sorts.
+        """
+        fits = x.shape[1] % COLUMN_MULTIPLE == 0 and x.shape[1] <= MOST_GATHERED_COLUMNS and not wants_gradient(x)
+        if fits and x.dtype in (torch.float16, torch.bfloat16) and _by_kernel(top_k_index, experts):
+            index = _numbered(top_k_index, experts, part).contiguous()
+            q, scale, tokens, places, ends = gather_expert_rows(x.contiguous(), index, experts, **measure)
+            return cls(tokens, places, ends, part is not None), q, scale if measure else None
+        routing = cls.of(top_k_index, experts, part)
+        q, found = (x, None) if quantise is None else quantise(x.contiguous())
+        return routing, *gathered(q, found, routing.tokens, measure.get("scale_layout") == "column")
 
     def combined(self, y: Tensor, top_k_weights: Tensor) -> Tensor:
         """Combine rows ``[T top_k, H]``, sorted by expert, to tokens' weighted sums ``[T, H]``, in order and fp32."""

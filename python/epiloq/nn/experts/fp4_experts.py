@@ -147,8 +147,8 @@ class Fp4Experts(StoredTensors):
             return as_leaf(self, hidden_states, router_indices, routing_weights)
         x = convert_input(self, hidden_states)
         check_routing("Fp4Experts", x, router_indices, routing_weights, self.hidden, self.whole or self.experts)
-        routing = Routing.of(router_indices, self.experts, self.part)
-        gate_up = self._product(_PROJECTIONS[0], x[routing.tokens], routing.ends)
+        routing, rows, _ = Routing.gather(x, router_indices, self.experts, self.part)
+        gate_up = self._product(_PROJECTIONS[0], rows, routing.ends)
         return routing.combined(self._product(_PROJECTIONS[1], self._gated(gate_up), routing.ends), routing_weights)
 
     def _gated(self, gate_up: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from epiloq.nn.experts.expert_linears import (
     Projections,
     Routing,
     check_routing,
-    gathered,
     own_part,
     with_identities,
 )
@@ -160,19 +159,21 @@ class GatedExperts(nn.Module):
         # The width is checked here, since kernels see only padded widths and would accept some others.
         count = self.whole or self.experts
         check_routing("GatedExperts", hidden_states, top_k_index, top_k_weights, self.hidden, count + self.identities)
-        routing = Routing.of(top_k_index, self.experts, own_part(self))
-        y = self._combined(hidden_states, routing, top_k_weights)
+        y = self._combined(hidden_states, top_k_index, top_k_weights)
         return with_identities(self, y, hidden_states, top_k_index, top_k_weights)
 
-    def _combined(self, hidden_states: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
+    def _combined(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Each token's weighted sum over the outputs of its experts that have layers."""
+        part = own_part(self)
         if wants_gradient(hidden_states):
+            routing = Routing.of(top_k_index, self.experts, part)
             if routing.partial:
                 raise NotImplementedError("GatedExperts: gradients: expected all experts in one process, with layers")
             return self._one_by_one(hidden_states, routing, top_k_weights)
+        first = self.gate_up
+        measure = {**first.gated, "pad_to": K_MULTIPLE} if first.gated else {}
+        routing, q, scale = Routing.gather(hidden_states, top_k_index, self.experts, part, first.quantise, measure)
         rows = ExpertRows(routing.ends)
-        q, scale = self.gate_up.quantise(hidden_states.contiguous())
-        q, scale = gathered(q, scale, routing.tokens, self.down.gated.get("scale_layout") == "column")
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, rows)
         gate_up = added(gate_up, self.gate_up_bias, routing.ends)
         if self._limit is not None and self.down.gated:

@@ -7,9 +7,14 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.library import direct, register
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale
+from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
+from epiloq.ops.quantizers.quantize_int8 import quantize_int8
 
 MOST_SORTED_ROWS, MOST_EXPERTS = 16384, 1024
 """Of the kernel that sorts."""
+COLUMN_MULTIPLE, MOST_GATHERED_COLUMNS = 8, 8192
+"""Of the kernel that gathers."""
 
 Sorted = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -61,6 +66,106 @@ register(
     "sort_expert_rows(Tensor experts, int count) -> (Tensor, Tensor, Tensor, Tensor)",
     run_sort,
     _empty_sorted,
+)
+
+
+Gathered = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def gather_expert_rows(
+    x: Tensor,
+    experts: Tensor,
+    count: int,
+    *,
+    dtype: torch.dtype | None = None,
+    granularity: str = "token",
+    group_size: int = 128,
+    scale_layout: str = "row",
+    pad_to: int = 1,
+) -> Gathered:
+    """Sort rows by expert as `sort_expert_rows` does, and copy each row's token to its sorted place, quantised if
+    `dtype` is given. Up to 1024 rows take one kernel.
+
+    Args:
+        x: ``[T, H]`` float16 or bfloat16, contiguous rows, H a multiple of `COLUMN_MULTIPLE` and at most
+            `MOST_GATHERED_COLUMNS`.
+        experts, count: as for `sort_expert_rows`.
+        dtype: torch.int8 (per token) or torch.float8_e4m3fn, or None for rows as they are.
+        granularity, group_size, scale_layout, pad_to: as for `quantize_fp8`: "token", or "group" with groups of 32, 64,
+            128 or 256.
+
+    Returns:
+        rows: ``[T top_k, H']``, the same values as `quantize_int8` (symmetric) or `quantize_fp8` of ``x[tokens]``;
+            undefined for rows of no expert.
+        scale: float32 ``[T top_k, 1]`` or ``[T top_k, ceil(H / group_size)]``; empty if `dtype` is None.
+        tokens, places, ends: as from `sort_expert_rows`.
+
+    Raises:
+        ValueError: an argument is invalid; the message names it.
+    """
+    measure = (dtype or x.dtype, granularity, group_size, scale_layout, pad_to)
+    if direct((x, experts)):
+        return run_gather(x, experts, count, *measure)
+    found: Gathered = torch.ops.epiloq.gather_expert_rows(x, experts, count, *measure)
+    return found
+
+
+def run_gather(
+    x: Tensor,
+    experts: Tensor,
+    count: int,
+    dtype: torch.dtype,
+    granularity: str,
+    group_size: int,
+    scale_layout: str,
+    pad_to: int,
+) -> Gathered:
+    """`gather_expert_rows` for plain tensors."""
+    made = _empty_gathered(x, experts, count, dtype, granularity, group_size, scale_layout, pad_to)
+    if x.is_cuda:
+        _core.gather_expert_rows(*made, x, experts, granularity, group_size)
+        return made
+    _core.check_gather_expert_rows(*made, x, experts, granularity, group_size)
+    rows, scale = made[:2]
+    _, tokens, places, ends = run_sort(experts, count)
+    valid = slice(0, int(ends[-1]))
+    taken = x[tokens[valid]]
+    if dtype == x.dtype:
+        rows[valid] = taken
+    elif dtype == torch.int8:
+        rows[valid], scale[valid], _ = quantize_int8(taken, pad_to=pad_to)
+    else:
+        q, found = quantize_fp8(taken, granularity=granularity, group_size=group_size, pad_to=pad_to)
+        rows[valid].view(torch.uint8).copy_(q.view(torch.uint8))
+        scale[valid] = found
+    return rows, scale, tokens, places, ends
+
+
+def _empty_gathered(
+    x: Tensor,
+    experts: Tensor,
+    count: int,
+    dtype: torch.dtype,
+    granularity: str,
+    group_size: int,
+    scale_layout: str,
+    pad_to: int,
+) -> Gathered:
+    _, tokens, places, ends = _empty_sorted(experts, count)
+    width = x.shape[-1]
+    if dtype == x.dtype:
+        return x.new_empty(len(tokens), width), x.new_empty(0, dtype=torch.float32), tokens, places, ends
+    gathered = x.new_empty_strided((len(tokens), width), (0, 1))  # for its shape
+    q = empty_q("gather_expert_rows", gathered, dtype, width, pad_to)
+    return q, empty_scale(gathered, width, granularity, group_size, scale_layout), tokens, places, ends
+
+
+register(
+    "gather_expert_rows",
+    "gather_expert_rows(Tensor x, Tensor experts, int count, ScalarType dtype, str granularity, int group_size, "
+    "str scale_layout, int pad_to) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    run_gather,
+    _empty_gathered,
 )
 
 

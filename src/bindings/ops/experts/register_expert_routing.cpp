@@ -1,3 +1,4 @@
+#include "bindings/granularity.h"
 #include "bindings/register.h"
 #include "epiloq/expert_routing.h"
 
@@ -52,6 +53,19 @@ void register_expert_routing(py::module_& module) {
         };
       },
       &sort_expert_rows, py::arg("order"), py::arg("tokens"), py::arg("places"), py::arg("ends"), py::arg("experts"));
+  define(
+      module, "gather_expert_rows",
+      [](auto act) {
+        return [act](TensorArg const& rows, TensorArg const& scale, TensorArg const& tokens, TensorArg const& places,
+                     TensorArg const& ends, TensorArg const& x, TensorArg const& experts,
+                     std::string const& granularity, int group_size) {
+          act(GatherExpertRows{rows.view, scale.view, tokens.view, places.view, ends.view, x.view, experts.view,
+                               parse_granularity("gather_expert_rows", granularity), group_size},
+              stream_of(x));
+        };
+      },
+      &gather_expert_rows, py::arg("rows"), py::arg("scale"), py::arg("tokens"), py::arg("places"), py::arg("ends"),
+      py::arg("x"), py::arg("experts"), py::arg("granularity"), py::arg("group_size"));
   define(
       module, "combine_expert_rows",
       [](auto act) {
