@@ -19,7 +19,7 @@ from reference import poisoned, ulp
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 KINDS = [INT8, E4M3]
-TILES = {INT8: tile_rows.INT8, E4M3: tile_rows.FLOAT8}
+TILES = {INT8: tile_rows.INT8 + tile_rows.FOR_EXPERTS, E4M3: tile_rows.FLOAT8 + tile_rows.FOR_EXPERTS}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RECIPE = (1, 1, -1)
 
@@ -222,7 +222,7 @@ CASES: list[Case] = [
         ([0, 1, 129, 700, 0, 1300], [130] * 8, [300, 513, 0, 200]),
         ((2112, 2064), (7168, 1040), (9000, 1040), (5000, 1040), (6144, 2064)),
     ),
-    *[([64, 65, 0, 63], (7168, 1040)), ([75] * 4, (3000, 2064))],
+    *[([64, 65, 0, 63], (7168, 1040)), ([75] * 4, (3000, 2064)), ([2] * 8, (1024, 640))],
 ]
 
 

@@ -42,11 +42,12 @@ gemm::GroupwiseLaunch sm90_launch(int row, DType out) {
   return sm90_launch<kScales>(row, out, std::make_index_sequence<group_tiles<kScales>().size()>{});
 }
 
-// The types of D that each epilogue is compiled for, as in CMakeLists.txt: float32 is of groupwise_mm, which only
-// scales.
+// The types of D and tiles that each epilogue is compiled for, as in CMakeLists.txt: float32 is of groupwise_mm, which
+// only scales, and so are experts.
 template <int kRow, DType kElement, DType kOut, class Epilogue>
 constexpr gemm::GroupwiseLaunch row_launch_of() {
-  if constexpr (kOut == DType::kFloat32 && !std::is_same_v<Epilogue, epilogue::Scaled>) {
+  constexpr bool kOnlyScales = kOut == DType::kFloat32 || is_for_experts(row_tile<kElement>(kRow));
+  if constexpr (kOnlyScales && !std::is_same_v<Epilogue, epilogue::Scaled>) {
     return nullptr;
   } else {
     return &Sm90PerRow<kRow, kElement, kOut, Epilogue>::launch;

@@ -37,6 +37,11 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 // the fastest choice for small M.
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
+// Whether there is a kernel for a tile.
+bool has_kernel(Tile const& tile, GroupwiseMmProblem const& p) {
+  return p.has_experts || !is_for_experts(tile.config);
+}
+
 // Small M is bound by memory, which larger tiles do not read faster.
 constexpr int kDecodeTokens = 64;
 bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
@@ -96,7 +101,7 @@ PerRowChoice cheapest(Family family, GroupwiseMmProblem const& problem, int sm_c
   auto const best_of = [&](int split_k) {
     PerRowChoice best{{family, 0, split_k}, std::numeric_limits<double>::infinity()};
     for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
-      if (!suits(tiles[row], p)) continue;
+      if (!has_kernel(tiles[row], p) || !suits(tiles[row], p)) continue;
       if (one_order && !keeps_order(tiles[row].config)) continue;
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;
       if (ns <= best.ns) best = {{family, row, split_k}, ns};
@@ -120,6 +125,7 @@ std::vector<Timed> candidates_of(Family family, GroupwiseMmProblem const& proble
   std::vector<Timed> all;
   constexpr std::int64_t kFewest = 64;
   for (int row = 0; row < static_cast<int>(tiles.size()); ++row) {
+    if (!has_kernel(tiles[row], p)) continue;
     if (tiles[row].config.tokens() > 2 * std::max(rows_of_expert(p), kFewest)) continue;
     for (int split_k : {1, 2}) {
       double const ns = cost_of(tiles[row], p, sm_count, split_k).ns;

@@ -22,6 +22,9 @@ struct Tile {
   int step_ns, end_ns = 0, split_ns = 0;
   int reduction_ns = 300, reduction_token_ns = 8;
 };
+// Tiles of few tokens and many weights: half as many, whose ends then cost half as much. Dense layers have too few of
+// them to fill a GPU, so they are compiled and chosen for experts only.
+constexpr bool is_for_experts(GroupwiseConfig const& config) { return config.m_groups == 1 && config.n > 64; }
 // A tile whose last wave may split K: the step costs the same, and the reduction is rounded up so that K is split only
 // where that saves much.
 constexpr Tile with_split_last_wave(GroupwiseConfig config, int step_ns, int end_ns) {
@@ -40,6 +43,7 @@ inline constexpr std::array kTiles{
     with_split_last_wave({3, 1, 96}, 534, 870),
     with_split_last_wave({3, 1, 128}, 613, 2025),
     Tile{{2, 1, 128, 2}, 834, 1930},
+    Tile{{1, 2, 128}, 330, 400},
 };
 // B has one scale per column and group, which costs registers and instructions; estimated, not measured.
 inline constexpr std::array kColumnScaleTiles{
@@ -78,6 +82,7 @@ inline constexpr std::array kInt8RowTiles{
     with_split_last_wave({2, 1, 192}, 466, 2420),
     with_split_last_wave({2, 1, 224}, 559, 3180),
     with_split_last_wave({2, 1, 256}, 650, 2680),
+    Tile{{1, 2, 128}, 340, 400},
 };
 inline constexpr std::array kFloat8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
@@ -90,6 +95,7 @@ inline constexpr std::array kFloat8RowTiles{
     with_split_last_wave({2, 1, 192}, 593, 2400),
     with_split_last_wave({3, 1, 96}, 471, 1730),
     Tile{{2, 1, 128, 2}, 783, 2590},
+    Tile{{1, 2, 128}, 350, 400},
 };
 template <std::size_t kCount>
 constexpr bool split_where_allowed(std::array<Tile, kCount> const& tiles) {

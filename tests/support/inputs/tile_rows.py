@@ -5,3 +5,4 @@ COLUMNS = 3  # with scales per column of B
 WHOLE_ROWS = 3  # the same where A has a scale per row for all of K
 INT8 = 12  # with scales per row
 FLOAT8 = 10  # with scales per row
+FOR_EXPERTS = 1  # more of each but COLUMNS and WHOLE_ROWS, with experts
