@@ -192,6 +192,24 @@ def test_out_and_strided_rows(seed: int, device: str, dtype: torch.dtype) -> Non
             assert (memory[..., 256:] == 99).all()
 
 
+def test_compiled_and_exported_gates(seed: int, device: str) -> None:
+    """Graphs do not hold the infinity of a default limit."""
+
+    class Gates(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            plain, gate = epiloq.silu_and_mul(x), epiloq.silu_and_mul(x, **GATES[0], interleaved=True)
+            return plain, gate, *epiloq.silu_and_mul_quant(x), *epiloq.silu_and_mul_quant(x, **GATES[0])
+
+    x = torch.randn(5, 64, device=device)
+    expected, out = Gates()(x), torch.empty(5, 32, device=device)
+    exported = torch.export.export(Gates(), (x,))
+    assert not any(math.inf in node.args for node in exported.graph.nodes)
+    for function in (torch.compile(Gates(), fullgraph=True, backend="aot_eager"), exported.module()):
+        assert all(map(torch.equal, function(x), expected))
+    into = torch.compile(lambda x, out: epiloq.silu_and_mul(x, limit=2.0, out=out), fullgraph=True, backend="aot_eager")
+    assert torch.equal(into(x, out), epiloq.silu_and_mul(x, limit=2.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_behind_and_before_other_kernels(seed: int, dtype: torch.dtype) -> None:

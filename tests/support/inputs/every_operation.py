@@ -6,7 +6,6 @@ A new operation is covered by a new row of `OPERATIONS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +151,12 @@ OPERATIONS = (
         ("out", "residual_out"),
     ),
     Operation("silu_and_mul", epiloq.silu_and_mul, given.gated_rows, {}),
-    Operation("silu_and_mul", partial(epiloq.silu_and_mul, limit=7.0, interleaved=True), given.gated_rows, {}),
+    Operation(
+        "silu_and_mul",
+        lambda x, out: epiloq.silu_and_mul(x, alpha=1.702, limit=7.0, offset=1.0, interleaved=True, out=out),
+        given.gated_rows,
+        {},
+    ),
     Operation(
         "silu_and_mul_quant",
         lambda x, q, scale: epiloq.silu_and_mul_quant(x, out=(q, scale)),
