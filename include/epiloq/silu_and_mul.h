@@ -3,15 +3,18 @@
 #include <string>
 
 #include "epiloq/export.h"
+#include "epiloq/gate.h"
 #include "epiloq/tensor.h"
 
 namespace epiloq {
 
-// out = silu(x[…, :K]) * x[…, K:], silu(g) = g / (1 + exp(-g)), in fp32 and rounded once.
+// out = silu(x[…, :K]) * x[…, K:], silu(g) = g / (1 + exp(-g)), or another gate, in fp32 and rounded once.
 struct SiluAndMul {
-  TensorView out;   // […, K] of x's dtype, rows dense
-  TensorView x;     // […, 2 K] float32, float16 or bfloat16, rows dense
-  int threads = 1;  // on the CPU, at most (threads.h)
+  TensorView out;  // […, K] of x's dtype, rows dense
+  TensorView x;    // […, 2 K] float32, float16 or bfloat16, rows dense
+  Gate gate{};
+  bool interleaved = false;  // gates in even and factors in odd columns, instead of halves
+  int threads = 1;           // on the CPU, at most (threads.h)
 };
 
 EPILOQ_API void check(SiluAndMul const& call);

@@ -3,13 +3,14 @@
 #include <string>
 
 #include "epiloq/export.h"
+#include "epiloq/gate.h"
 #include "epiloq/granularity.h"
 #include "epiloq/tensor.h"
 
 namespace epiloq {
 
-// q = the quantised silu(x[…, :K]) * x[…, K:], silu(g) = g / (1 + exp(-g)), in fp32 from x to q, with scales as
-// quantize_fp8 measures them. One pass over memory.
+// q = the quantised silu(x[…, :K]) * x[…, K:], silu(g) = g / (1 + exp(-g)), or another gate, in fp32 from x to q, with
+// scales as quantize_fp8 measures them. One pass over memory.
 struct SiluAndMulQuant {
   TensorView q;      // […, Kp] int8 (tokens) or float8_e4m3fn, rows dense, Kp >= K; columns past K are set to 0
   TensorView x;      // […, 2 K] float32, float16 or bfloat16, rows dense
@@ -17,6 +18,7 @@ struct SiluAndMulQuant {
   Granularity granularity = Granularity::kToken;  // or kGroup
   int group_size = 128;
   bool ue8m0 = false;
+  Gate gate{};
   int threads = 1;  // on the CPU, at most (threads.h)
 };
 

@@ -68,7 +68,7 @@ ACCESSES = {
     "generic/fp8_weight_mm.cu": (7, TOKENS + " Likewise rows of the weight. Dequantising: " + TESTED),
     "generic/permute_tokens.cu": (2, TESTED + " Its output is scratch, which w4a8_mm.cpp refuses off 16 bytes."),
     "generic/rms_norm.cu": (2, IN_VECTORS),
-    "generic/silu_and_mul.cu": (2, IN_VECTORS),
+    "generic/silu_and_mul.cu": (4, IN_VECTORS),
     "generic/table_mm.cu": (6, TOKENS + " Likewise codes off 8 bytes. Dequantising: " + TESTED),
     "generic/w4a16_dequantize.cu": (5, PACKED),
     "generic/widen_tokens.cu": (6, TESTED + " `aligned` of w4a8_mm.cpp."),

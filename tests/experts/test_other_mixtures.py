@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ import epiloq
 from epiloq.models import mixtures
 from epiloq.nn import ExpertLinears, GatedExperts
 from epiloq.nn.experts import expert_linears
-from epiloq.nn.experts.gating import OwnGate, limit_of
+from epiloq.nn.experts.gating import OwnGate, gate_of
 from gated_problems import EXPERTS, KINDS, TOP_K, floats, quantised, routed, together, weight_of
 from other_mixtures import FAMILIES, deepseek_v4, logits, minimax_m3, nemotron_h
 from reference import typical_error
@@ -100,16 +101,17 @@ def test_without_gates_against_float64(kind: str, seed: int) -> None:
     assert error(y, expected) < (1e-5 if not largest else 0.03 if largest == 127 else 0.08)
 
 
-def test_limits_are_found(seed: int) -> None:
-    """Of DeepSeek-V4's gate, which is then fused; MiniMax-M3's is another function."""
-    limited, other = deepseek_v4(), minimax_m3()
+def test_gates_are_found(seed: int) -> None:
+    """DeepSeek-V4's and MiniMax-M3's, which are then fused."""
+    plain = {"alpha": 1.0, "limit": math.inf, "offset": 0.0}
+    limited, other = plain | {"limit": 0.7}, {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
     gate, up = torch.randn(2, 5, 8).mul(3).unbind()
-    for model, limit in ((limited, 0.7), (other, None)):
+    for model, wanted in ((deepseek_v4(), limited), (minimax_m3(), other)):
         module = model.model.layers[1].mlp.experts
         own = OwnGate(module)
         assert torch.equal(own(gate, up), module._apply_gate(torch.cat((gate, up), -1)))
-        assert limit_of(own) == limit and not list(own.modules())[1:]
-    assert limit_of(nn.SiLU()) == float("inf") and limit_of(nn.GELU()) is None and limit_of(nn.ReLU()) is None
+        assert gate_of(own) == wanted and not list(own.modules())[1:]
+    assert gate_of(nn.SiLU()) == plain and gate_of(nn.GELU()) is None and gate_of(nn.ReLU()) is None
 
 
 @pytest.mark.parametrize(
@@ -193,17 +195,18 @@ def test_passes_where_a_kernel_gathers(kind: str, seed: int, monkeypatch: pytest
     assert torch.equal(y, expected)
 
 
-def test_passes_with_a_limit(seed: int) -> None:
-    """Two that clamp in place, and the same numbers as one after the other."""
-    model = epiloq.quantize_(deepseek_v4().bfloat16(), "fp8-block")
+@pytest.mark.parametrize("make", [deepseek_v4, minimax_m3])
+def test_passes_with_another_gate(make: Any, seed: int) -> None:
+    """None more than with SiLU, and the same numbers as by its own module."""
+    model = epiloq.quantize_(make().bfloat16(), "fp8-block")
     experts = model.model.layers[1].mlp.experts
     arguments = routed(9, 64, torch.bfloat16)
     arguments = (arguments[0], arguments[1] % 4, arguments[2])
     with torch.no_grad(), Launches() as seen:
         y = experts(*arguments)
     first, second = (i for i, name in enumerate(seen.seen) if name == "grouped_mm")
-    assert seen.seen[first + 1 : second] == ["clamp_", "clamp_", "silu_and_mul_quant"]
-    experts._limit = None
+    assert seen.seen[first + 1 : second] == ["silu_and_mul_quant"]
+    experts._gate = None
     assert error(experts(*arguments), y) < 0.02
 
 

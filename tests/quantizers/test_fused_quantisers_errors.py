@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,10 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("rms_norm_quant", (torch.ones(4, 16), W), {"group_size": 2**70}, "group_size: expected at most 2147483647"),
     ("quantize_blockwise_int8", (torch.ones(4, 16), 2**70), {}, "group_size: expected at most 2147483647"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"scale_layout": "column"}, "scale_layout: expected"),
+    ("silu_and_mul_quant", (torch.ones(4, 16),), {"alpha": 0.0}, "alpha: expected a positive finite number, got 0"),
+    ("silu_and_mul_quant", (torch.ones(4, 16),), {"limit": 0}, "limit: expected a positive number, got 0"),
+    ("silu_and_mul_quant", (torch.ones(4, 16),), {"offset": math.inf}, "offset: expected a finite number, got inf"),
+    ("silu_and_mul_quant", (torch.ones(4, 16),), {"limit": "a"}, "limit: expected a number, got 'a'"),
     ("silu_and_mul_quant", (torch.ones(4, 16),), {"out": (W, W, W)}, r"out: expected \(q, scale\)"),
     (
         "silu_and_mul_quant",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused_quantisers import SHAPES, gated, normalised
+from test_fused_quantisers import GATES, SHAPES, gated, moved_by, normalised
 from torch import Tensor
 
 import epiloq
@@ -57,6 +57,53 @@ def test_gate(seed: int, device: str, dtype: torch.dtype) -> None:
         assert_rounded(gated(x), epiloq.silu_and_mul(x), dtype)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_other_gates(seed: int, device: str, dtype: torch.dtype, interleaved: bool) -> None:
+    for shape in shapes(device):
+        x = (4 * torch.randn(*shape[:-1], 2 * shape[-1])).to(dtype).to(device)
+        for gate in ({}, *GATES):
+            assert_gated(x, epiloq.silu_and_mul(x, **gate, interleaved=interleaved), gate, interleaved)
+
+
+def assert_gated(x: Tensor, y: Tensor, gate: dict[str, float], interleaved: bool = False) -> None:
+    values = gated(x, **gate, interleaved=interleaved)
+    assert_rounded(values, y, x.dtype, moved_by(x, **gate, interleaved=interleaved) * values.abs())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_options_that_change_nothing(seed: int, device: str, dtype: torch.dtype) -> None:
+    """The same bits, also the sign of zero."""
+    for columns in (256, 257):
+        x = 4 * torch.randn(33, 2 * columns)
+        x[3, ::3], x[4], x[5, ::2] = 0.0, -0.0, 1e-6
+        x = x.to(dtype).to(device)
+        y = epiloq.silu_and_mul(x)
+        assert y[4].signbit().logical_not().all() and y[3].signbit().any()
+        pairs = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+        large = {"alpha": 1, "limit": 1000, "offset": 0}
+        for options in ({}, large, large | {"offset": -0.0}):
+            assert equal_bits(epiloq.silu_and_mul(x, **options), y)
+            assert equal_bits(epiloq.silu_and_mul(pairs, **options, interleaved=True), y)
+        for dtype_of_q in (torch.int8, torch.float8_e4m3fn):
+            expected = epiloq.silu_and_mul_quant(x, dtype=dtype_of_q)
+            found = epiloq.silu_and_mul_quant(x, dtype=dtype_of_q, **large)
+            assert all(map(equal_bits, found, expected))
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_alpha_of_a_power_of_two(seed: int, device: str) -> None:
+    """Scaling gates by it changes exponents only."""
+    x = torch.randn(17, 512, device=device)
+    gate, up = x.chunk(2, -1)
+    for alpha in (0.5, 4.0):
+        expected = epiloq.silu_and_mul(torch.cat([alpha * gate, up], -1)) / alpha
+        assert torch.equal(epiloq.silu_and_mul(x, alpha=alpha), expected)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gates_that_close(device: str, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1000.0, -100.0, -89.0, -88.0, -87.0, -20.0, -1.0, -0.0, 0.0, 1.0, 20.0, 89.0, 1000.0])
@@ -67,6 +114,9 @@ def test_gates_that_close(device: str, dtype: torch.dtype) -> None:
         # Below -88 float32's exponential ends.
         lost = torch.where(gate.double() < -88, 2.0**-121 * abs(up), 0.0)
         assert_rounded(gated(x), epiloq.silu_and_mul(x), dtype, lost)
+        for alpha in (0.125, 2.0):
+            lost = torch.where(alpha * gate.double() < -88, 2.0**-121 / alpha * abs(up), 0.0)
+            assert_rounded(gated(x, alpha), epiloq.silu_and_mul(x, alpha=alpha), dtype, lost)
 
 
 def test_what_subnormal_numbers_lose(seed: int, device: str) -> None:
@@ -96,6 +146,13 @@ def test_what_is_not_finite(seed: int, device: str) -> None:
     gate, up = x.split(256, -1)
     result = epiloq.silu_and_mul(x)
     assert torch.equal(result.isnan(), (torch.nn.functional.silu(gate) * up).isnan()) and result[2, 9].isinf()
+    x[3, 7], x[3, 261], x[3, 8] = math.nan, math.inf, -math.inf
+    for interleaved in (False, True):
+        for options in GATES:
+            result = epiloq.silu_and_mul(x, **options, interleaved=interleaved)
+            values = gated(x, **options, interleaved=interleaved)
+            assert torch.equal(result.isnan().cpu(), values.isnan())
+            assert torch.equal(result.isinf().cpu(), values.isinf())
     huge = torch.full((2, 64), 1e30, device=device)  # whose squares float32 does not represent
     assert (epiloq.rms_norm(huge, torch.ones(64, device=device)) == 0).all()
 
@@ -105,7 +162,8 @@ def test_empty(device: str, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, device=device)
     y, total = epiloq.rms_norm(x, torch.ones(shape[-1], device=device), residual=x)
     assert y.shape == total.shape == shape
-    assert epiloq.silu_and_mul(torch.cat([x, x], -1)).shape == shape
+    for interleaved in (False, True):
+        assert epiloq.silu_and_mul(torch.cat([x, x], -1), limit=7.0, interleaved=interleaved).shape == shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,10 +184,30 @@ def test_out_and_strided_rows(seed: int, device: str, dtype: torch.dtype) -> Non
                 assert torch.equal(residual, view + given)
             assert_rounded(normalised(view, weight, 1e-6, given), out, dtype)
             assert (memory[..., 512:] == 99).all()
-        memory = torch.full((*view.shape[:-1], 264), 99.0, device=device, dtype=dtype)
-        assert epiloq.silu_and_mul(view, out=memory[..., :256]).shape == (*view.shape[:-1], 256)
-        assert_rounded(gated(view), memory[..., :256], dtype)
-        assert (memory[..., 256:] == 99).all()
+        for gate, interleaved in (({}, False), (GATES[0], False), (GATES[0], True)):
+            memory = torch.full((*view.shape[:-1], 264), 99.0, device=device, dtype=dtype)
+            out = memory[..., :256]
+            assert epiloq.silu_and_mul(view, **gate, interleaved=interleaved, out=out) is out
+            assert_gated(view, out, gate, interleaved)
+            assert (memory[..., 256:] == 99).all()
+
+
+def test_compiled_and_exported_gates(seed: int, device: str) -> None:
+    """Graphs do not hold the infinity of a default limit."""
+
+    class Gates(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            plain, gate = epiloq.silu_and_mul(x), epiloq.silu_and_mul(x, **GATES[0], interleaved=True)
+            return plain, gate, *epiloq.silu_and_mul_quant(x), *epiloq.silu_and_mul_quant(x, **GATES[0])
+
+    x = torch.randn(5, 64, device=device)
+    expected, out = Gates()(x), torch.empty(5, 32, device=device)
+    exported = torch.export.export(Gates(), (x,))
+    assert not any(math.inf in node.args for node in exported.graph.nodes)
+    for function in (torch.compile(Gates(), fullgraph=True, backend="aot_eager"), exported.module()):
+        assert all(map(torch.equal, function(x), expected))
+    into = torch.compile(lambda x, out: epiloq.silu_and_mul(x, limit=2.0, out=out), fullgraph=True, backend="aot_eager")
+    assert torch.equal(into(x, out), epiloq.silu_and_mul(x, limit=2.0))
 
 
 @pytest.mark.gpu
@@ -157,7 +235,8 @@ def test_gpu_repeats_and_is_captured(seed: int, dtype: torch.dtype) -> None:
     x, residual, weight = operands((16, 4096), dtype, dtype, "cuda")
 
     def both() -> tuple[Tensor, ...]:
-        return (*epiloq.rms_norm(x, weight, residual=residual), epiloq.silu_and_mul(x))
+        gates = epiloq.silu_and_mul(x), epiloq.silu_and_mul(x, **GATES[0], interleaved=True)
+        return (*epiloq.rms_norm(x, weight, residual=residual), *gates)
 
     expected, graph = both(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -169,6 +248,9 @@ def test_gpu_repeats_and_is_captured(seed: int, dtype: torch.dtype) -> None:
 def test_explain(device: str) -> None:
     x = torch.randn(4, 256, device=device)
     words = {"rms_norm": "one pass", "silu_and_mul": "eight elements at a time"}
+    for interleaved in (False, True):
+        explained = epiloq.explain("silu_and_mul", x, limit=7, interleaved=interleaved)
+        assert (words["silu_and_mul"] if device == "cuda" else "cpu") in explained
     for name, args in (("rms_norm", (x, x[0])), ("silu_and_mul", (x,))):
         assert (words[name] if device == "cuda" else "cpu") in epiloq.explain(name, *args)
     assert "cpu" in epiloq.explain("rms_norm", x, x[0], residual=x) or device == "cuda"
@@ -194,6 +276,16 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("silu_and_mul", (torch.ones(4, 15),), {}, "x: expected an even number of columns"),
     ("silu_and_mul", (torch.tensor(1.0),), {}, "x: expected at least one dimension"),
     ("silu_and_mul", (X,), {"out": X}, "out: expected"),
+    ("silu_and_mul", (X,), {"alpha": -1.0}, "alpha: expected a positive finite number, got -1"),
+    ("silu_and_mul", (X,), {"alpha": math.inf}, "alpha: expected a positive finite number, got inf"),
+    ("silu_and_mul", (X,), {"alpha": math.nan}, "alpha: expected a positive finite number, got nan"),
+    ("silu_and_mul", (X,), {"limit": 0.0}, "limit: expected a positive number, got 0"),
+    ("silu_and_mul", (X,), {"limit": -math.inf}, "limit: expected a positive number, got -inf"),
+    ("silu_and_mul", (X,), {"limit": math.nan}, "limit: expected a positive number, got nan"),
+    ("silu_and_mul", (X,), {"limit": None}, "limit: expected a number, got None"),
+    ("silu_and_mul", (X,), {"offset": math.nan}, "offset: expected a finite number, got nan"),
+    ("silu_and_mul", (X,), {"interleaved": "no"}, "interleaved: expected True or False, got 'no'"),
+    ("silu_and_mul", (X,), {"alpha": 0, "out": X[:, :8].clone()}, "alpha: expected a positive finite number"),
     ("silu_and_mul", (X,), {"out": X[:, :8]}, "out: expected memory apart from x's"),
     ("silu_and_mul", (X,), {"out": torch.ones(4, 8).half()}, "out: expected float32"),
 ]

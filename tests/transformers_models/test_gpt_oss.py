@@ -192,6 +192,19 @@ def test_against_float64(dtype: torch.dtype, seed: int, device: str) -> None:
     assert found.dtype == dtype and error < (1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gates_with_and_without_gradients(dtype: torch.dtype, seed: int, device: str) -> None:
+    """Rounded once without gradients, and at each step with them."""
+    experts, eps = Fp4Experts(2, 32, 64, dtype=dtype), torch.finfo(dtype).eps
+    rows = (4 * torch.randn(65, 128)).to(dtype).to(device)
+    gate, up = rows.cpu().double()[:, ::2].clamp(max=7), rows.cpu().double()[:, 1::2].clamp(-7, 7)
+    exact = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    for given, bound in ((rows, 2 * eps), (rows.clone().requires_grad_(), 8 * eps)):
+        found = experts._gated(given)
+        assert found.dtype == dtype and found.requires_grad == given.requires_grad
+        assert float((found.detach().cpu().double() - exact).norm() / exact.norm()) < bound
+
+
 def test_gradients_reach_the_input(seed: int) -> None:
     # Without limits, at which the slope is another one on either side.
     outline = Fp4Experts(2, 32, 32, limit=1e6, device="meta")

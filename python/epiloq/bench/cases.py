@@ -61,6 +61,7 @@ QUANTISERS = {
     "quantize_blockwise_int8": ("g32", "g128", "g128_symmetric"),
     "rms_norm_quant": (*_FUSED, *(f"add_{variant}" for variant in _FUSED)),
     "silu_and_mul_quant": _FUSED,
+    "silu_and_mul": ("gpt_oss",),
 }
 
 # Fused projections as serving stacks run them: q, k and v in one weight, gate and up in one weight.

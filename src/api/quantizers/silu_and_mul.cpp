@@ -1,5 +1,6 @@
 #include "epiloq/silu_and_mul.h"
 
+#include "api/checks/gate.h"
 #include "api/checks/quantized_rows.h"
 #include "cpu/quantize/fused.h"
 #include "epiloq/device.h"
@@ -18,7 +19,16 @@ Problem checked(SiluAndMul const& call) {
   check.tensor("out", call.out, {call.x.dtype});
   Matrix const out = check_rows(check, call.out, call.x, x.cols / 2);
   check.apart("out", call.out, "x", call.x);
-  return {static_cast<int>(out.rows), static_cast<int>(out.cols), call.x.data, call.out.data, x.stride, out.stride};
+  Problem problem{};
+  problem.rows = static_cast<int>(out.rows);
+  problem.cols = static_cast<int>(out.cols);
+  problem.x = call.x.data;
+  problem.out = call.out.data;
+  problem.stride_x = x.stride;
+  problem.stride_out = out.stride;
+  problem.gate = check_gate(check, call.gate);
+  problem.interleaved = call.interleaved;
+  return problem;
 }
 
 bool in_vectors(Problem const& p, DType x) {

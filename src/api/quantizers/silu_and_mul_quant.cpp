@@ -1,5 +1,6 @@
 #include "epiloq/silu_and_mul_quant.h"
 
+#include "api/checks/gate.h"
 #include "api/checks/quantized_rows.h"
 #include "cpu/quantize/fused.h"
 #include "epiloq/device.h"
@@ -16,7 +17,7 @@ Problem checked(SiluAndMulQuant const& call) {
   Matrix const x = check.rows("x", call.x);
   if (x.cols % 2 != 0) check.fail("x", "expected an even number of columns, gates and factors, got ", describe(call.x));
   return {check_quantized(check, call.q, call.scale, call.x, x.cols / 2, call.granularity, call.group_size, call.ue8m0),
-          call.x.data, x.stride};
+          call.x.data, x.stride, check_gate(check, call.gate)};
 }
 
 RowPlan plan_of(SiluAndMulQuant const& call, Problem const& p) {

@@ -85,8 +85,18 @@ inline float exponential(float x) {
   return (p * r * r + r + 1.f) * first * second;
 }
 
-EPILOQ_CLONES void gate(float const* gates, float const* factors, int count, float* out) {
-  for (int i = 0; i < count; ++i) out[i] = gates[i] / (1.f + exponential(-gates[i])) * factors[i];
+// NaN fails every comparison, and so stays NaN.
+EPILOQ_CLONES void apply(Gate const& gate, float const* gates, float const* factors, int count, float* out) {
+  float const alpha = gate.alpha, limit = gate.limit, offset = gate.offset;
+  for (int i = 0; i < count; ++i) {
+    float const g = gates[i] > limit ? limit : gates[i], below = factors[i] > limit ? limit : factors[i];
+    float const u = below < -limit ? -limit : below;
+    out[i] = g / (1.f + exponential(-alpha * g)) * (u + offset);
+  }
+}
+
+EPILOQ_CLONES void separate(float const* both, int count, float* even, float* odd) {
+  for (int i = 0; i < count; ++i) even[i] = both[2 * i], odd[i] = both[2 * i + 1];
 }
 
 // Calls write(row, values) with each norm, of rows that are shared among threads.
@@ -110,15 +120,36 @@ void norm_rows(NormInputs const& in, DType x, DType weight_dtype, int rows, int 
   });
 }
 
-// The same of gated activations: x has `cols` gates and as many factors.
+// Rows of x: `cols` gates, and as many factors.
+struct GatedRows {
+  void const* x;
+  DType dtype;
+  std::int64_t stride;
+  int rows, cols;
+  Gate gate;
+  bool interleaved;
+};
+
+// The same of gated activations.
 template <class Write>
-void gate_rows(void const* x, DType dtype, std::int64_t stride, int rows, int cols, int threads, Write const& write) {
-  share(rows, threads, [&](std::int64_t first, std::int64_t last) {
-    std::vector<float> gates, factors, values(cols);
+void gate_rows(GatedRows const& in, int threads, Write const& write) {
+  constexpr int kChunk = 4096;  // columns that stay in the cache
+  int const cols = in.cols;
+  share(in.rows, threads, [&](std::int64_t first, std::int64_t last) {
+    std::vector<float> scratch, gates(in.interleaved ? std::min(cols, kChunk) : 0), factors = gates, values(cols);
     for (int row = static_cast<int>(first); row < last; ++row) {
-      std::int64_t const begin = row * stride;
-      gate(as_float(x, dtype, begin, cols, gates), as_float(x, dtype, begin + cols, cols, factors), cols,
-           values.data());
+      std::int64_t const begin = row * in.stride;
+      for (int c = 0; c < cols; c += kChunk) {
+        int const count = std::min(cols - c, kChunk);
+        if (in.interleaved) {
+          float const* const both = as_float(in.x, in.dtype, begin + 2 * std::int64_t{c}, 2 * count, scratch);
+          separate(both, count, gates.data(), factors.data());
+          apply(in.gate, gates.data(), factors.data(), count, &values[c]);
+        } else {
+          apply(in.gate, as_float(in.x, in.dtype, begin + c, count, gates),
+                as_float(in.x, in.dtype, begin + cols + c, count, factors), count, &values[c]);
+        }
+      }
       write(row, values.data());
     }
   });
@@ -137,12 +168,12 @@ void rms_norm_quant::run_on_host(Problem const& p, DType x, DType q, int threads
 }
 
 void silu_and_mul::run_on_host(Problem const& p, DType x, int threads) {
-  gate_rows(p.x, x, p.stride_x, p.rows, p.cols, threads,
+  gate_rows({p.x, x, p.stride_x, p.rows, p.cols, p.gate, p.interleaved}, threads,
             [&](int row, float const* values) { write_row(values, p.cols, x, p.out, row * p.stride_out); });
 }
 
 void silu_and_mul_quant::run_on_host(Problem const& p, DType x, DType q, int threads) {
-  gate_rows(p.x, x, p.stride_x, p.out.rows, p.out.cols, threads,
+  gate_rows({p.x, x, p.stride_x, p.out.rows, p.out.cols, p.gate, false}, threads,
             [&](int row, float const* values) { quantize_row(p.out, q, row, values); });
 }
 

@@ -1,4 +1,5 @@
-// silu(gate) * up, rounded once to x's dtype. Rows are divided among CTAs, so that a few of them use many SMs.
+// silu(gate) * up, or another gate, rounded once to x's dtype. Rows are divided among CTAs, so that a few of them use
+// many SMs.
 
 #include <algorithm>
 #include <limits>
@@ -15,33 +16,47 @@ namespace {
 constexpr int kThreads = 256;
 
 // CTA blockIdx.x has part blockIdx.x % parts of blockDim.y rows. Of its columns a thread computes every
-// (parts * blockDim.x)-th group of kWidth, until the row's end.
+// (parts * blockDim.x)-th group of kWidth, until the row's end. `compute` gets kWidth gates and kWidth factors, which
+// alternate in interleaved rows, in the 2 kWidth columns from the first pointer on.
 template <class T, int kWidth, class Compute>
-__device__ __forceinline__ void for_own_columns(Problem const& p, int parts, Compute compute) {
+__device__ __forceinline__ void for_own_columns(Problem const& p, int parts, bool interleaved, Compute compute) {
   int const part = blockIdx.x % parts, row = static_cast<int>(blockIdx.x / parts * blockDim.y + threadIdx.y);
   if (row >= p.rows) return;
-  T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x;
+  T const* const x = static_cast<T const*>(p.x) + row * p.stride_x;
   T* const out = static_cast<T*>(p.out) + row * p.stride_out;
   int const step = parts * blockDim.x * kWidth;
   for (int c = (part * blockDim.x + threadIdx.x) * kWidth; c < p.cols; c += step) {
-    compute(gates + c, gates + p.cols + c, out + c);
+    T const* const first = x + (interleaved ? 2 * std::int64_t{c} : c);
+    compute(first, first + (interleaved ? kWidth : p.cols), out + c);
   }
 }
 
-template <class T>
+template <class T, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) vectors(__grid_constant__ Problem const p, int parts) {
   pdl_trigger_if_few();  // before its own wait, as in rms_norm.cu
   pdl_wait();
-  for_own_columns<T, kVector>(p, parts, [](T const* gates, T const* ups, T* out) {
-    Vector<T> gate, up;
-    gate.load(gates);
-    up.load(ups);
-    float values[kVector], factors[kVector];
-    gate.widen(values);
-    up.widen(factors);
+  for_own_columns<T, kVector>(p, parts, kInterleaved, [&p](T const* first, T const* second, T* out) {
+    Vector<T> one, other;
+    if (kInterleaved) {  // each a half of the same 32-byte sectors, which L1 reads once
+      one.load_cached(first);
+      other.load_cached(second);
+    } else {
+      one.load(first);
+      other.load(second);
+    }
+    float both[2][kVector], values[kVector], factors[kVector];
+    one.widen(both[0]);
+    other.widen(both[1]);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) gate.values[i] = static_cast<T>(gated(values[i], factors[i]));
-    gate.store(out);
+    for (int i = 0; i < kVector; ++i) {
+      int const pair = kInterleaved ? 2 * i % kVector : i;
+      values[i] = both[kInterleaved ? 2 * i / kVector : 0][pair];
+      factors[i] = both[kInterleaved ? 2 * i / kVector : 1][pair + kInterleaved];
+    }
+    limit_and_offset<true>(p.gate, values, factors);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) one.values[i] = static_cast<T>(gated(values[i], factors[i], p.gate.alpha));
+    one.store(out);
   });
 }
 
@@ -49,9 +64,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) elements(__grid_constant__ Problem const p, int parts) {
   pdl_wait();
   pdl_trigger_if_few();
-  for_own_columns<T, 1>(p, parts, [](T const* gate, T const* up, T* out) {
-    *out = static_cast<T>(gated(static_cast<float>(*gate), static_cast<float>(*up)));
-  });
+  for_own_columns<T, 1>(p, parts, p.interleaved,
+                        [&p](T const* gate, T const* up, T* out) { *out = static_cast<T>(gated(p.gate, *gate, *up)); });
 }
 
 template <class T>
@@ -61,8 +75,9 @@ void launch_typed(Problem const& p, bool in_vectors, Stream stream) {
   int const across = std::min(kThreads, (groups - 1) / kWarp * kWarp + kWarp), down = kThreads / across;
   int const row_blocks = (p.rows - 1) / down + 1;
   int const parts = std::min((groups - 1) / across + 1, kMaxBlocks / row_blocks);
-  launch_spread("launching epiloq.silu_and_mul", in_vectors ? vectors<T> : elements<T>, dim3(row_blocks * parts),
-                dim3(across, down), stream, p, parts);
+  auto const kernel = !in_vectors ? elements<T> : p.interleaved ? vectors<T, true> : vectors<T, false>;
+  launch_spread("launching epiloq.silu_and_mul", kernel, dim3(row_blocks * parts), dim3(across, down), stream, p,
+                parts);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// silu(gate) * up, quantised to int8 or FP8 with a measured scale per row or group. One CTA or one warp per row: one
-// pass over rows that fit in registers, otherwise element by element.
+// silu(gate) * up, or another gate, quantised to int8 or FP8 with a measured scale per row or group. One CTA or one
+// warp per row: one pass over rows that fit in registers, otherwise element by element.
 
 #include "core/cuda_check.h"
 #include "kernels/quantize/gated.cuh"
@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
   pdl_wait();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   if (row >= p.out.rows) return;
+  constexpr bool kFitsBranch = kVectors * sizeof(T) < 16;  // else registers spill
   T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x + column;
   T const* const ups = gates + p.out.cols;
   Vector<T> gate[kVectors], up[kVectors];
@@ -30,8 +31,9 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     float factors[kVector];
     gate[v].widen(values[v]);
     up[v].widen(factors);
+    limit_and_offset<kFitsBranch>(p.gate, values[v], factors);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) values[v][i] = gated(values[v][i], factors[i]);
+    for (int i = 0; i < kVector; ++i) values[v][i] = gated(values[v][i], factors[i], p.gate.alpha);
   }
   quantize_row<Format>(p.out, row, values);
 }
@@ -41,9 +43,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) elements(__grid_constant__ Pro
   pdl_wait();
   pdl_trigger();
   T const* const x = static_cast<T const*>(p.x) + blockIdx.x * p.stride_x;
-  quantize_elements<Format>(p.out, blockIdx.x, [&](int c) {
-    return gated(static_cast<float>(x[c]), static_cast<float>(x[std::int64_t{p.out.cols} + c]));
-  });
+  quantize_elements<Format>(p.out, blockIdx.x,
+                            [&](int c) { return gated(p.gate, x[c], x[std::int64_t{p.out.cols} + c]); });
 }
 
 template <class T, class Format>

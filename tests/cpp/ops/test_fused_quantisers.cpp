@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -125,6 +126,41 @@ void gates_far_from_zero() {
   }
 }
 
+// GPT-OSS's gate, of rows in halves and interleaved, and the default's bits with limits that nothing exceeds.
+void other_gates() {
+  constexpr float kAlpha = 1.702f, kLimit = 7.f;
+  Operands o;
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal(0.f, 4.f);
+  std::generate(o.x.begin(), o.x.end(), [&] { return normal(random); });
+  o.x[kCols] = -0.f;
+  silu_and_mul(o.plain_gate);
+  auto const plain = o.y;
+  CHECK(std::signbit(plain[0]) != std::signbit(o.x[0]));
+  o.plain_gate.gate.limit = 1e9f;
+  silu_and_mul(o.plain_gate);
+  CHECK(std::memcmp(o.y.data(), plain.data(), kRows * kCols * sizeof(float)) == 0);
+  o.plain_gate.gate = o.gate.gate = {.alpha = kAlpha, .limit = kLimit, .offset = 1.f};
+  silu_and_mul(o.plain_gate);
+  silu_and_mul_quant(o.gate);
+  for (int row = 0; row < kRows; ++row) {
+    float const* const x = &o.x[row * 2 * kCols];
+    std::vector<double> gated(kCols);
+    for (int i = 0; i < kCols; ++i) {
+      double const gate = std::min(x[i], kLimit), factor = std::clamp(x[kCols + i], -kLimit, kLimit) + 1.;
+      gated[i] = gate / (1 + std::exp(-kAlpha * gate)) * factor;
+    }
+    CHECK(is_quantised(gated, &o.q[row * kCols], o.scale[row]));
+    CHECK(is_rounded(gated, &o.y[row * kCols]));
+  }
+  auto const halves = o.y, x = o.x;
+  for (int row = 0; row < kRows; ++row)
+    for (int i = 0; i < 2 * kCols; ++i) o.x[row * 2 * kCols + i] = x[row * 2 * kCols + i % 2 * kCols + i / 2];
+  o.plain_gate.interleaved = true;
+  silu_and_mul(o.plain_gate);
+  CHECK(std::memcmp(o.y.data(), halves.data(), kRows * kCols * sizeof(float)) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -135,6 +171,7 @@ int main() {
   check(operands.plain_gate);
   for (int const threads : {1, 3}) rows_are_those_of_float64(threads);
   gates_far_from_zero();
+  other_gates();
   refused(__LINE__, [](auto& o) { o.norm.weight.shape[0] = 31; }, {"rms_norm_quant: weight: expected shape [32]"});
   refused(__LINE__, [](auto& o) { o.norm.residual_out.reset(); }, {"residual: expected it and residual_out together"});
   refused(__LINE__, [](auto& o) { o.norm.residual->shape[0] = 4; }, {"residual: expected x's shape"});
@@ -147,5 +184,9 @@ int main() {
   refused(__LINE__, [](auto& o) { o.plain_norm.weight.dtype = DType::kFloat16; }, {"weight: expected float32"});
   refused(__LINE__, [](auto& o) { o.plain_gate.x.shape[1] = 31; }, {"silu_and_mul: x: expected an even number"});
   refused(__LINE__, [](auto& o) { o.plain_gate.out.shape[1] = 31; }, {"silu_and_mul: out: expected x's leading"});
+  refused(__LINE__, [](auto& o) { o.plain_gate.gate.alpha = 0; }, {"silu_and_mul: alpha: expected a positive finite"});
+  refused(__LINE__, [](auto& o) { o.plain_gate.gate.limit = 0; }, {"silu_and_mul: limit: expected a positive number"});
+  refused(__LINE__, [](auto& o) { o.gate.gate.limit = -1; }, {"silu_and_mul_quant: limit: expected a positive number"});
+  refused(__LINE__, [](auto& o) { o.gate.gate.offset = INFINITY; }, {"offset: expected a finite number, got inf"});
   return test::failures != 0;
 }

@@ -152,6 +152,12 @@ OPERATIONS = (
     ),
     Operation("silu_and_mul", epiloq.silu_and_mul, given.gated_rows, {}),
     Operation(
+        "silu_and_mul",
+        lambda x, out: epiloq.silu_and_mul(x, alpha=1.702, limit=7.0, offset=1.0, interleaved=True, out=out),
+        given.gated_rows,
+        {},
+    ),
+    Operation(
         "silu_and_mul_quant",
         lambda x, q, scale: epiloq.silu_and_mul_quant(x, out=(q, scale)),
         given.rows_to(torch.int8, width=2),

@@ -107,16 +107,20 @@ def fused_quantisers(x: Tensor) -> Calls:
         yield OPS.rms_norm_quant, (x, weight, 1e-6, *measure), {}
         yield OPS.rms_norm_quant_add, (x, weight, 1e-6, x.flip(0), *measure), {}
         yield OPS.silu_and_mul_quant, (pair, *measure), {}
+        yield OPS.silu_and_mul_quant, (pair, *measure, 1.702, 7.0, 1.0), {}
     into = (torch.zeros_like(x, dtype=torch.float8_e4m3fn), x.new_ones(x.shape[0], 1))
     yield OPS.rms_norm_quant_out, (x, weight, 1e-6, x.flip(0), *into, torch.zeros_like(x), "token", 128, False), {}
     yield OPS.silu_and_mul_quant_out, (pair, *into, "token", 128, False), {}
+    yield OPS.silu_and_mul_quant_out, (pair, *into, "token", 128, False, 1.702, 7.0, 1.0), {}
     yield OPS.rms_norm, (x, weight, 1e-6), {}
     yield OPS.rms_norm, (x.half(), weight, 1e-6), {}
     yield OPS.rms_norm_add, (x, weight, 1e-6, x.flip(0)), {}
     yield OPS.rms_norm_out, (x, weight, 1e-6, None, torch.zeros_like(x), None), {}
     yield OPS.rms_norm_out, (x, weight, 1e-6, x.flip(0), torch.zeros_like(x), torch.zeros_like(x)), {}
     yield OPS.silu_and_mul, (pair,), {}
+    yield OPS.silu_and_mul, (pair, 1.702, 7.0, 1.0, True), {}
     yield OPS.silu_and_mul_out, (pair,), {"out": torch.zeros_like(x)}
+    yield OPS.silu_and_mul_out, (pair, 1.702, 7.0, 1.0, True), {"out": torch.zeros_like(x)}
 
 
 def expert_routes(m: int, device: str) -> Calls:

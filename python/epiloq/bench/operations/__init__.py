@@ -40,6 +40,7 @@ _ROWS = (
     quantize_blockwise_int8.OPERATION,
     fused_quantisers.NORM,
     fused_quantisers.GATE,
+    fused_quantisers.GPT_OSS_GATE,
 )
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 

@@ -1,4 +1,5 @@
-"""Fused norm (with or without residual) or gate, and quantiser: bf16 -> int8 per token, FP8 per token or group."""
+"""Fused norm (with or without residual) or gate, and quantiser: bf16 -> int8 per token, FP8 per token or group; and
+GPT-OSS's gate in bf16."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from torch.nn import functional
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Call, Inputs, each, sample
+from epiloq.bench.contract import Bound, Call, Inputs, each, sample, worst
 from epiloq.bench.operations.quantised import LARGEST, SMALLEST_SCALE, by_group, error, quantiser
 
 GROUP, EPS = 128, 1e-6
+ALPHA, LIMIT = 1.702, 7.0
 CHOICES: Mapping[str, dict[str, Any]] = {
     "int8_token": {"dtype": torch.int8},
     "fp8_token": {"dtype": torch.float8_e4m3fn},
@@ -51,6 +53,11 @@ def gate_in_torch(x: Tensor, *, variant: str) -> tuple[Tensor, ...]:
     return _quantise(functional.silu(gate) * up, variant)
 
 
+def gpt_oss_gate_in_torch(x: Tensor) -> Tensor:
+    gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(ALPHA * gate))
+
+
 def _norm_inputs(case: Case, generator: torch.Generator) -> Inputs:
     draw = partial(torch.randn, generator=generator, device=generator.device)
     inputs = {"x": draw((case.m, case.k)), "weight": draw((case.k,)).abs()}
@@ -74,6 +81,11 @@ def _residual(inputs: Inputs) -> dict[str, Tensor]:
 
 def _gate(case: Case, sets: Sequence[Inputs]) -> Bound:
     return Bound([partial(epiloq.silu_and_mul_quant, s["x"], **_choice(case.variant)) for s in sets])
+
+
+def _gpt_oss_gate(case: Case, sets: Sequence[Inputs]) -> Bound:
+    options: dict[str, Any] = {"alpha": ALPHA, "limit": LIMIT, "offset": 1.0, "interleaved": True}
+    return Bound([partial(epiloq.silu_and_mul, s["x"], **options) for s in sets])
 
 
 def _codes_error(case: Case, values: Tensor, rows: Tensor, q: Tensor, scale: Tensor) -> float:
@@ -101,6 +113,16 @@ def _gate_error(case: Case, inputs: Inputs, result: Any, generator: torch.Genera
     rows = sample(case.m, 64, generator)
     gate, up = inputs["x"][rows].double().chunk(2, -1)
     return _codes_error(case, functional.silu(gate) * up, rows, *result)
+
+
+def _gpt_oss_gate_error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
+    if result.shape != (case.m, case.k) or result.dtype != inputs["x"].dtype:
+        return float("inf")
+    rows = sample(case.m, 64, generator)
+    values = gpt_oss_gate_in_torch(inputs["x"][rows].double())
+    # A rounding, and what fp32 may lose before it.
+    tolerance = values.abs() * (torch.finfo(result.dtype).eps / 2 + 2.0**-16) + torch.finfo(result.dtype).tiny
+    return worst((result[rows].double() - values).abs(), tolerance)
 
 
 @each
@@ -133,3 +155,6 @@ _NORMS = _variants(norm_in_torch, (*CHOICES, *(f"add_{variant}" for variant in C
 _GATES = _variants(gate_in_torch, CHOICES)
 NORM = quantiser("rms_norm_quant", _norm_inputs, _norm, _norm_error, _NORMS, {"unfused": _unfused})
 GATE = quantiser("silu_and_mul_quant", _gate_inputs, _gate, _gate_error, _GATES, {"unfused": _unfused})
+GPT_OSS_GATE = quantiser(
+    "silu_and_mul", _gate_inputs, _gpt_oss_gate, _gpt_oss_gate_error, {"gpt_oss": gpt_oss_gate_in_torch}, {}
+)

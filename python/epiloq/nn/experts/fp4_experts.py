@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import epiloq
+from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.quantized_layer import check_positive, convert_input
 from epiloq.nn.base.stored_tensors import StoredTensors
@@ -152,6 +153,8 @@ class Fp4Experts(StoredTensors):
         return routing.combined(self._product(_PROJECTIONS[1], self._gated(gate_up), routing.ends), routing_weights)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
+        if not wants_gradient(gate_up):
+            return epiloq.silu_and_mul(gate_up, alpha=self.alpha, limit=self.limit, offset=1.0, interleaved=True)
         gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 

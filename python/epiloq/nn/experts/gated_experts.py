@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from epiloq.nn.experts.expert_linears import (
     own_part,
     with_identities,
 )
-from epiloq.nn.experts.gating import gated, limit_of
+from epiloq.nn.experts.gating import gate_of, gated
 from epiloq.nn.experts.kind import Kind
 from epiloq.nn.experts.row_experts import ExpertRows, Experts
 
@@ -38,9 +37,9 @@ class GatedExperts(nn.Module):
     Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
     float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give
     ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and up in one
-    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is SiLU; limits of gates and ups are applied
-    in place before), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back to
-    the host, except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) where `epiloq.grouped_packed_mm`
+    ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is one of the gates of
+    ``epiloq.silu_and_mul``), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back
+    to the host, except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) where `epiloq.grouped_packed_mm`
     does so. Raises ValueError for other shapes, and on a CPU for invalid expert indices.
 
     The tensors of all experts are stored together, gate before up, in `gate_up` and `down`, and so they are in the
@@ -83,7 +82,7 @@ class GatedExperts(nn.Module):
         self.down = kind.stacked(experts, intermediate, hidden, 1, device)
         register(self, kind.bias, ((experts, matrices * self.up_begins), (experts, hidden)), device)
         self.act_fn = act_fn or nn.SiLU()
-        self._limit = limit_of(self.act_fn) if projections.gate else None
+        self._gate = gate_of(self.act_fn) if projections.gate else None
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -176,8 +175,8 @@ class GatedExperts(nn.Module):
         rows = ExpertRows(routing.ends)
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, rows)
         gate_up = added(gate_up, self.gate_up_bias, routing.ends)
-        if self._limit is not None and self.down.gated:
-            q, scale = epiloq.silu_and_mul_quant(self._limited(gate_up), **self.down.gated)
+        if self._gate is not None and self.down.gated:
+            q, scale = epiloq.silu_and_mul_quant(gate_up, **self._gate, **self.down.gated)
         else:
             q, scale = self.down.quantise(self._gated(gate_up))
         # The padding of each half is zero, and so are its products.
@@ -192,18 +191,10 @@ class GatedExperts(nn.Module):
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         """The input of down, in the dtype of `gate_up`."""
-        if self._limit is not None and gate_up.is_cuda and not wants_gradient(gate_up):
-            return epiloq.silu_and_mul(self._limited(gate_up))[..., : self.intermediate]
+        if self._gate is not None and gate_up.is_cuda and not wants_gradient(gate_up):
+            return epiloq.silu_and_mul(gate_up, **self._gate)[..., : self.intermediate]
         parts = gate_up.split(self.up_begins, -1)
         return gated(self.act_fn, *(part[:, : self.intermediate] for part in parts))
-
-    def _limited(self, gate_up: Tensor) -> Tensor:
-        """Apply the limits of gates and ups in place."""
-        if self._limit is not None and self._limit != math.inf:
-            gate, up = gate_up.chunk(2, -1)
-            gate.clamp_(max=self._limit)
-            up.clamp_(-self._limit, self._limit)
-        return gate_up
 
     def _settle(self) -> None:
         for experts in (self.gate_up, self.down):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class OwnGate(nn.Module):
@@ -57,12 +57,26 @@ def gated(act_fn: nn.Module, *parts: Tensor) -> Tensor:
     return first * parts[1] if len(parts) > 1 else first
 
 
-def limit_of(act_fn: nn.Module) -> float | None:
-    """L if `act_fn` computes ``silu(min(gate, L)) * clamp(up, -L, L)``, infinity for SiLU without limits, else None."""
+class Gate(TypedDict):
+    """Options of `epiloq.silu_and_mul`."""
+
+    alpha: float
+    limit: float
+    offset: float
+
+
+def gate_of(act_fn: nn.Module) -> Gate | None:
+    """Return the options with which `epiloq.silu_and_mul` computes `act_fn`, or None if it cannot.
+
+    Its alpha and limit are found among the module's own numbers, and its offset is 0 or 1.
+    """
     gate, up = _SAMPLE, _SAMPLE.flip(-1) * 1.5
-    limits = [value for value in vars(getattr(act_fn, "experts", act_fn)).values() if type(value) in (int, float)]
     found = gated(act_fn, gate, up)
-    for limit in (math.inf, *limits):
-        if limit > 0 and torch.equal(functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), found):
-            return float(limit)
+    own = vars(getattr(act_fn, "experts", act_fn)).values()
+    numbers = {float(value) for value in own if type(value) in (int, float) and value > 0}
+    for alpha, limit, offset in itertools.product((1.0, *numbers), (math.inf, *numbers), (0.0, 1.0)):
+        limited = gate.clamp(max=limit)
+        expected = limited * torch.sigmoid(alpha * limited) * (up.clamp(-limit, limit) + offset)
+        if torch.allclose(expected, found, rtol=1e-5, atol=0):
+            return Gate(alpha=alpha, limit=limit, offset=offset)
     return None
