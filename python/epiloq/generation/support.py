@@ -29,6 +29,8 @@ if cache and hasattr(self.config, 'original_max_position_embeddings') and \
         kwargs['next_sequence_length'] = None
 model_inputs = super().prepare_inputs_for_generation()
 return model_inputs"""
+_UP_TO_ORIGINAL_LENGTH_5_17 = _UP_TO_ORIGINAL_LENGTH.replace("        kwargs['next_sequence_length'] = None\n", "")
+"""The same in transformers 5.17."""
 _STEP_ARGUMENTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 FIXED_LAYERS = (StaticLayer, QuantizedStaticLayer)
 _GROWING_LAYERS = (DynamicLayer, QuantizedDynamicLayer)
@@ -80,7 +82,7 @@ def _prepares_as_usual(model: Any, limit: int | None) -> bool:
         return True
     most = getattr(model.config, "original_max_position_embeddings", None)
     is_short = limit is not None and (most is None or limit <= most)
-    return is_short and body_of_function(prepare) == _UP_TO_ORIGINAL_LENGTH
+    return is_short and body_of_function(prepare) in (_UP_TO_ORIGINAL_LENGTH, _UP_TO_ORIGINAL_LENGTH_5_17)
 
 
 def slides(layer: Any) -> bool:

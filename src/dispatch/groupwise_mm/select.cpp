@@ -42,10 +42,11 @@ bool has_kernel(Tile const& tile, GroupwiseMmProblem const& p) {
   return p.has_experts || !is_for_experts(tile.config);
 }
 
-// Small M is bound by memory, which larger tiles do not read faster.
+// Small M is bound by memory, which larger tiles do not read faster; the tile for experts was measured there only.
 constexpr int kDecodeTokens = 64;
 bool suits(Tile const& tile, GroupwiseMmProblem const& p) {
-  return rows_of_expert(p) > kDecodeTokens || tile.config.tokens() <= kDecodeTokens;
+  if (rows_of_expert(p) > kDecodeTokens) return !is_for_experts(tile.config);
+  return tile.config.tokens() <= kDecodeTokens;
 }
 
 // Kernels that compute D^T; not for experts, whose rows are not the tile's then.

@@ -31,7 +31,7 @@ __device__ __forceinline__ void for_own_columns(Problem const& p, int parts, boo
   }
 }
 
-template <class T, bool kInterleaved>
+template <class T, bool kInterleaved, bool kIsSilu>
 __global__ void __launch_bounds__(kThreads) vectors(__grid_constant__ Problem const p, int parts) {
   pdl_trigger_if_few();  // before its own wait, as in rms_norm.cu
   pdl_wait();
@@ -53,9 +53,10 @@ __global__ void __launch_bounds__(kThreads) vectors(__grid_constant__ Problem co
       values[i] = both[kInterleaved ? 2 * i / kVector : 0][pair];
       factors[i] = both[kInterleaved ? 2 * i / kVector : 1][pair + kInterleaved];
     }
-    limit_and_offset<true>(p.gate, values, factors);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) one.values[i] = static_cast<T>(gated(values[i], factors[i], p.gate.alpha));
+    for (int i = 0; i < kVector; ++i) {
+      one.values[i] = static_cast<T>(combined<kIsSilu>(p.gate, values[i], factors[i]));
+    }
     one.store(out);
   });
 }
@@ -64,8 +65,9 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) elements(__grid_constant__ Problem const p, int parts) {
   pdl_wait();
   pdl_trigger_if_few();
-  for_own_columns<T, 1>(p, parts, p.interleaved,
-                        [&p](T const* gate, T const* up, T* out) { *out = static_cast<T>(gated(p.gate, *gate, *up)); });
+  for_own_columns<T, 1>(p, parts, p.interleaved, [&p](T const* gate, T const* up, T* out) {
+    *out = static_cast<T>(combined<false>(p.gate, static_cast<float>(*gate), static_cast<float>(*up)));
+  });
 }
 
 template <class T>
@@ -75,7 +77,10 @@ void launch_typed(Problem const& p, bool in_vectors, Stream stream) {
   int const across = std::min(kThreads, (groups - 1) / kWarp * kWarp + kWarp), down = kThreads / across;
   int const row_blocks = (p.rows - 1) / down + 1;
   int const parts = std::min((groups - 1) / across + 1, kMaxBlocks / row_blocks);
-  auto const kernel = !in_vectors ? elements<T> : p.interleaved ? vectors<T, true> : vectors<T, false>;
+  auto const kernel = !in_vectors        ? elements<T>
+                      : p.interleaved    ? vectors<T, true, false>
+                      : p.gate.is_silu() ? vectors<T, false, true>
+                                         : vectors<T, false, false>;
   launch_spread("launching epiloq.silu_and_mul", kernel, dim3(row_blocks * parts), dim3(across, down), stream, p,
                 parts);
 }

@@ -11,12 +11,11 @@ namespace epiloq::ops::silu_and_mul_quant {
 namespace {
 
 // The row in registers: one pass.
-template <class T, class Format, int kVectors>
+template <class T, class Format, int kVectors, bool kIsSilu>
 __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Problem const p) {
   pdl_wait();
   int const row = own_row(), column = threadIdx.x * kVector, step = blockDim.x * kVector;
   if (row >= p.out.rows) return;
-  constexpr bool kFitsBranch = kVectors * sizeof(T) < 16;  // else registers spill
   T const* const gates = static_cast<T const*>(p.x) + row * p.stride_x + column;
   T const* const ups = gates + p.out.cols;
   Vector<T> gate[kVectors], up[kVectors];
@@ -31,9 +30,8 @@ __global__ void __launch_bounds__(kMaxThreads) one_pass(__grid_constant__ Proble
     float factors[kVector];
     gate[v].widen(values[v]);
     up[v].widen(factors);
-    limit_and_offset<kFitsBranch>(p.gate, values[v], factors);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) values[v][i] = gated(values[v][i], factors[i], p.gate.alpha);
+    for (int i = 0; i < kVector; ++i) values[v][i] = combined<kIsSilu>(p.gate, values[v][i], factors[i]);
   }
   quantize_row<Format>(p.out, row, values);
 }
@@ -43,16 +41,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1) elements(__grid_constant__ Pro
   pdl_wait();
   pdl_trigger();
   T const* const x = static_cast<T const*>(p.x) + blockIdx.x * p.stride_x;
-  quantize_elements<Format>(p.out, blockIdx.x,
-                            [&](int c) { return gated(p.gate, x[c], x[std::int64_t{p.out.cols} + c]); });
+  quantize_elements<Format>(p.out, blockIdx.x, [&](int c) {
+    return combined<false>(p.gate, static_cast<float>(x[c]), static_cast<float>(x[std::int64_t{p.out.cols} + c]));
+  });
 }
 
 template <class T, class Format>
 void launch_typed(Problem const& p, RowPlan const& plan, Stream stream) {
-  constexpr void (*kKernels[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1>, one_pass<T, Format, 2>,
-                                           one_pass<T, Format, 4>};
+  constexpr void (*kSilu[])(Problem) = {elements<T, Format>, one_pass<T, Format, 1, true>, one_pass<T, Format, 2, true>,
+                                        one_pass<T, Format, 4, true>};
+  // Other gates are rare: one kernel takes all rows that fit in registers.
+  auto const kernel = p.gate.is_silu() || plan.kernel == 0 ? kSilu[plan.kernel] : one_pass<T, Format, 4, false>;
   dim3 const blocks((p.out.rows - 1) / plan.rows + 1), threads(plan.threads, plan.rows);
-  launch_spread("launching epiloq.silu_and_mul_quant", kKernels[plan.kernel], blocks, threads, stream, p);
+  launch_spread("launching epiloq.silu_and_mul_quant", kernel, blocks, threads, stream, p);
 }
 
 template <class T>
