@@ -6,7 +6,8 @@
 
 A quicker `tokens_per_second.py`: it starts one engine after the other in the same process, and captures decode graphs,
 without compiling unless `--compile` is given. Triton attention, and no FlashInfer, so that vLLM's Python files and its
-two kernel libraries are enough. By default the engine makes the weights itself. With `--checkpoints` random checkpoints
+two kernel libraries are enough. By default the weights are made in place; of few layers the host's part of a step
+would be most of what is measured. With `--checkpoints` random checkpoints
 are written there, once, and the greedy outputs of each contender are compared with those of vLLM's own kernels, also if
 these ran in an earlier process. Prints one line of JSON for each kind and contender.
 """
@@ -23,9 +24,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from random_checkpoints import KINDS, MODELS, write_checkpoint, write_config
+from random_checkpoints import KINDS, MODELS, fill_weights, write_checkpoint, write_config
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # vLLM's sampler imports FlashInfer, even for temperature 0, unless this is 0. Both contenders use PyTorch's.
@@ -57,26 +58,43 @@ def engine_of(folder: Path, arguments: argparse.Namespace) -> Any:
     )
 
 
-def rate(engine: Any, vocabulary: int, batch: int, tokens: int) -> tuple[list[float], list[list[int]]]:
-    """Tokens per second of six runs, and the tokens of the last."""
+class Rate(NamedTuple):
+    """Tokens per second of each run, milliseconds of a prompt with its first token, and the tokens of the last run."""
+
+    runs: list[float]
+    first_ms: float
+    outputs: list[list[int]]
+
+
+def rate(engine: Any, vocabulary: int, batch: int, tokens: int) -> Rate:
     from vllm import SamplingParams
 
-    options = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
     numbers = random.Random(batch)
     prompts = [{"prompt_token_ids": [numbers.randrange(vocabulary) for _ in range(PROMPT)]} for _ in range(batch)]
-    runs, outputs = [], []
-    for _ in range(6):
+
+    def generate(count: int) -> tuple[float, Any]:
+        options = SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outputs = engine.generate(prompts, options, use_tqdm=False)
-        runs.append(batch * tokens / (time.perf_counter() - start))
-    return runs, [list(output.outputs[0].token_ids) for output in outputs]
+        return time.perf_counter() - start, outputs
+
+    runs, outputs = [], []
+    for _ in range(6):
+        seconds, outputs = generate(tokens)
+        runs.append(batch * tokens / seconds)
+    first = statistics.median(generate(1)[0] for _ in range(5))
+    return Rate(runs, 1e3 * first, [list(output.outputs[0].token_ids) for output in outputs])
 
 
-def measure(folder: Path, arguments: argparse.Namespace) -> dict[int, tuple[list[float], list[list[int]]]]:
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[int, Rate]:
     """Start an engine and end it, so that its memory is free for the next."""
     import torch
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    if arguments.checkpoints is None:
+        import vllm.model_executor.model_loader.dummy_loader as loader
+
+        loader.initialize_dummy_weights = lambda layer, *_: fill_weights(layer)
     engine = engine_of(folder, arguments)
     vocabulary = MODELS[arguments.model]["vocab_size"]
     try:
@@ -134,12 +152,13 @@ def contend(kind: str, folder: Path, arguments: argparse.Namespace) -> None:
             "contender": name,
             "seconds": round(time.perf_counter() - start, 1),
             # The first two runs do not count.
-            "tokens_per_second": {batch: round(statistics.median(runs[2:]), 1) for batch, (runs, _) in found.items()},
-            "runs": {batch: [round(run, 1) for run in runs] for batch, (runs, _) in found.items()},
+            "tokens_per_second": {batch: round(statistics.median(each.runs[2:]), 1) for batch, each in found.items()},
+            "first_token_ms": {batch: round(each.first_ms, 2) for batch, each in found.items()},
+            "runs": {batch: [round(run, 1) for run in each.runs] for batch, each in found.items()},
         }
         if arguments.checkpoints is not None:
             mode = "compiled" if arguments.compile else "eager" if arguments.eager else "graphs"
-            outputs = {batch: tokens for batch, (_, tokens) in found.items()}
+            outputs = {batch: each.outputs for batch, each in found.items()}
             record["agreement"] = compare(folder, name, mode, outputs)
         print(json.dumps(record), flush=True)
 

@@ -127,6 +127,31 @@ def config_of(model: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     return config | {"quantization_config": quantisation}
 
 
+def fill_weights(layer: Any) -> None:
+    """Random numbers for a layer's own parameters in an engine, in place of those of a checkpoint.
+
+    FP8 numbers are from 0.25 to 1 of either sign, so that products with their scales have about the variance 1 / K.
+    Bytes of MXFP4 weights are any, those of scales are E8M0 powers from 2^-7 to 2^-4.
+    """
+    import torch
+
+    for name, parameter in layer.named_parameters(recurse=False):
+        values, is_scale = parameter.data, "scale" in name
+        if values.dtype == torch.float8_e4m3fn:
+            codes = values.view(torch.uint8).random_(0x28, 0x38)
+            codes.bitwise_or_(torch.empty_like(codes).random_(2).mul_(0x80))
+        elif values.dtype == torch.uint8:
+            values.random_(120, 124) if is_scale else values.random_(256)
+        elif not values.is_floating_point():
+            values.random_()
+        elif is_scale:
+            values.uniform_(0.02, 0.04)
+        elif "bias" in name:
+            values.zero_()
+        else:
+            values.fill_(1) if values.ndim == 1 else values.normal_(0, 0.02)
+
+
 def write_config(folder: Path, model: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     config = config_of(model, kind, sizes)
     folder.mkdir(parents=True, exist_ok=True)

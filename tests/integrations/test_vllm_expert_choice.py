@@ -109,7 +109,7 @@ def test_gpt_oss_with_8_bit_activations_is_left_to_the_engine(
 
 @pytest.mark.parametrize(
     ("name", "kind", "by_default"),
-    [("FP8 in blocks", "fp8-block-experts", False), ("FP8 per channel", "fp8-experts", True)],
+    [("FP8 in blocks", "fp8-block-experts", True), ("int8", "int8-experts", False)],
 )
 def test_experts_taken_by_default_and_by_name(
     monkeypatch: pytest.MonkeyPatch, messages: list[str], name: str, kind: str, by_default: bool

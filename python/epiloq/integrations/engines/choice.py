@@ -26,7 +26,7 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "nvfp4-experts": (90,),
 }
 """Kinds of layers, with the architectures that have tensor-core kernels for them."""
-BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16", "fp8-experts")
+BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16", "fp8-block-experts", "fp8-experts")
 """The kinds that epiloq runs by default. Other linear layers dequantise the whole weight in each call with more than 64
 tokens, so the engine's own kernels may be faster for long prompts. Some of the other experts are slower than vLLM's for
 few tokens; those of 4 and 8 bits with 16-bit activations were not compared (docs/guide/engines.md)."""
