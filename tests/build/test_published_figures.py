@@ -64,12 +64,35 @@ def test_w4a8_and_experts_beside_vllm() -> None:
         assert is_published([f"{mean:.2f}" for mean in means]), peer
         assert peer != "vllm_us" or f"{min(means):.2f} to {max(means):.2f} times vLLM" in readme
     ratios: dict[tuple[str, str], list[float]] = {}
-    for row in load("nvidia-h200/mixtures/vllm_experts")["rows"]:
-        ratios.setdefault((row["experts"], row["kind"]), []).append(row["vllm_us"] / row["epiloq_us"])
+    record = load("nvidia-h200/mixtures/vllm_experts")
+    later = {(row["experts"], row["kind"], row["tokens"]): row["epiloq_us"] for row in record["later"]["rows"]}
+    for row in record["rows"]:
+        us = later.get((row["experts"], row["kind"], row["tokens"]), row["epiloq_us"])
+        ratios.setdefault((row["experts"], row["kind"]), []).append(row["vllm_us"] / us)
     for layer, of_layer in ratios.items():
         assert is_published([f"{ratio:.2f}" for ratio in of_layer], "docs/guide/engines.md"), layer
     every = [ratio for of_layer in ratios.values() for ratio in of_layer]
     assert f"experts {min(every):.2f} to {max(every):.2f} times vLLM" in readme
+
+
+def test_whole_engines_with_experts() -> None:
+    found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+    for row in load("nvidia-h200/engines")["mixtures"]["rows"]:
+        found.setdefault((row["model"], row["batch"]), {})[row["contender"]] = row
+    for of_batch in found.values():
+        vllm, own = of_batch["vllm"], of_batch["epiloq"]
+        rates = [f"{vllm['tok_s']:,.0f}", f"{own['tok_s']:,.0f} ({own['tok_s'] / vllm['tok_s']:.2f}x)"]
+        steps = [f"{vllm['step_ms']:.2f}", f"{own['step_ms']:.2f} ({vllm['step_ms'] / own['step_ms']:.2f}x)"]
+        assert is_published([*rates, *steps], "docs/guide/engines.md"), of_batch
+
+
+def test_tiles_for_experts_with_few_rows() -> None:
+    shown = 0
+    for row in load("nvidia-h200/experts")["few_rows"]["rows"]:
+        us = [f"{row[f'us_{weights}_weights']:.1f}" for weights in (64, 128)]
+        share = 100 * row["floor_us"] / row["us_128_weights"]
+        shown += is_published([f"{row['tokens']}", f"{row['with_rows']:.0f}", *us, f"{share:.0f}"])
+    assert shown == 7
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/whole_models.md"])

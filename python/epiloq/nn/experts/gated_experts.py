@@ -36,7 +36,7 @@ class GatedExperts(nn.Module):
 
     Replaces the experts of a transformers model, with the same interface: ``hidden_states`` ``[T, H]`` (float32,
     float16 or bfloat16), ``top_k_index`` ``[T, top_k]`` from 0 to E - 1 and ``top_k_weights`` ``[T, top_k]`` give
-    ``[T, H]``. Tokens are quantised once, their rows sorted by expert, multiplied by gate and up in one
+    ``[T, H]``. Rows (a token and an expert each) are sorted by expert and quantised, multiplied by gate and up in one
     ``epiloq.grouped_mm``, gated and quantised (in one pass if `act_fn` is one of the gates of
     ``epiloq.silu_and_mul``), multiplied by down in another, and summed in fp32 in a fixed order. Nothing is read back
     to the host, except with low-bit weights (`PackedExperts`, `PackedFp4Experts`) where `epiloq.grouped_packed_mm`
