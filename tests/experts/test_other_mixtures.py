@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,6 +113,68 @@ def test_gates_are_found(seed: int) -> None:
         assert torch.equal(own(gate, up), module._apply_gate(torch.cat((gate, up), -1)))
         assert gate_of(own) == wanted and not list(own.modules())[1:]
     assert gate_of(nn.SiLU()) == plain and gate_of(nn.GELU()) is None and gate_of(nn.ReLU()) is None
+
+
+class Gated(nn.Module):
+    """Experts with a gate, and numbers that it may use or not."""
+
+    def __init__(self, gate: Callable[[Tensor, Tensor], Tensor], **numbers: float) -> None:
+        super().__init__()
+        self.__dict__.update(numbers, gate=gate)
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        result: Tensor = self.__dict__["gate"](*both.chunk(2, -1))
+        return result
+
+
+def gate_with(function: Callable[[Tensor, Tensor], Tensor], **numbers: float) -> Any:
+    return gate_of(OwnGate(Gated(function, hidden_dim=2048, num_experts=128, **numbers)))
+
+
+@pytest.mark.parametrize("limit", [0.1, 7, 25.5, 30, 100, 1e4, math.inf])
+@pytest.mark.parametrize(("alpha", "offset"), [(1.0, 0.0), (1.702, 1.0), (0.5, 1.0), (500.0, 0.0)])
+def test_gates_of_any_numbers_are_found(alpha: float, offset: float, limit: float) -> None:
+    def gate(gates: Tensor, ups: Tensor) -> Tensor:
+        gates = gates.clamp(max=limit)
+        return gates * torch.sigmoid(alpha * gates) * (ups.clamp(-limit, limit) + offset)
+
+    assert gate_with(gate, alpha=alpha, limit=limit) == {"alpha": alpha, "limit": limit, "offset": offset}
+
+
+silu = functional.silu
+OTHER_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda g, u: functional.relu(g) * u,
+    "relu with a limit": lambda g, u: functional.relu(g.clamp(max=20)) * u.clamp(-20, 20),
+    "threshold": lambda g, u: functional.threshold(g, 0.3, 0) * u,
+    "nothing for small gates": lambda g, u: torch.where(g.abs() > 0.4, silu(g), 0) * u,
+    "limit of ups": lambda g, u: silu(g) * u.clamp(-20, 20),
+    "limit of gates": lambda g, u: silu(g.clamp(max=20)) * u,
+    "upper limit of ups": lambda g, u: silu(g) * u.clamp(max=20),
+    "lower limit of ups": lambda g, u: silu(g) * u.clamp(min=-20),
+    "limit after the offset": lambda g, u: silu(g) * (u + 1).clamp(-20, 20),
+    "limit that is no attribute": lambda g, u: silu(g.clamp(max=33)) * u.clamp(-33, 33),
+    "gelu": lambda g, u: functional.gelu(g) * u,
+    "another dtype": lambda g, u: (silu(g) * u).double(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_GATES)
+def test_other_gates_are_not_taken_for_these(name: str) -> None:
+    for number in (20.0, math.inf, 10**400):
+        assert gate_with(OTHER_GATES[name], limit=number) is None
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_gates_that_may_change_are_not_recognised(trained: bool) -> None:
+    class Swish(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beta = nn.Parameter(torch.ones(())) if trained else nn.Buffer(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(self.beta * x)
+
+    assert gate_of(Swish()) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -41,8 +42,8 @@ class Fp4Experts(StoredTensors):
         The range of experts in this process and their total number, under expert parallelism: see
         ``epiloq.parallel``.
 
-    Raises ValueError for sizes that are not multiples of 32, for other shapes of inputs, and on a CPU for invalid
-    expert indices.
+    Raises ValueError for sizes that are not multiples of 32, an `alpha` or `limit` that is not positive, other shapes
+    of inputs, and on a CPU for invalid expert indices.
     """
 
     FOLLOWS = frozenset({"gate_up_proj_bias", "down_proj_bias"})
@@ -65,6 +66,9 @@ class Fp4Experts(StoredTensors):
             if size < 1 or size % _BLOCK:
                 raise ValueError(f"Fp4Experts: {name}: expected a multiple of {_BLOCK}, got {size}")
         check_positive("Fp4Experts", experts=experts)
+        for name, number in (("alpha", alpha), ("limit", limit)):
+            if type(number) not in (int, float) or not number > 0 or (name == "alpha" and number == math.inf):
+                raise ValueError(f"Fp4Experts: {name}: expected a positive number, got {number!r}")
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.alpha, self.limit = alpha, limit
         for name in _PROJECTIONS:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epiloq import _core
 from epiloq._torch.library import direct, register
-from epiloq.ops.quantizers.outputs import empty_q, empty_scale
+from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import quantize_int8
 
@@ -103,6 +103,8 @@ def gather_expert_rows(
     Raises:
         ValueError: an argument is invalid; the message names it.
     """
+    if dtype is not None:
+        expect_measure("gather_expert_rows", dtype, granularity, group_size, False, scale_layout, pad_to)
     measure = (dtype or x.dtype, granularity, group_size, scale_layout, pad_to)
     if direct((x, experts)):
         return run_gather(x, experts, count, *measure)

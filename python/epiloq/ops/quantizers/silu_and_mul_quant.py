@@ -36,8 +36,8 @@ def silu_and_mul_quant(
     Everything from ``x`` to q is fp32, in one pass over memory. Scales are measured as by `quantize_int8` (symmetric)
     and `quantize_fp8`. Exponentials differ in their last bits between CPU and GPU: the scale is within 2^-20 of
     float64's, relatively, and q within one step of the value over that scale; an ``alpha`` that is no power of two adds
-    ``2^-24 |alpha g|`` to the relative error of the scale, g being the gate of the largest value. Each device is
-    deterministic.
+    ``2^-24 |alpha g|`` to the relative error of the scale, g being the gate of the largest value. Where
+    ``alpha g`` is below -88 a value counts as 0, as in `silu_and_mul`. Each device is deterministic.
 
     Args:
         x: ``[…, 2 K]`` float32, float16 or bfloat16, contiguous rows: the output of a fused gate and up projection.
