@@ -56,6 +56,7 @@ ACCESSES = {
     ),
     "conv2d/int8_split_k.cuh": (3, SHARED),
     "experts/combine_rows.cu": (1, IN_VECTORS),
+    "experts/gather_rows.cu": (1, IN_VECTORS + " Rows off 16 bytes are refused by expert_routing.cpp."),
     "generic/decode_attention.cu": (
         17,
         "Queries, keys, values: `starts_on_16_bytes`, else torch's attention. Workspace: refused by `checked`. Mask: "
