@@ -45,13 +45,15 @@ struct SortExpertRows {
 // Sorts rows by expert as SortExpertRows does, and copies each row's token to its sorted place: as it is, or quantised
 // as quantize_int8 (symmetric) and quantize_fp8 do. Rows of no expert are not written.
 struct GatherExpertRows {
-  TensorView rows;  // [N, H'] of x's type, H' = H, or int8 (tokens) or float8_e4m3fn, H' >= H; rows dense on 16 bytes;
-                    // written; columns past H are set to 0
-  TensorView
-      scale;  // float32, written: [N, 1], or [N, ceil(H / g)] in dense rows or columns; not read for rows of x's type
+  // [N, H'] of x's type, H' = H, or int8 (tokens) or float8_e4m3fn, H' >= H; rows dense on 16 bytes; written, columns
+  // past H with 0
+  TensorView rows;
+  // float32: [N, 1], or [N, ceil(H / g)], rows or columns dense; written, but not for rows of x's type
+  TensorView scale;
   TensorView tokens, places, ends;  // as in SortExpertRows
-  TensorView x;        // [T, H] float16 or bfloat16, rows dense, H a multiple of 8, at most kMostGatheredColumns
-  TensorView experts;  // as in SortExpertRows
+  // [T, H] float16 or bfloat16, rows dense, H a multiple of 8, at most kMostGatheredColumns
+  TensorView x;
+  TensorView experts;                             // as in SortExpertRows
   Granularity granularity = Granularity::kToken;  // or kGroup
   int group_size = 128;                           // a power of two from 32 to 256
 };

@@ -38,9 +38,7 @@ double late_next_ns(std::int64_t blocks, int sm_count) {
 bool keeps_order(GroupwiseConfig const& config) { return config.k_groups == 2; }
 
 // Whether there is a kernel for a tile.
-bool has_kernel(Tile const& tile, GroupwiseMmProblem const& p) {
-  return p.has_experts || !is_for_experts(tile.config);
-}
+bool has_kernel(Tile const& tile, GroupwiseMmProblem const& p) { return p.has_experts || !is_for_experts(tile.config); }
 
 // Small M is bound by memory, which larger tiles do not read faster; the tile for experts was measured there only.
 constexpr int kDecodeTokens = 64;
