@@ -2,14 +2,16 @@
 
     python benchmarks/engines/one_process.py --kinds w4a16 fp8 int8
     python benchmarks/engines/one_process.py --kinds w4a16 fp8 --model qwen3-30b-a3b --contenders vllm linear epiloq
-    python benchmarks/engines/one_process.py --kinds mxfp4 --model gpt-oss-20b --layers 8 --checkpoints /tmp/random
+    python benchmarks/engines/one_process.py --kinds mxfp4 --model gpt-oss-20b --layers 8 --checkpoints DIR
 
 A quicker `tokens_per_second.py`: it starts one engine after the other in the same process, and captures decode graphs,
 without compiling unless `--compile` is given. Triton attention, and no FlashInfer, so that vLLM's Python files and its
-two kernel libraries are enough. By default the weights are made in place; of few layers the host's part of a step
-would be most of what is measured. With `--checkpoints` random checkpoints
-are written there, once, and the greedy outputs of each contender are compared with those of vLLM's own kernels, also if
-these ran in an earlier process. Prints one line of JSON for each kind and contender.
+two kernel libraries are enough.
+
+By default the weights are made in place. With `--checkpoints` random checkpoints are written there, once, and the
+greedy outputs of each contender are compared with those of vLLM's own kernels, also if these ran in an earlier process.
+A step of few layers is limited by the host, so that its time says little about kernels. Prints one line of JSON for
+each kind and contender.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ struct Tile {
   int step_ns, end_ns = 0, split_ns = 0;
   int reduction_ns = 300, reduction_token_ns = 8;
 };
-// Tiles of few tokens and many weights: half as many, whose ends then cost half as much. Dense layers have too few of
-// them to fill a GPU, so they are compiled and chosen for experts only.
+// Tiles of few tokens and many weights: half as many, whose ends then cost half as much. Measured for experts only, and
+// chosen for them only; with scales per row they are also compiled for them only.
 constexpr bool is_for_experts(GroupwiseConfig const& config) { return config.m_groups == 1 && config.n > 64; }
 // A tile whose last wave may split K: the step costs the same, and the reduction is rounded up so that K is split only
 // where that saves much.

@@ -5,9 +5,9 @@
 #include <cub/block/block_scan.cuh>
 #include <cuda/std/type_traits>
 
-#include "core/ceil_div.h"
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
+#include "kernels/experts/expert_of.cuh"
 #include "kernels/quantize/quantized_rows.cuh"
 #include "kernels/quantize/spread_launch.cuh"
 #include "problems/experts/expert_routing.h"
@@ -19,12 +19,6 @@ constexpr int kThreads = 256;
 static_assert(kMostGatheredColumns <= kThreads * kVector * 4);
 
 struct Unquantized {};
-
-// Rows without an expert here come after all others.
-__device__ __forceinline__ int expert_of(SortProblem const& p, int row) {
-  std::int64_t const expert = p.expert_of_row[row];
-  return expert >= 0 && expert < p.experts ? static_cast<int>(expert) : p.experts;
-}
 
 __device__ __forceinline__ int count_before(SortProblem const& p, int row, int expert) {
   int count = 0;

@@ -9,6 +9,7 @@
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
+#include "kernels/experts/expert_of.cuh"
 #include "problems/experts/expert_routing.h"
 
 namespace epiloq::ops::expert_routing {
@@ -38,11 +39,7 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(__grid_constant__ SortPr
   std::uint16_t* const own = counters + warp * bins;
   auto const for_rows = [&](auto const& act) {
     int const end = min((warp + 1) * rows_of_warp, p.rows);
-    auto const bin_of = [&](int row) {
-      if (row >= end) return -1;
-      std::int64_t const expert = p.expert_of_row[row];
-      return expert >= 0 && expert < p.experts ? static_cast<int>(expert) : p.experts;
-    };
+    auto const bin_of = [&](int row) { return row < end ? expert_of(p, row) : -1; };
     int bin = bin_of(warp * rows_of_warp + lane);
     for (int row = warp * rows_of_warp + lane; row - lane < end; row += 32) {
       int const next = bin_of(row + 32);

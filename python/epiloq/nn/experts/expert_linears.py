@@ -147,7 +147,8 @@ class Routing:
         quantise: Quantise | None = None,
         measure: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Routing, Tensor, Tensor | None]:
-        """The same, tokens ``[T, H]`` as rows ``[T top_k, H']`` sorted by expert, and their scales.
+        """Create as `of` does; also return the tokens ``[T, H]`` as rows ``[T top_k, H']`` sorted by expert, and their
+        scales.
 
         Rows are quantised by `quantise`, if there is one; `measure` are the options by which ``gather_expert_rows``
         does the same in the kernel that sorts.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -112,18 +114,10 @@ def gather_expert_rows(
     return found
 
 
-def run_gather(
-    x: Tensor,
-    experts: Tensor,
-    count: int,
-    dtype: torch.dtype,
-    granularity: str,
-    group_size: int,
-    scale_layout: str,
-    pad_to: int,
-) -> Gathered:
-    """`gather_expert_rows` for plain tensors."""
-    made = _empty_gathered(x, experts, count, dtype, granularity, group_size, scale_layout, pad_to)
+def run_gather(x: Tensor, experts: Tensor, count: int, *measure: Any) -> Gathered:
+    """`gather_expert_rows` for plain tensors; `measure` as for `_empty_gathered`."""
+    dtype, granularity, group_size, _, pad_to = measure
+    made = _empty_gathered(x, experts, count, *measure)
     if x.is_cuda:
         _core.gather_expert_rows(*made, x, experts, granularity, group_size)
         return made

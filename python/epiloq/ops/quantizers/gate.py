@@ -11,7 +11,7 @@ from epiloq._torch.checks import as_number
 GATE = "float alpha=1.0, float? limit=None, float offset=0.0"
 
 
-def gate_of(name: str, alpha: float, limit: float, offset: float) -> tuple[float, float, float]:
+def gate_numbers(name: str, alpha: float, limit: float, offset: float) -> tuple[float, float, float]:
     """Convert the numbers of a gate to float. C++ checks their values."""
     if type(alpha) is type(limit) is type(offset) is float:
         return alpha, limit, offset

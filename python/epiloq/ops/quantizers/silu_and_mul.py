@@ -11,7 +11,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, expect_flags, explanation_of
 from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
-from epiloq.ops.quantizers.gate import GATE, for_operator, gate_of
+from epiloq.ops.quantizers.gate import GATE, for_operator, gate_numbers
 
 _NAME = "silu_and_mul"
 
@@ -57,7 +57,7 @@ def silu_and_mul(
     """
     if interleaved is not False:
         expect_flags(_NAME, interleaved=interleaved)
-    options = (*gate_of(_NAME, alpha, limit, offset), interleaved)
+    options = (*gate_numbers(_NAME, alpha, limit, offset), interleaved)
     if out is None:
         if direct((x,)):
             return _core.new_silu_and_mul(x, *options)
@@ -91,7 +91,7 @@ def run(
 @explanation_of(silu_and_mul)
 def explain(call: Arguments) -> str:
     expect_flags(_NAME, interleaved=call.interleaved)
-    options = (*gate_of(_NAME, call.alpha, call.limit, call.offset), call.interleaved)
+    options = (*gate_numbers(_NAME, call.alpha, call.limit, call.offset), call.interleaved)
     expect_tensors(_NAME, {"x": call.x}, {}, writes=False)
     return _core.explain_silu_and_mul(_fake(call.x) if call.out is None else call.out, call.x, *options)
 

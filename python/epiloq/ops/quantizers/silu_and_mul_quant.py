@@ -11,7 +11,7 @@ from torch import Tensor
 from epiloq import _core
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
-from epiloq.ops.quantizers.gate import GATE, for_operator, gate_of
+from epiloq.ops.quantizers.gate import GATE, for_operator, gate_numbers
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 
 
@@ -58,7 +58,7 @@ def silu_and_mul_quant(
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     expect_measure("silu_and_mul_quant", dtype, granularity, group_size, ue8m0, scale_layout, pad_to)
-    gate = gate_of("silu_and_mul_quant", alpha, limit, offset)
+    gate = gate_numbers("silu_and_mul_quant", alpha, limit, offset)
     if out is not None:
         if len(out) != 2:
             raise ValueError(f"epiloq.silu_and_mul_quant: out: expected (q, scale), got {len(out)} elements")
@@ -129,7 +129,7 @@ def run(
 @explanation_of(silu_and_mul_quant)
 def explain(call: Arguments) -> str:
     groups = call.granularity, call.group_size, call.ue8m0
-    gate = gate_of("silu_and_mul_quant", call.alpha, call.limit, call.offset)
+    gate = gate_numbers("silu_and_mul_quant", call.alpha, call.limit, call.offset)
     expect_measure("silu_and_mul_quant", call.dtype, *groups, call.scale_layout, call.pad_to)
     expect_tensors("silu_and_mul_quant", {"x": call.x}, {}, writes=False)
     q, scale = call.out or _empty(call.x, *groups, call.scale_layout, call.dtype, call.pad_to)
