@@ -48,6 +48,7 @@ struct GroupwiseProblem {
 
 using GroupwiseLaunch = void (*)(GroupwiseProblem const&, int device, Stream);
 
-constexpr int kGroupDepth = 128;  // of K per scale
+constexpr int kGroupDepth = 128;    // of K per scale
+constexpr int kBlockColumns = 128;  // of B per scale of a block
 
 }  // namespace epiloq::gemm

@@ -238,9 +238,9 @@ def test_passes_between_the_products(kind: str, seed: int) -> None:
         whole(x, index, weights)
     first, second = (i for i, name in enumerate(seen.seen) if name.endswith("_mm"))
     between = seen.seen[first + 1 : second]
-    assert between == (["silu_and_mul_quant"] if whole.down.gated else ["silu", "mul"])
+    assert between == (["silu_and_mul_quant"] if whole.down.quantize_options else ["silu", "mul"])
     # Of FP8 blocks, scales of tokens are padded to be gathered; a scale a token is gathered beside the tokens.
-    assert len(seen.seen) == (17 if kind == "fp8-block" else 16 if whole.down.gated else 15), seen.seen
+    assert len(seen.seen) == (17 if kind == "fp8-block" else 16 if whole.down.quantize_options else 15), seen.seen
 
 
 @pytest.mark.parametrize("kind", KINDS)

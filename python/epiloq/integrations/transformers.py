@@ -33,11 +33,10 @@ from epiloq.formats.epiloq_modules import METHOD
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.described import KEY, described_beside, hoisted, lacks_layers
 from epiloq.formats.readers import CONFIGS
-from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import HELD_AS, EpiloqConfig
 from epiloq.integrations.hf_quantizer.quantizer import EpiloqQuantizer
 
-METHODS = (METHOD, *CONFIGS, mxfp4.METHOD)
+METHODS = (METHOD, *CONFIGS)
 
 __all__ = ["METHODS", "EpiloqConfig", "EpiloqQuantizer", "register", "unregister"]
 

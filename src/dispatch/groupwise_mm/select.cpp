@@ -16,7 +16,7 @@ namespace {
 
 std::int64_t rows_of_expert(GroupwiseMmProblem const& p) { return ceil_div(p.m, p.experts); }
 
-// Experts that may have rows: of few rows each could be another expert's.
+// Experts that may have rows: with fewer rows than experts, one row each at most.
 std::int64_t experts_with_rows(GroupwiseMmProblem const& p) {
   return p.has_experts ? std::min<std::int64_t>(p.experts, p.m) : p.experts;
 }
@@ -250,8 +250,7 @@ double Selection::rank(Timed const& candidate, GroupwiseMmProblem const& problem
   if (tile == nullptr || !suits(*tile, p) || (needs_one_order(p) && !in_order)) {
     return std::numeric_limits<double>::infinity();
   }
-  Cost const cost = cost_of(*tile, p, t.sm_count, candidate.choice.split_k);
-  return 1e-3 * (cost.ns + cost.late_next_ns);
+  return 1e-3 * cost_of(*tile, p, t.sm_count, candidate.choice.split_k).ns;
 }
 
 std::string Selection::terms(Choice const& choice, GroupwiseMmProblem const& p, Target const& t) {

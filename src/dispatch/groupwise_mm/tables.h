@@ -68,7 +68,7 @@ constexpr auto const& group_tiles() {
 }
 
 // Per-row scales, for experts and for scaled_mm. int8 needs no FP32 promotion, so a warpgroup has registers for 256
-// columns, which reads the fewest bytes of shared memory per product.
+// columns, which reads the fewest bytes of shared memory per product. The tile for experts stays last (CMakeLists.txt).
 inline constexpr std::array kInt8RowTiles{
     Tile{{1, 2, 32}, 135, 600, 135, 180, 1},
     Tile{{1, 2, 48}, 150, 600, 200, 100, 1},
@@ -97,6 +97,7 @@ inline constexpr std::array kFloat8RowTiles{
     Tile{{2, 1, 128, 2}, 783, 2590},
     Tile{{1, 2, 128}, 350, 400},
 };
+static_assert(is_for_experts(kInt8RowTiles.back().config) && is_for_experts(kFloat8RowTiles.back().config));
 template <std::size_t kCount>
 constexpr bool split_where_allowed(std::array<Tile, kCount> const& tiles) {
   for (Tile const& tile : tiles) {

@@ -9,7 +9,7 @@
 namespace epiloq::ops::scaled_mm {
 
 // No rule but the cost model: the cheapest of groupwise_mm's tiles for per-row scales and of the LargeMTiles below.
-inline constexpr int kPerRowScales = -1;
+inline constexpr int kByCost = -1;
 
 // A CUTLASS tile that competes with groupwise_mm's tiles for more tokens than it has: step and end costs as in
 // groupwise_mm's tables. CUTLASS loads whole boxes; TMA zero-fills a partial one slowly, as if there were `more_rows`
@@ -50,10 +50,10 @@ inline constexpr std::array kSm89FastRules{
 
 // int8. At exactly 128 tokens a CUTLASS tile of 64 x 128 is faster for wide outputs.
 inline constexpr std::array kSm90Rules{
-    Rule{127, kAny, kPerRowScales},
-    Rule{128, 4608, kPerRowScales},
+    Rule{127, kAny, kByCost},
+    Rule{128, 4608, kByCost},
     Rule{128, kAny, 2},
-    Rule{kAny, kAny, kPerRowScales},
+    Rule{kAny, kAny, kByCost},
 };
 // Ping-pong overlaps one warpgroup's stores with the other's products, which counts if tiles are many or K is short;
 // two CTAs share the tokens. A tile with a partial row of tokens takes about three times as long.

@@ -40,7 +40,7 @@ static_assert(all_accurate(kSm90Float8Tiles, kSm90Float8BatchRules));
 // Kernels with per-row scales do not support batches.
 template <class Rules>
 constexpr bool all_rows_here(Rules const& rules) {
-  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kPerRowScales; });
+  return std::ranges::none_of(rules, [](Rule const& rule) { return rule.tile == kByCost; });
 }
 static_assert(all_rows_here(kSm90BatchRules) && all_rows_here(kSm90Float8BatchRules));
 
@@ -165,7 +165,7 @@ std::vector<Timed> sm90_candidates(Family family, Tiles const& tiles, ScaledMmPr
 template <class Rules>
 Choice sm90_choice(Family family, Rules const& rules, ScaledMmProblem const& p, Target const& t) {
   int const row = *first_fit(rules, p, [](int) { return true; });
-  return row == kPerRowScales ? per_row_choice(p, t) : Choice{family, row};
+  return row == kByCost ? per_row_choice(p, t) : Choice{family, row};
 }
 
 Choice sm90_int8_choice(ScaledMmProblem const& p, Target const& t) {

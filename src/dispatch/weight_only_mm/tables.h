@@ -47,7 +47,7 @@ constexpr bool is_narrow_tiled(int row) { return std::ranges::find(kNarrowTiledR
 
 // SM90: up to this many tokens weights are not rounded.
 inline constexpr int kExactTokens = 128;
-// At most two tiles cover up to this many tokens; for more, no narrower tile is tried.
+// No tile narrower than half of the tokens is tried, nor, above twice this many tokens, one narrower than this.
 inline constexpr int kWideTokens = 64;
 
 // Without wgmma: from this many tokens on it is faster to dequantise the weight into memory for a dense product.

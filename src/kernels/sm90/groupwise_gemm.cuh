@@ -1,8 +1,8 @@
 #pragma once
 
 // SM90 groupwise GEMM: FP8 with a scale every 128 of K, and int8 or FP8 with per-row scales, with or without experts.
-// Written on wgmma and TMA: CUTLASS's collective supports neither our epilogues, nor tiles narrower than 128, nor
-// experts.
+// Written on wgmma and TMA: CUTLASS's collective with scales per block supports neither our epilogues, nor tiles
+// narrower than 128, nor experts.
 //
 // Warp-specialised: a producer warpgroup (groupwise_producer.cuh, groupwise_scale_producer.cuh) fills the stages;
 // consumer warpgroups (groupwise_mainloop.cuh) multiply, promote to FP32 and store (groupwise_epilogue.cuh,
@@ -63,7 +63,7 @@ __device__ void multiply_tiles(GroupwiseParams const& params, typename C::Shared
     int const depth = k_range.depth(tile), steps = (depth - group_k + C::kKGroups - 1) / C::kKGroups;
     typename C::Sum sums[C::kRounds][Mainloop::kSums] = {};
     // Columns of the tile before the next 128-column scale group.
-    int const boundary = in_register(kGroupDepth - tile.first_column % kGroupDepth);
+    int const boundary = in_register(kBlockColumns - tile.first_column % kBlockColumns);
     if constexpr (C::kMulticast) addresses.select_empty(warp_uniform(tile.is_alone));
     out.load_operands(tile);
     // What the main loop does while products are in flight: stores parts of the previous tile, finds the next one.

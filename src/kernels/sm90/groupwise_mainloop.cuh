@@ -9,8 +9,8 @@
 // promoted while other warpgroups multiply) and `sum_overlapped` (promotion beside the warpgroup's own next product).
 //
 // Invariants: a stage is read only after its full barrier has the phase's parity, and released, by one arrival per
-// consumer warp and CTA that writes it, only after the last wgmma that reads it has finished and all lanes have read
-// their scales.
+// warp of its K group and CTA that writes it, only after the last wgmma that reads it has finished and all lanes have
+// read their scales.
 
 #include <numeric>
 #include <utility>
@@ -154,7 +154,7 @@ struct GroupwiseMainloop {
       }
     } else {
       // Columns up to the boundary belong to one 128-column scale group, the others to the next.
-      constexpr int kTogether = std::gcd(C::kN, kGroupDepth);
+      constexpr int kTogether = std::gcd(C::kN, kBlockColumns);
 #pragma unroll
       for (int column = 0; column < C::kN; column += kTogether) {
         bool const in_first = kTogether == C::kN || column < boundary;

@@ -18,7 +18,7 @@ __device__ void copy_all_scales(TileProducer<C> const& loader, int producer) {
   GroupwiseScheduler<C> scheduler(params.p, params.tiles);
   for (GroupwiseTile tile; warp_uniform(scheduler.next(tile));) {
     KSteps const steps = loader.k_range.of(tile);
-    int const row = tile.first_column / kGroupDepth;  // there is one expert
+    int const row = tile.first_column / kBlockColumns;  // there is one expert
 #pragma unroll 1
     for (int i = first_step_of<C>(producer, before); i < steps.depth; i += C::kProducerWarps) {
       int const step = steps.at(i, tile);

@@ -96,8 +96,8 @@ struct Groupwise {
   // 128-column groups.
   static constexpr bool kMayCopyAllScales = kSmallM && kN <= 32 && !kColumnScales && !kPerRowScales;
   static constexpr int kQuad = 4;
-  static constexpr int kWeightScales = kTransposesD ? 0 : kColumnScales ? kN : 2;   // loaded by warps
-  static constexpr bool kOneWeightScale = !kColumnScales && kGroupDepth % kN == 0;  // per tile
+  static constexpr int kWeightScales = kTransposesD ? 0 : kColumnScales ? kN : 2;     // loaded by warps
+  static constexpr bool kOneWeightScale = !kColumnScales && kBlockColumns % kN == 0;  // per tile
   static constexpr int kWeightScaleSlots = kMayCopyAllScales ? 2 * kQuad : kWeightScales;
   static constexpr int kStageScales = kPerRowScales ? 0 : (kM + kWeightScaleSlots + 31) / 32 * 32;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes + 4 * kStageScales;
@@ -113,7 +113,7 @@ struct Groupwise {
   static constexpr int kSlotBytes = kWarpRows * kChunk * static_cast<int>(sizeof(Out));
   static_assert(kN % 8 == 0);
   // A tile spans at most two 128-column scale groups, wherever it begins.
-  static_assert(kColumnScales || kPerRowScales || kN - std::gcd(kN, kGroupDepth) <= kGroupDepth);
+  static_assert(kColumnScales || kPerRowScales || kN - std::gcd(kN, kBlockColumns) <= kBlockColumns);
   // Copies of the epilogue's row and column operands and zero points. Each warp has its own row operands, and its own
   // column operands unless all warps synchronise in every tile: then there are two copies, as one warp may be a tile
   // ahead.
@@ -188,8 +188,8 @@ struct Groupwise {
   };
   static_assert(kStages * 16 + kConsumerWarps * 8 <= kBarrierBytes);
 
-  // Arrivals per full barrier: TMA's transaction and every lane that copies scales. Per empty barrier: every consumer
-  // warp.
+  // Arrivals per full barrier: TMA's transaction and every lane that copies scales. Per empty barrier: every warp of
+  // the K group that consumes the stage.
   static __device__ bool producer_loads_scales(GroupwiseParams const& params) {
     return kProducerMayLoadScales && params.copies_scales;
   }

@@ -45,7 +45,7 @@ class Fp8BlockExperts(Experts):
         return rows_of_blocks(first, last, self.in_features, *tensors)
 
     @property
-    def gated(self) -> Mapping[str, Any]:
+    def quantize_options(self) -> Mapping[str, Any]:
         return {"dtype": self.WEIGHT_DTYPE, "granularity": "group", "scale_layout": "column"}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:

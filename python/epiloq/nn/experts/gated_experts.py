@@ -170,13 +170,13 @@ class GatedExperts(nn.Module):
                 raise NotImplementedError("GatedExperts: gradients: expected all experts in one process, with layers")
             return self._one_by_one(hidden_states, routing, top_k_weights)
         first = self.gate_up
-        measure = {**first.gated, "pad_to": K_MULTIPLE} if first.gated else {}
+        measure = {**first.quantize_options, "pad_to": K_MULTIPLE} if first.quantize_options else {}
         routing, q, scale = Routing.gather(hidden_states, top_k_index, self.experts, part, first.quantise, measure)
         rows = ExpertRows(routing.ends)
         gate_up = self.gate_up.multiply(q, scale, hidden_states.dtype, rows)
         gate_up = added(gate_up, self.gate_up_bias, routing.ends)
-        if self._gate is not None and self.down.gated:
-            q, scale = epiloq.silu_and_mul_quant(gate_up, **self._gate, **self.down.gated)
+        if self._gate is not None and self.down.quantize_options:
+            q, scale = epiloq.silu_and_mul_quant(gate_up, **self._gate, **self.down.quantize_options)
         else:
             q, scale = self.down.quantise(self._gated(gate_up))
         # The padding of each half is zero, and so are its products.

@@ -208,7 +208,7 @@ class W4A8Fp4Experts(QuantizedTokenProduct, PackedFp4Experts):
         super().__init__(experts, in_features, out_features, **options)
 
     @property
-    def gated(self) -> Mapping[str, Any]:
+    def quantize_options(self) -> Mapping[str, Any]:
         if self.activation == GROUPS:
             return {"granularity": "group", "group_size": FP8_BLOCK, "dtype": torch.float8_e4m3fn}
         return {"dtype": ACTIVATIONS[self.activation]}  # torch.compile cannot read super()'s property

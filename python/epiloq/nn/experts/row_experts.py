@@ -87,8 +87,8 @@ class Experts(PreparedLinear):
         """Quantise one expert's float ``[N, K]`` into the parameters."""
 
     @property
-    def gated(self) -> Mapping[str, Any]:
-        """Options with which ``epiloq.silu_and_mul_quant`` produces its inputs; empty if it cannot."""
+    def quantize_options(self) -> Mapping[str, Any]:
+        """Options with which `gather_expert_rows` and `silu_and_mul_quant` quantise its rows; empty: they cannot."""
         return {}
 
     @property
@@ -206,7 +206,7 @@ class TokenQuantizedExperts(Experts):
     """Kind of quantised activations, a name in `ACTIVATIONS`."""
 
     @property
-    def gated(self) -> Mapping[str, Any]:
+    def quantize_options(self) -> Mapping[str, Any]:
         return {"dtype": ACTIVATIONS[self.activation]}
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:

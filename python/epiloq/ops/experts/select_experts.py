@@ -10,7 +10,7 @@ from epiloq._torch.library import direct, register
 
 _NAME = "select_experts"
 MOST_EXPERTS, MOST_PER_TOKEN = 1024, 32
-"""Of the kernel; on a CPU there is no limit."""
+"""Of the kernel; checked on a CPU, too."""
 
 
 def select_experts(

@@ -1,7 +1,7 @@
 #pragma once
 
 // Layers whose fastest kernel was measured and which the cost model misses by more than a few percent. Written by
-// `tools/tune.py fit --write`, from the same measurements as the numbers in costs.h.
+// `tools/tune.py fit --write`, from the measurements behind costs.h, and by `tools/tune.py add` for further cards.
 
 #include <cstdint>
 #include <optional>

@@ -2,10 +2,11 @@
 
 // Expected time of a weight_only_mm kernel, from its shape and about twenty fitted numbers (costs.h).
 //
-//   time = start + first load + longer(memory, SMs)
+//   time = factor * longer(start + first load + longer(memory, SMs), power)
 //
 // The memory reads every weight once. An SM's CTAs run in waves, each of which multiplies its K steps, reduces over the
-// cluster and stores. Of the first load, PDL hides the weights that are issued while the preceding kernel ends.
+// cluster and stores. Of the first load, PDL hides the weights that are issued while the preceding kernel ends. Power:
+// all products at the clock that the power limit leaves (WGMMA only). The factor is the kernel's.
 
 #include <cstdint>
 
