@@ -60,6 +60,12 @@ function(epiloq_kernels name)
   target_sources(epiloq PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
+# epiloq_expand(<list to append to> <template> <name>): expands a template of this folder into a source of that name.
+macro(epiloq_expand sources template name)
+  configure_file(${template} ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu @ONLY)
+  list(APPEND ${sources} ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu)
+endmacro()
+
 # epiloq_epilogues(<out variable> <list>): reads the names of a list of epilogues from src/epilogue/library.h, for which
 # kernels are instantiated.
 function(epiloq_epilogues result list)

@@ -193,7 +193,9 @@ def test_plot_is_a_picture(suffix: str, seed: int, tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "cache_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(floor, "cache_bytes", lambda device: 1 << 20)
     monkeypatch.setitem(floor.READ_MIB, "cpu", (1, 4))
+    monkeypatch.setitem(floor.MEASURED_EDGE, "cpu", 256)
     monkeypatch.setitem(TIMERS, "cpu", partial(CpuTimer, 0.002))
 
 
