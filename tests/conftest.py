@@ -7,6 +7,7 @@ import random
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -118,6 +119,22 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reports_without_pictures() -> Iterator[None]:
+    """Pictures take longer than the tiny models that reports are about: `pictures` draws them."""
+    with patch("epiloq.quantize.figures.to_svg", lambda figure, label: "<svg></svg>"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Iterator[None]:
+    """`epiloq quantize` draws the pictures of its reports, which other tests leave out."""
+    from epiloq.pages.figures import to_svg
+
+    with patch("epiloq.quantize.figures.to_svg", to_svg):
+        yield
 
 
 @pytest.fixture

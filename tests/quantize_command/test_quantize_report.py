@@ -25,8 +25,11 @@ from epiloq.quantize.calibration.work import Block
 from tiny_teacher import save, tiny_model
 
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised model with everything that a report can show."""
     folder = tmp_path_factory.mktemp("report")
     save(folder / "model", tiny_model(**ROUND))
