@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epiloq
-from epiloq._torch.library import direct
+from epiloq._torch.calls import direct
 from operator_calls import operator_calls
 from reference import Problem, make_problem
 

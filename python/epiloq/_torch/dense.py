@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from epiloq._torch.library import without_autocast
+from epiloq._torch.calls import without_autocast
 
 
 def row_chunks(n: int, k: int, at_once: int) -> Iterator[slice]:

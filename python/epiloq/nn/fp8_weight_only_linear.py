@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
-from epiloq._torch.library import DENSE_PRODUCT, refuse_batch_invariant
+from epiloq._torch.calls import DENSE_PRODUCT, refuse_batch_invariant
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, PreparedLinear
 

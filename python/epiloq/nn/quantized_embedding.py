@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epiloq._torch.library import reads_values
+from epiloq._torch.calls import reads_values
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
 from epiloq.nn.base.packed_linear import check_grid, kind_of_zeros, nearest

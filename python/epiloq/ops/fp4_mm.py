@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.dense import multiply_dense, row_chunks
-from epiloq._torch.library import (
+from epiloq._torch.calls import (
     DENSE_PRODUCT,
-    Gradient,
     direct,
     expect_tensors,
     is_transformed,
     mark_written,
     refuse_batch_invariant,
-    register_product,
     without_autocast,
 )
+from epiloq._torch.checks import Arguments, explanation_of
+from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.library import Gradient, register_product
 from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows
 from epiloq.weights.tensor_checks import check_memory, check_output_of, check_rows, described, refuse
 

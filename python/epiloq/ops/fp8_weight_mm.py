@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import Arguments, explanation_of, is_int32
-from epiloq._torch.dense import multiply_dense, row_chunks
-from epiloq._torch.library import (
+from epiloq._torch.calls import (
     direct,
     dispatched,
     expect_tensors,
     mark_written,
     refuse_batch_invariant,
-    register_product,
     without_autocast,
 )
+from epiloq._torch.checks import Arguments, explanation_of, is_int32
+from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.library import register_product
 from epiloq._torch.threads import threads_for
 
 _NAME = "fp8_weight_mm"

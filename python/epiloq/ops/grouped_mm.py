@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, dispatched, empty_product, mark_written, register_product
+from epiloq._torch.calls import direct, dispatched, mark_written
+from epiloq._torch.library import empty_product, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.groupwise_mm import GROUPED_RECIPES, fake_of, granularity_of
 

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, expect_tensors, is_batch_invariant, mark_written, parts_of
 from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.library import (
-    direct,
-    dispatched,
-    expect_tensors,
-    is_batch_invariant,
-    mark_written,
-    parts_of,
-    register_product,
-)
+from epiloq._torch.library import register_product
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
 from epiloq.ops.experts import few_rows
 from epiloq.ops.w4a8_mm import aligned_rows, widened

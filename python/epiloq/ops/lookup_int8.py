@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, mark_written
 from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.library import direct, dispatched, mark_written, register_product
+from epiloq._torch.library import register_product
 from epiloq.weights.tensor_checks import refuse
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, expect_tensors, mark_written
 from epiloq._torch.checks import as_operator, bound_arguments, expect_flags, for_operator, is_int32, limits
-from epiloq._torch.library import direct, dispatched, empty_rows, expect_tensors, mark_written, register_product
+from epiloq._torch.library import empty_rows, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.online_quant_weight import online_quant_weight
 from epiloq.weights.block_quant_weight import BlockQuantWeight, widen

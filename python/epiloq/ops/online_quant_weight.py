@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epiloq._torch.calls import expect_tensors
 from epiloq._torch.checks import expect_int32, is_int32
-from epiloq._torch.library import expect_tensors
 from epiloq.weights.block_quant_weight import RANGES, BlockQuantWeight, prepare, unpack_pairs
 from epiloq.weights.tensor_checks import refuse
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.dense import multiply_dense
-from epiloq._torch.library import (
+from epiloq._torch.calls import (
     DENSE_PRODUCT,
-    Gradient,
     direct,
     expect_tensors,
     is_batch_invariant,
@@ -22,9 +19,11 @@ from epiloq._torch.library import (
     mark_written,
     parts_of,
     refuse_batch_invariant,
-    register_product,
     without_autocast,
 )
+from epiloq._torch.checks import Arguments, explanation_of
+from epiloq._torch.dense import multiply_dense
+from epiloq._torch.library import Gradient, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
 from epiloq.ops.experts import few_rows

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epiloq._torch.calls import expect_tensors
 from epiloq._torch.checks import Arguments, bound_arguments
-from epiloq._torch.library import expect_tensors
 from epiloq.ops.convolutions.conv2d import geometry
 from epiloq.ops.convolutions.conv2d_int8 import explain_checked, prepared, run_checked
 from epiloq.weights.prepared_int8_weight import PreparedInt8Weight

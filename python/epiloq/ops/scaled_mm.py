@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, expect_tensors, mark_written
 from epiloq._torch.checks import bound_arguments, expect_flags
-from epiloq._torch.library import direct, dispatched, empty_product, expect_tensors, mark_written, register_product
+from epiloq._torch.library import empty_product, register_product
 from epiloq._torch.threads import threads_for
 
 _OPERANDS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"

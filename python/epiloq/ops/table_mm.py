@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.checks import Arguments, expect_int32, explanation_of
-from epiloq._torch.dense import multiply_dense, row_chunks
-from epiloq._torch.library import (
+from epiloq._torch.calls import (
     DENSE_PRODUCT,
     direct,
     dispatched,
-    empty_rows,
     mark_written,
     refuse_batch_invariant,
-    register_product,
     without_autocast,
 )
+from epiloq._torch.checks import Arguments, expect_int32, explanation_of
+from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.library import empty_rows, register_product
 from epiloq._torch.threads import threads_for
 
 _NAME = "table_mm"

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, expect_tensors, mark_written, parts_of
 from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
 from epiloq._torch.dense import multiply_dense
-from epiloq._torch.library import (
-    direct,
-    dispatched,
-    empty_rows,
-    expect_tensors,
-    mark_written,
-    parts_of,
-    register_product,
-)
+from epiloq._torch.library import empty_rows, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_memory, described, refuse

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._torch.library import is_batch_invariant
+from epiloq._torch.calls import is_batch_invariant
 from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.ops.attention.decode_attention import run as run_decode_attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._torch.library import PLAIN
+from epiloq._torch.calls import PLAIN
 from epiloq._torch.tracing import is_exporting
 
 

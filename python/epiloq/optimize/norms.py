@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from epiloq._torch.library import PLAIN, direct
+from epiloq._torch.calls import PLAIN, direct
 from epiloq.ops.quantizers.rms_norm import rms_norm as rms_norm_kernel
 from epiloq.ops.quantizers.rms_norm import run as run_rms_norm
 from epiloq.optimize import structure

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from epiloq._torch.library import direct
+from epiloq._torch.calls import direct
 from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 from epiloq.optimize.attention import NAMES, grouped_sdpa

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from epiloq._torch.library import direct
+from epiloq._torch.calls import direct
 from epiloq._torch.tracing import is_exporting
 from epiloq.optimize import structure
 from epiloq.optimize.attention import NAMES, attend_plainly

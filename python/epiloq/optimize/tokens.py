@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq._torch.library import direct, is_batch_invariant
+from epiloq._torch.calls import direct, is_batch_invariant
 from epiloq.nn import Fp8BlockLinear, Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, HALF_DTYPES, K_MULTIPLE
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS, W4A8Layer

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epiloq._torch.calls import direct, expect_tensors
 from epiloq._torch.dense import row_chunks
-from epiloq._torch.library import direct, expect_tensors, register
+from epiloq._torch.library import register
 from epiloq.weights.tensor_checks import check_memory, described, refuse
 
 _DEQUANTIZE, _QUANTIZE = "fp4_dequantize", "fp4_quantize"

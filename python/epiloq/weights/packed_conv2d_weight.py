@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epiloq._torch.library import expect_tensors
+from epiloq._torch.calls import expect_tensors
 from epiloq.weights.packed.dequantize import dequantize_weight
 from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_weight import PackedWeight, pack_weight

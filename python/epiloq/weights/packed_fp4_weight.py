@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, reads_values
 from epiloq._torch.dense import row_chunks
-from epiloq._torch.library import direct, expect_tensors, reads_values, register
+from epiloq._torch.library import register
 from epiloq.weights.fp4 import BIAS, FORMATS, Fp4Format, check_weight, dequantized_rows, format_of, packed
 from epiloq.weights.packed.tensors import PackedTensors
 from epiloq.weights.packed_layout import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epiloq._torch.library import expect_tensors
+from epiloq._torch.calls import expect_tensors
 from epiloq.weights.packed.checks import BITS as BITS
 from epiloq.weights.packed.checks import SCALE_DTYPES as SCALE_DTYPES
 from epiloq.weights.packed.checks import check_integers, check_parameters, check_sizes, checked_perm

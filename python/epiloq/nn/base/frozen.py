@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from epiloq._torch.library import is_traced, is_transformed
+from epiloq._torch.calls import is_traced, is_transformed
 from epiloq.nn.base.quantized_layer import QuantizedLayer, check_positive
 from epiloq.weights.computed import check_bias, check_finite, check_readable, refresh
 

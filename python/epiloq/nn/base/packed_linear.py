@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from epiloq._torch.library import PLAIN
+from epiloq._torch.calls import PLAIN
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.quantized_layer import check_positive
 from epiloq.nn.base.scaled_input import SCALE

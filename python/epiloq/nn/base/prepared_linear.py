@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from epiloq._torch.library import PLAIN, is_transformed
+from epiloq._torch.calls import PLAIN, is_transformed
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.leaf import as_leaf, is_symbolic

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from epiloq import _core
-from epiloq._torch.library import PLAIN, is_transformed
+from epiloq._torch.calls import PLAIN, is_transformed
 from epiloq._torch.parameters import FrozenParameter
 from epiloq.nn.base.averages import leave_out_of_averages
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq._torch.library import refuse_batch_invariant
+from epiloq._torch.calls import refuse_batch_invariant
 from epiloq.nn.base.dense_rows import dense_rows
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.frozen import FrozenLinear

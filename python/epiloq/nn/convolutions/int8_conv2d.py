@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import epiloq
-from epiloq._torch.library import is_transformed
+from epiloq._torch.calls import is_transformed
 from epiloq.nn.base.quantized_layer import FILES_SAY_WEIGHT
 from epiloq.nn.convolutions.conv2d import Clamp, QuantizedConv2d, check_conv2d, padding_of
 from epiloq.ops.convolutions.conv2d import Padding, Pair

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epiloq._torch.library import reads_values
+from epiloq._torch.calls import reads_values
 from epiloq._torch.tracing import is_exporting, is_jit_tracing
 from epiloq.nn.base.frozen import wants_gradient
 from epiloq.nn.base.leaf import as_leaf, is_symbolic

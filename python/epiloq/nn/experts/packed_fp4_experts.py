@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import epiloq
-from epiloq._torch.library import reads_values
+from epiloq._torch.calls import reads_values
 from epiloq.nn.base.prepared_linear import FP8_BLOCK, check_choice
 from epiloq.nn.base.w4a8_layer import ACTIVATIONS, GROUPS
 from epiloq.nn.experts.expert_linears import gathered

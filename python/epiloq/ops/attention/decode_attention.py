@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, dispatched, mark_written, register_product
+from epiloq._torch.calls import direct, dispatched, mark_written
+from epiloq._torch.library import register_product
 
 _NAME = "decode_attention"
 # Tokens of an 8-bit cache that are in float32 at a time where there is no kernel.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, mark_written, register
+from epiloq._torch.calls import direct, mark_written
+from epiloq._torch.library import register
 from epiloq.ops.quantizers.rms_norm import rms_norm
 
 _NAME = "rotate_and_store"

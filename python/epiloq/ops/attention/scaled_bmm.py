@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, dispatched, expect_tensors, mark_written
 from epiloq._torch.checks import bound_arguments
-from epiloq._torch.library import direct, dispatched, expect_tensors, mark_written, register_product
+from epiloq._torch.library import register_product
 from epiloq._torch.threads import threads_for
 from epiloq.weights.tensor_checks import refuse
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from epiloq import _core
-from epiloq._torch.library import is_batch_invariant
+from epiloq._torch.calls import is_batch_invariant
 from epiloq.ops.experts import few_rows
 from epiloq.ops.packed_fp4_mm import dequantised_explanation
 from epiloq.ops.w4a8 import unpacked

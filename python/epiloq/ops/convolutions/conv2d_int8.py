@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, mark_written, refuse_backward
 from epiloq._torch.checks import Arguments, as_operator, bound_arguments, for_operator
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.convolutions.conv2d import (
     Geometry,

@@ -10,16 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, mark_written, parts_of, refuse_backward, without_autocast
 from epiloq._torch.checks import Arguments, as_operator, explanation_of, for_operator, limits
-from epiloq._torch.library import (
-    direct,
-    expect_tensors,
-    mark_written,
-    parts_of,
-    refuse_backward,
-    register_product,
-    without_autocast,
-)
+from epiloq._torch.library import register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.convolutions.conv2d import (
     Geometry,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, register
+from epiloq._torch.calls import direct
+from epiloq._torch.library import register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 from epiloq.ops.quantizers.quantize_fp8 import quantize_fp8
 from epiloq.ops.quantizers.quantize_int8 import quantize_int8

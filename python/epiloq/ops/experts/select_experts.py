@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, register
+from epiloq._torch.calls import direct
+from epiloq._torch.library import register
 
 _NAME = "select_experts"
 MOST_EXPERTS, MOST_PER_TOKEN = 1024, 32

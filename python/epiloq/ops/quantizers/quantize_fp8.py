@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, mark_written, refuse_backward
 from epiloq._torch.checks import Arguments, as_number, expect_flags, explanation_of
-from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq._torch.library import fake_out, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_choice, expect_layout
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, mark_written, refuse_backward
 from epiloq._torch.checks import Arguments, as_number, explanation_of
-from epiloq._torch.library import direct, expect_tensors, fake_out, mark_written, refuse_backward, register
+from epiloq._torch.library import fake_out, register
 from epiloq.ops.quantizers.outputs import empty_q, empty_scale, expect_measure
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
+from epiloq._torch.calls import direct, expect_tensors, mark_written, refuse_backward
 from epiloq._torch.checks import Arguments, expect_flags, explanation_of
-from epiloq._torch.library import direct, expect_tensors, mark_written, refuse_backward, register_product
+from epiloq._torch.library import register_product
 from epiloq.ops.quantizers.gate import GATE, for_operator, gate_numbers
 
 _NAME = "silu_and_mul"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import is_batch_invariant
+from epiloq._torch.calls import is_batch_invariant
 from epiloq._torch.threads import threads_for
 from epiloq.weights.packed_layout import parameters_of
 from epiloq.weights.packed_weight import PackedWeight

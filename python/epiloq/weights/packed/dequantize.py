@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from epiloq import _core
-from epiloq._torch.library import direct, register
+from epiloq._torch.calls import direct
+from epiloq._torch.library import register
 
 
 def dequantize_weight(
