@@ -139,7 +139,7 @@ class PreparedInt8Weight:
         weight_scale, bias = weight_scale.detach(), None if bias is None else bias.detach()
         sums = q.sum((1, 2, 3), dtype=torch.int32)
         input, output = arguments.quantizer("input", input), output and arguments.quantizer("output", output)
-        derived = _derived(sums, weight_scale, bias, input, output)
+        derived = derive(sums, weight_scale, bias, input, output)
         return cls(q, sums, weight_scale, bias, input, output, *derived)
 
     @classmethod
@@ -167,7 +167,7 @@ class PreparedInt8Weight:
         arguments = _Arguments("PreparedInt8Weight", "q")
         input = arguments.quantizer("input", input or self.input)
         output = arguments.quantizer("output", output) if output else self.output
-        scale, shift, correction = _derived(self.sums, self.weight_scale, self.bias, input, output)
+        scale, shift, correction = derive(self.sums, self.weight_scale, self.bias, input, output)
         return replace(self, input=input, output=output, scale=scale, shift=shift, correction=correction)
 
     def parameters(self, operation: str, *, to_int8: bool, clamp: tuple[float, float] | None) -> Int8Parameters:
@@ -199,10 +199,14 @@ def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.int8).contiguous(), scale
 
 
-def _derived(
-    sums: Tensor, weight_scale: Tensor, bias: Tensor | None, input: Quantizer, output: Quantizer | None
+def derive(
+    sums: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input: tuple[float | Tensor, int],
+    output: tuple[float | Tensor, int] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale, shift and correction: computed in float64, rounded once."""
+    """scale, shift and correction: computed in float64, rounded once. In a graph scales are tensors in float64."""
     unit = 1.0 if output is None else output[0]
     return (
         (weight_scale.double() * (input[0] / unit)).float(),

@@ -19,6 +19,7 @@ from epiloq.weights.prepared_int8_weight import (
     Int8Parameters,
     PreparedInt8Weight,
     Quantizer,
+    derive,
     nearest_int8,
     quantizer_of,
 )
@@ -209,7 +210,12 @@ class Int8Conv2d(QuantizedConv2d):
     def _make(self) -> Any:
         """The kernels' arguments; reads the zero points on the host, so not during graph capture."""
         if is_compiling() and self._held is not None:
-            return self._made_in_graph(*self._held.value[3:])
+            # Numbers are constants of the graph.
+            input_zero, output_zero, lo, hi = self._held.value[3:]
+            output = None if self.output_scale is None else (self.output_scale.double(), output_zero)
+            sums = self.weight_q.sum((1, 2, 3), dtype=torch.int32)
+            derived = derive(sums, self.weight_scale, self.bias, (self.input_scale.double(), input_zero), output)
+            return *derived, input_zero, output_zero, lo, hi
         if self.weight_q.is_meta:
             return torch.empty_like(self.weight_scale), None, None, 0, 0, 0.0, 0.0
         prepared = PreparedInt8Weight.prepare(
@@ -217,14 +223,6 @@ class Int8Conv2d(QuantizedConv2d):
         )
         p = prepared.parameters("conv2d_int8", to_int8=self.output_scale is not None, clamp=self.clamp)
         return p.scale, p.bias, p.correction, p.input_zero, p.output_zero, p.lo, p.hi
-
-    def _made_in_graph(self, input_zero: int, output_zero: int, lo: float, hi: float) -> Any:
-        """Derive the kernels' arguments in a graph, with the numbers as constants."""
-        unit = 1.0 if self.output_scale is None else self.output_scale.double()
-        scale = (self.weight_scale.double() * (self.input_scale.double() / unit)).float()
-        shift = None if self.bias is None else (self.bias.double() / unit).float()
-        correction = self.weight_q.sum((1, 2, 3), dtype=torch.int32) * input_zero if input_zero else None
-        return scale, shift, correction, input_zero, output_zero, lo, hi
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
