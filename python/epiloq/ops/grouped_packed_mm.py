@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from epiloq._torch.calls import direct, dispatched, expect_tensors, is_batch_inv
 from epiloq._torch.checks import Arguments, explanation_of
 from epiloq._torch.library import register_product
 from epiloq.ops.checks.w4a8_mm import ACTIVATIONS, Weight, check_out_dtype, check_parts, check_weight, groups_of
-from epiloq.ops.experts import few_rows
+from epiloq.ops.experts import few_rows, matrices
 from epiloq.ops.w4a8_mm import aligned_rows, widened
 from epiloq.ops.w4a8_mm import explain as explain_w4a8
 from epiloq.ops.w4a8_mm import run as w4a8
@@ -23,7 +22,6 @@ from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.ops.weight_only_mm import run as weight_only
 from epiloq.weights.fp4 import FLOATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
-from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.packed_weight import PackedWeight
 from epiloq.weights.tensor_checks import check_apart, check_memory, check_rows, check_written, described, refuse
 
@@ -125,11 +123,35 @@ def run(
     experts = _checked_experts(counts, n, x, masked_m is not None, k)
     if out is not None:
         _check_out(out, (*x.shape[:-1], n // experts))
-    argument, dtype = ("out_dtype", out_dtype) if out is None else ("out", out.dtype)
+    dtype = out_dtype if out is None else out.dtype
+    _check_types(x, scale_a, dtype, "out_dtype" if out is None else "out")
+    if out is not None:
+        check_apart("out", out, read, _NAME)
+    result = _empty(x, n // experts, dtype) if out is None else out
+    whole: Weight = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size)
+    if format != "int":
+        whole = PackedFp4Weight(q, scale, global_scale, format, n, k)
+    check_parts(whole, x.device, experts, _NAME)
+    if not (_has_kernel(x, whole, scale_a, experts) and _by_kernel(result, x, whole, scale_a, counts)):
+        _one_by_one(result, x, whole, scale_a, counts)
+    if out is not None:
+        mark_written(out)
+    return result
+
+
+def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) -> int:
+    """Number of experts."""
+    experts = matrices.number_of(_NAME, x, n, k, counts, masked)
+    check_rows("x", x[0] if masked else x, _NAME)  # experts' rows may lie apart
+    return experts
+
+
+def _check_types(x: Tensor, scale_a: Tensor | None, dtype: torch.dtype, argument: str) -> None:
+    """Raise ValueError unless rows, their scales, and the output's type, which an argument gives, match."""
     if scale_a is not None:
         if x.dtype not in ACTIVATIONS:
             refuse(_NAME, "x", "int8 or float8_e4m3fn with scale_a", x.dtype)
-        shapes = [[*x.shape[:-1], scales] for scales in sorted({1, groups_of(k)})]
+        shapes = [[*x.shape[:-1], scales] for scales in sorted({1, groups_of(x.shape[-1])})]
         if list(scale_a.shape) not in shapes or scale_a.dtype != torch.float32:
             wanted = " or ".join(map(str, shapes))
             refuse(_NAME, "scale_a", f"float32 {wanted}", f"{scale_a.dtype} {list(scale_a.shape)}")
@@ -138,37 +160,6 @@ def run(
         refuse(_NAME, "x", "float32, float16 or bfloat16 without scale_a", described(x))
     elif dtype != x.dtype:
         refuse(_NAME, argument, f"x's {x.dtype} without scale_a", dtype)
-    if out is not None:
-        check_apart("out", out, read, _NAME)
-    result = _empty(x, n // experts, dtype) if out is None else out
-    rows, whole = n // experts, cast(Weight, PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size))
-    if format != "int":
-        whole = PackedFp4Weight(q, scale, global_scale, format, n, k)
-    check_parts(whole, x.device, experts, _NAME)
-    if _has_kernel(x, whole, scale_a, experts) and _by_kernel(result, x, whole, scale_a, counts):
-        if out is not None:
-            mark_written(out)
-        return result
-    for expert, place in _places(counts, masked_m is not None, x.shape[-2]):
-        part = whole.row_slice(expert * rows, (expert + 1) * rows)
-        _product(result[place], x[place], part, None if scale_a is None else scale_a[place])
-    if out is not None:
-        mark_written(out)
-    return result
-
-
-def _checked_experts(counts: Tensor, n: int, x: Tensor, masked: bool, k: int) -> int:
-    """Number of experts."""
-    name, wanted = ("masked_m", "[E, M, K]") if masked else ("offs", "[M, K]")
-    if counts.ndim != 1 or counts.dtype != torch.int32 or len(counts) == 0:
-        refuse(_NAME, name, "int32 [E]", f"{counts.dtype} {list(counts.shape)}")
-    experts = len(counts)
-    if n % experts or n // experts % PANEL_ROWS:
-        refuse(_NAME, "weight", f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked", f"{n} rows")
-    if x.ndim != (3 if masked else 2) or x.shape[-1] != k or (masked and x.shape[0] != experts):
-        refuse(_NAME, "x", f"{wanted} with {k} columns", list(x.shape))
-    check_rows("x", x[0] if masked else x, _NAME)  # experts' rows may lie apart
-    return experts
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
@@ -203,23 +194,10 @@ def _has_kernel(x: Tensor, weight: Weight, scale_a: Tensor | None, experts: int)
             return True
     elif weight.bits not in (4, 8) or weight.offset is not None or is_batch_invariant():
         return False
-    (format, bits), dtype = _kind_of(weight), torch.bfloat16 if scale_a is not None else x.dtype
-    prefers = few_rows.prefers_one_kernel(
-        m=x.shape[-2],
-        n=weight.n // experts,
-        k=weight.k,
-        experts=experts,
-        masked=x.ndim == 3,
-        format=format,
-        bits=bits,
-        group_size=weight.group_size,
-        dtype=str(dtype).removeprefix("torch."),
-        same_type=weight.scale.dtype == dtype,
-        has_gaps=scale_a is None and few_rows.has_gaps(x),  # `widened` rows follow each other
-        device=x.device.index or 0,
-        by_float8=scale_a is not None,
-    )
-    return prefers or torch.cuda.is_current_stream_capturing()
+    format, bits = _kind_of(weight)
+    same_type = weight.scale.dtype == (x.dtype if scale_a is None else torch.bfloat16)
+    kind: dict[str, Any] = {"format": format, "bits": bits, "group_size": weight.group_size, "same_type": same_type}
+    return few_rows.takes_one_kernel(x, weight.n // experts, experts, scale_a is not None, **kind)
 
 
 def _by_kernel(
@@ -233,8 +211,7 @@ def _by_kernel(
         x = on_16_bytes(x) if scale_a is None else widened(x, scale_a, torch.bfloat16)
     result = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
     zero, offset, factor = (getattr(weight, name, None) for name in _OPTIONAL)
-    if factor is not None and factor.numel() != counts.numel():
-        factor = factor.expand(counts.numel()).contiguous()
+    factor = matrices.each(factor, counts.numel())
     tensors = (result, x, weight.q, weight.scale, zero, offset, None, factor, counts, x.ndim == 3)
     numbers = (*_kind_of(weight), weight.n, weight.k, weight.group_size)
     if explained:
@@ -248,21 +225,11 @@ def _by_kernel(
     return taken
 
 
-def _places(counts: Tensor, masked: bool, m: int) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and the positions of the rows."""
-    begin = 0
-    for expert, count in enumerate(counts.tolist()):
-        if masked:
-            if not 0 <= count <= m:
-                refuse(_NAME, "masked_m", f"0 to {m}", count)
-            if count:
-                yield expert, (expert, slice(count))
-            continue
-        if not begin <= count <= m:
-            refuse(_NAME, "offs", f"ascending ends up to {m}", counts.tolist())
-        if count > begin:
-            yield expert, slice(begin, count)
-        begin = count
+def _one_by_one(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None, counts: Tensor) -> None:
+    rows = weight.n // counts.numel()
+    for expert, place in matrices.places(_NAME, counts, x):
+        part = weight.row_slice(expert * rows, (expert + 1) * rows)
+        _product(out[place], x[place], part, None if scale_a is None else scale_a[place])
 
 
 def _product(out: Tensor, x: Tensor, weight: Weight, scale_a: Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -26,10 +25,9 @@ from epiloq._torch.dense import multiply_dense
 from epiloq._torch.library import Gradient, register_product
 from epiloq._torch.threads import threads_for
 from epiloq.ops.checks.packed_fp4_mm import NAME, check, counts_of, experts_of
-from epiloq.ops.experts import few_rows
+from epiloq.ops.experts import few_rows, matrices
 from epiloq.ops.weight_only_mm import on_16_bytes
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight
-from epiloq.weights.tensor_checks import refuse
 
 
 def packed_fp4_mm(
@@ -102,7 +100,7 @@ def run(
 ) -> Tensor:
     """`packed_fp4_mm` for plain tensors, with the weight's tensors as separate arguments."""
     weight, counts = PackedFp4Weight(q, scale, global_scale, format, n, k), counts_of(offs, masked_m)
-    experts = experts_of(x, n, counts, masked_m is not None)
+    experts = experts_of(x, weight, counts, masked_m is not None)
     result = x.new_empty(*x.shape[:-1], n // experts) if out is None else out
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() > 0 and not _by_kernel(result, x, weight, bias, counts):
@@ -118,21 +116,8 @@ def _takes_kernel(x: Tensor, counts: Tensor | None, n: int, format: str) -> bool
     is captured. On a CPU it is for one matrix. `n`: the rows of the matrices of all experts."""
     if counts is None or not x.is_cuda:
         return counts is None
-    if is_batch_invariant():
-        return True
     experts = counts.numel()
-    prefers = few_rows.prefers_one_kernel(
-        m=x.shape[-2],
-        n=n // experts,
-        k=x.shape[-1],
-        experts=experts,
-        masked=x.ndim == 3,
-        format=format,
-        dtype=str(x.dtype).removeprefix("torch."),
-        has_gaps=few_rows.has_gaps(x),
-        device=x.device.index or 0,
-    )
-    return prefers or torch.cuda.is_current_stream_capturing()
+    return is_batch_invariant() or few_rows.takes_one_kernel(x, n // experts, experts, format=format)
 
 
 def _refuse_dense(x: Tensor) -> None:
@@ -149,23 +134,12 @@ def _kernel_arguments(
         rows = prod(x.shape[:-1])
         out, x = out.view(rows, out.shape[-1]), x.view(rows, x.shape[-1])
         bias = None if bias is None else bias.view(1, -1)
-    global_scale = weight.global_scale
-    if global_scale is not None and counts is not None and global_scale.numel() != counts.numel():
-        global_scale = global_scale.expand(counts.numel()).contiguous()
-    tensors = (
-        out,
-        x,
-        weight.q,
-        weight.scale,
-        None,
-        None,
-        bias,
-        global_scale,
-        counts,
-        counts is not None and x.ndim == 3,
-    )
+    global_scale = weight.global_scale if counts is None else matrices.each(weight.global_scale, counts.numel())
+    of_weight = (weight.q, weight.scale, None, None, bias, global_scale)
+    numbers = (weight.format, 4, weight.n, weight.k, weight.group_size)
     no_kernel_by_name = None
-    return (*tensors, weight.format, 4, weight.n, weight.k, weight.group_size, no_kernel_by_name, threads_for(x))
+    masked = counts is not None and x.ndim == 3
+    return (out, x, *of_weight, counts, masked, *numbers, no_kernel_by_name, threads_for(x))
 
 
 def _by_kernel(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None, counts: Tensor | None) -> bool:
@@ -180,22 +154,9 @@ def _one_by_one(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | 
         _product(out.view(rows, out.shape[-1]), x.reshape(rows, x.shape[-1]), weight, bias)
         return
     size = weight.n // counts.numel()
-    for expert, place in _places(counts, x):
+    for expert, place in matrices.places(NAME, counts, x):
         part = weight.row_slice(expert * size, (expert + 1) * size)
         _product(out[place], x[place], part, None if bias is None else bias[expert])
-
-
-def _places(counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and the positions of the rows. Raises ValueError for invalid counts."""
-    begin, most = 0, x.shape[-2]
-    for expert, count in enumerate(counts.tolist()):
-        low = 0 if x.ndim == 3 else begin
-        if not low <= count <= most:
-            name, wanted = ("masked_m", f"0 to {most}") if x.ndim == 3 else ("offs", f"ascending ends up to {most}")
-            refuse(NAME, name, wanted, counts.tolist())
-        if count > low:
-            yield expert, ((expert, slice(count)) if x.ndim == 3 else slice(low, count))
-        begin = count
 
 
 def _product(out: Tensor, x: Tensor, weight: PackedFp4Weight, bias: Tensor | None) -> None:
@@ -214,7 +175,7 @@ def explain(call: Arguments) -> str:
     optional = {**parts_of(weight, "global_scale"), "bias": bias, "offs": offs, "masked_m": masked_m, "out": out}
     expect_tensors(NAME, {"x": x, **parts_of(weight, "q", "scale")}, optional, writes=False)
     counts = counts_of(offs, masked_m)
-    experts = experts_of(x, weight.n, counts, masked_m is not None)
+    experts = experts_of(x, weight, counts, masked_m is not None)
     result = x.new_empty((*x.shape[:-1], weight.n // experts)) if out is None else out
     check(result, x, weight, bias, counts, out is not None)
     if result.numel() == 0:
@@ -267,7 +228,7 @@ def _pull(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     else:
         dx, dbias = dy.new_zeros(ctx.shape), dy.new_zeros((counts.numel(), dy.shape[-1]))
         size = weight.n // counts.numel()
-        for expert, place in _places(counts, dx):
+        for expert, place in matrices.places(NAME, counts, dx):
             part = weight.row_slice(expert * size, (expert + 1) * size)
             with without_autocast(dy.device.type):
                 dx[place] = dy[place] @ part.dequantize(dy.dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from epiloq.ops.experts.matrices import number_of
 from epiloq.weights.fp4 import FLOATS, FORMATS
 from epiloq.weights.packed_fp4_weight import PackedFp4Weight, shapes_of_parts
-from epiloq.weights.packed_layout import PANEL_ROWS
 from epiloq.weights.tensor_checks import check_memory, check_output_of, check_rows, described, refuse
 
 NAME = "packed_fp4_mm"
@@ -20,22 +20,11 @@ def counts_of(offs: Tensor | None, masked_m: Tensor | None) -> Tensor | None:
     return masked_m if offs is None else offs
 
 
-def experts_of(x: Tensor, n: int, counts: Tensor | None, masked: bool) -> int:
+def experts_of(x: Tensor, weight: PackedFp4Weight, counts: Tensor | None, masked: bool) -> int:
     """Number of matrices. Raises ValueError for mismatching counts, rows or weight."""
     if x.ndim == 0:
         refuse(NAME, "x", "at least one dimension", "a scalar")
-    if counts is None:
-        return 1
-    name = "masked_m" if masked else "offs"
-    if counts.ndim != 1 or counts.dtype != torch.int32 or counts.numel() == 0:
-        refuse(NAME, name, "int32 [E]", described(counts))
-    experts = counts.numel()
-    if n % experts or n // experts % PANEL_ROWS:
-        wanted = f"{experts} matrices of a multiple of {PANEL_ROWS} rows, stacked"
-        refuse(NAME, "weight", wanted, f"{n} rows")
-    if x.ndim != (3 if masked else 2) or (masked and x.shape[0] != experts):
-        refuse(NAME, "x", f"[{experts}, M, K]" if masked else "[M, K]", described(x))
-    return experts
+    return 1 if counts is None else number_of(NAME, x, weight.n, weight.k, counts, masked)
 
 
 def check(

@@ -3,6 +3,7 @@
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epiloq import _core
@@ -44,6 +45,12 @@ def prefers_one_kernel(*, by_float8: bool = False, **problem: Any) -> bool:
     return are_few(rows, problem["n"], problem["k"], most)
 
 
-def has_gaps(x: Tensor) -> bool:
-    """Whether there are gaps between experts' rows ``[E, M, K]``."""
-    return x.ndim == 3 and x.stride(0) != x.shape[1] * x.stride(1)
+def takes_one_kernel(x: Tensor, n: int, experts: int, by_float8: bool = False, **weight: Any) -> bool:
+    """Whether one kernel is to multiply rows ``[M, K]`` or ``[E, M, K]`` by matrices of `n` rows each: because it
+    is faster, or because a CUDA graph is captured. `weight` is as for `prefers_one_kernel`."""
+    problem = {"m": x.shape[-2], "n": n, "k": x.shape[-1], "experts": experts, "masked": x.ndim == 3, **weight}
+    problem["dtype"] = str(torch.bfloat16 if by_float8 else x.dtype).removeprefix("torch.")
+    # Rows in 8 bits are converted first, to rows that follow each other.
+    problem["has_gaps"] = not by_float8 and x.ndim == 3 and x.stride(0) != x.shape[1] * x.stride(1)
+    prefers = prefers_one_kernel(by_float8=by_float8, device=x.device.index or 0, **problem)
+    return prefers or torch.cuda.is_current_stream_capturing()
