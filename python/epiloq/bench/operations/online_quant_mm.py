@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, each, sample, worst
+from epiloq.bench.contract import Inputs, Operation, each, sample, worst
 
 DTYPE = torch.bfloat16
 # Variant -> bits and group size.
@@ -35,10 +34,6 @@ def _weight(case: Case, inputs: Inputs) -> epiloq.BlockQuantWeight:
     return epiloq.BlockQuantWeight(inputs["values"], inputs["parameters"], case.n, case.k, group, bits)
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.online_quant_mm, s["x"], _weight(case, s)) for s in sets])
-
-
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
     """Error against the dequantised float64 product; tolerance: one output ulp, and fp32's rounding of each term."""
     if result.shape != (case.m, case.n) or result.dtype != DTYPE:
@@ -58,14 +53,6 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return worst((result[rows][:, columns].double() - reference).abs(), tolerance)
 
 
-def _staged(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.online_quant_mm, s["x"], _weight(case, s), staged=True) for s in sets])
-
-
-def _bf16(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(F.linear, s["x"], _weight(case, s).dequantize(DTYPE)) for s in sets])
-
-
 @each
 def _scaled_mm(case: Case, inputs: Inputs) -> partial[torch.Tensor]:
     """The same product with scales per row and channel, which shows the cost of the finer blocks."""
@@ -82,8 +69,12 @@ OPERATION = Operation(
     name="online_quant_mm",
     variants=tuple(KINDS),
     inputs=_inputs,
-    bind=_ours,
+    bind=each(lambda case, s: partial(epiloq.online_quant_mm, s["x"], _weight(case, s))),
     error=_error,
     ceiling="int8",
-    peers={"bf16": _bf16, "quantize_int8+scaled_mm": _scaled_mm, "staged": _staged},
+    peers={
+        "bf16": each(lambda case, s: partial(F.linear, s["x"], _weight(case, s).dequantize(DTYPE))),
+        "quantize_int8+scaled_mm": _scaled_mm,
+        "staged": each(lambda case, s: partial(epiloq.online_quant_mm, s["x"], _weight(case, s), staged=True)),
+    },
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation, product_work, sample, worst
+from epiloq.bench.contract import Inputs, Operation, each, product_work, sample, worst
 from epiloq.bench.operations.float8_mm import ACCURATE, OUT_DTYPE, float8, operands, scales
 from epiloq.bench.operations.scaled_mm import int8
 
@@ -32,10 +31,6 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     }
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.scaled_bmm, *operands(s), out_dtype=OUT_DTYPE) for s in sets])
-
-
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
     """Error against float64; tolerance: one output ulp, fp32's rounding of scales, for float8 part of the span."""
     batch, is_int8 = KINDS[case.variant]
@@ -54,18 +49,17 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return worst((part - reference).abs(), tolerance)
 
 
-def _bmm(case: Case, sets: Sequence[Inputs]) -> Bound:
+@each
+def _bmm(case: Case, s: Inputs) -> partial[torch.Tensor]:
     bf16 = torch.bfloat16
-    return Bound(
-        [partial(torch.bmm, s["a"].to(bf16), s["b"].transpose(1, 2).to(bf16).transpose(1, 2)) for s in sets],
-    )
+    return partial(torch.bmm, s["a"].to(bf16), s["b"].transpose(1, 2).to(bf16).transpose(1, 2))
 
 
 OPERATION = Operation(
     name="scaled_bmm",
     variants=tuple(KINDS),
     inputs=_inputs,
-    bind=_ours,
+    bind=each(lambda case, s: partial(epiloq.scaled_bmm, *operands(s), out_dtype=OUT_DTYPE)),
     error=_error,
     work=lambda case: KINDS[case.variant][0] * product_work(case),
     ceiling="int8",  # float8's is the same rate

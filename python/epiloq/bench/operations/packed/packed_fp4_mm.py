@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Bound, Inputs, Operation
+from epiloq.bench.contract import Inputs, Operation, each
 from epiloq.bench.operations.packed import weights
 from epiloq.bench.operations.packed.weights import FP4, OUT_DTYPE
 
@@ -27,24 +26,16 @@ def _weight(case: Case, inputs: Inputs) -> epiloq.PackedFp4Weight:
     return weight
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.packed_fp4_mm, s["x"], _weight(case, s)) for s in sets])
-
-
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
     return weights.error(case, _weight(case, inputs), inputs["x"], result, generator)
-
-
-def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(F.linear, s["x"], _weight(case, s).dequantize(OUT_DTYPE)) for s in sets])
 
 
 OPERATION = Operation(
     name="packed_fp4_mm",
     variants=tuple(FP4),
     inputs=_inputs,
-    bind=_ours,
+    bind=each(lambda case, s: partial(epiloq.packed_fp4_mm, s["x"], _weight(case, s))),
     error=_error,
     ceiling="half",
-    peers={"dense": _dense},
+    peers={"dense": each(lambda case, s: partial(F.linear, s["x"], _weight(case, s).dequantize(OUT_DTYPE)))},
 )

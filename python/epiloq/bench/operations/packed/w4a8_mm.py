@@ -25,9 +25,9 @@ def _inputs(case: Case, generator: torch.Generator) -> Inputs:
     return {"x_q": x_q, "scale_a": scale_a, **weights.draw_weight(case.variant, case.n, case.k, generator)}
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    multiply = partial(epiloq.w4a8_mm, out_dtype=OUT_DTYPE)
-    return Bound([partial(multiply, s["x_q"], weight_of(case, s), s["scale_a"]) for s in sets])
+@each
+def _ours(case: Case, s: Inputs) -> partial[Tensor]:
+    return partial(epiloq.w4a8_mm, s["x_q"], weight_of(case, s), s["scale_a"], out_dtype=OUT_DTYPE)
 
 
 def _tokens(inputs: Inputs) -> Tensor:
@@ -38,8 +38,9 @@ def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) 
     return weights.error(case, weight_of(case, inputs), _tokens(inputs), result, generator)
 
 
-def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(F.linear, _tokens(s).to(OUT_DTYPE), weight_of(case, s).dequantize(OUT_DTYPE)) for s in sets])
+@each
+def _dense(case: Case, s: Inputs) -> partial[Tensor]:
+    return partial(F.linear, _tokens(s).to(OUT_DTYPE), weight_of(case, s).dequantize(OUT_DTYPE))
 
 
 @each

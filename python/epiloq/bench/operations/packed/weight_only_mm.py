@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, note_of
+from epiloq.bench.contract import Binder, Bound, Call, Inputs, Operation, each, note_of
 from epiloq.bench.operations.packed import weights
 from epiloq.bench.peers.weight_only import gemlite, humming, int4pack, machete, marlin, torchao
 
@@ -53,18 +53,9 @@ def _packed(case: Case, inputs: Inputs) -> epiloq.PackedWeight:
     return epiloq.PackedWeight(inputs["q"], inputs["scale"], zero, None, None, v.bits, case.n, case.k, v.group_size)
 
 
-def _ours(case: Case, sets: Sequence[Inputs]) -> Bound:
-    return Bound([partial(epiloq.weight_only_mm, s["x"], _packed(case, s)) for s in sets])
-
-
 def _error(case: Case, inputs: Inputs, result: Any, generator: torch.Generator) -> float:
     dtype = VARIANTS[case.variant].dtype
     return weights.error(case, _packed(case, inputs), inputs["x"], result, generator, dtype)
-
-
-def _dense(case: Case, sets: Sequence[Inputs]) -> Bound:
-    dtype = VARIANTS[case.variant].dtype
-    return Bound([partial(F.linear, s["x"], _packed(case, s).dequantize(dtype)) for s in sets])
 
 
 def _peer(bind: Callable[[Inputs, epiloq.PackedWeight], Call]) -> Binder:
@@ -81,11 +72,11 @@ OPERATION = Operation(
     name="weight_only_mm",
     variants=tuple(VARIANTS),
     inputs=_inputs,
-    bind=_ours,
+    bind=each(lambda case, s: partial(epiloq.weight_only_mm, s["x"], _packed(case, s))),
     error=_error,
     ceiling="half",
     peers={
-        "dense": _dense,
+        "dense": each(lambda case, s: partial(F.linear, s["x"], _packed(case, s).dequantize(s["x"].dtype))),
         "_weight_int4pack_mm": _peer(int4pack),
         "gemlite": _peer(gemlite),
         "humming": _peer(humming),
