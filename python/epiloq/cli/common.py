@@ -27,7 +27,7 @@ JSON_HELP = "Also write the figures to FILE, - for standard output."
 
 def json_option() -> Any:
     """``--json FILE``, which every command has."""
-    return typer.Option("--json", metavar="FILE", help=JSON_HELP, show_default=False)
+    return optional("FILE", JSON_HELP, "--json")
 
 
 def complain(command: str, message: str) -> None:
@@ -101,6 +101,11 @@ def failures(command: str, hint: str = "") -> Iterator[None]:
 def _sentence(message: Warning | str, *_: Any, **__: Any) -> str:
     """Format a warning without its place in the code."""
     return f"warning: {' '.join(str(message).split())}\n"
+
+
+def optional(metavar: str, text: str, *names: str) -> Any:
+    """Return an option whose help shows no default, because without it there is no value."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
 
 
 def choices(text: str, known: Iterable[str], name: str, metavar: str, default: str = "") -> Any:

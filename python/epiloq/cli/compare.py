@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_target, failures, json_option, quiet, warn
+from epiloq.cli.common import check_device, check_target, failures, json_option, optional, quiet, warn
 from epiloq.cli.inspect import shortened
 from epiloq.cli.output import plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
@@ -30,10 +30,7 @@ def compare(
     a: Annotated[Path, typer.Argument(metavar="DIR_A", help="A model directory, quantised or not.")],
     b: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another directory of the same model.")],
     text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Text file, or a folder of them, on which to compare predictions.", show_default=False
-        ),
+        Path | None, optional("FILE", "Text file, or a folder of them, on which to compare predictions.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Maximum number of tokens to evaluate.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from epiloq.cli.common import FAILED, check_target, complain, json_option
+from epiloq.cli.common import FAILED, check_target, complain, json_option, optional
 from epiloq.cli.output import installed_by, plain_table, results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
@@ -163,18 +163,10 @@ def demo(
         Path, typer.Option(metavar="DIR", help="Directory for report.html (vision.html) and the converted teacher.")
     ] = Path("build/demo"),
     teacher: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A Hugging Face causal language model to use instead of SmolLM2-135M-Instruct.",
-            show_default=False,
-        ),
+        Path | None, optional("DIR", "A Hugging Face causal language model to use instead of SmolLM2-135M-Instruct.")
     ] = None,
     schemes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,..", help="Schemes to measure, separated by commas; all by default.", show_default=False
-        ),
+        str | None, optional("A,B,..", "Schemes to measure, separated by commas; all by default.")
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=FEWEST_TOKENS, max=MOST_TOKENS, help="Number of tokens of text to evaluate on.")

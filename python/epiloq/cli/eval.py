@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epiloq.cli.common import check_device, check_installed, check_target, failures, json_option, quiet, warn
+from epiloq.cli.common import check_device, check_installed, check_target, failures, json_option, optional, quiet, warn
 from epiloq.cli.output import results_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.evaluation.tasks import PACKAGES
@@ -141,23 +141,14 @@ def _on_text(
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory, quantised or not.")],
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text file, or a folder of them.", show_default=False)
-    ] = None,
+    text: Annotated[Path | None, optional("FILE", "Text file, or a folder of them.")] = None,
     tokens: Annotated[int, typer.Option(min=ALL, help="Maximum number of tokens to evaluate; 0 for all.")] = 16384,
     length: Annotated[int, typer.Option(min=2, help="Tokens per window; windows are independent.")] = 512,
-    kl: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Also measure the KL divergence from this model's predictions.", show_default=False
-        ),
-    ] = None,
+    kl: Annotated[Path | None, optional("DIR", "Also measure the KL divergence from this model's predictions.")] = None,
     tasks: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A task of lm-evaluation-harness (YAML), or a folder of them. Python code named there is executed.",
-            show_default=False,
+        optional(
+            "FILE", "A task of lm-evaluation-harness (YAML), or a folder of them. Python code named there is executed."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=ALL, help="Maximum number of documents per task; 0 for all.")] = ALL,

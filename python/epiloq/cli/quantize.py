@@ -20,6 +20,7 @@ from epiloq.cli.common import (
     failures,
     json_option,
     one_of,
+    optional,
     quiet,
     warn,
 )
@@ -48,6 +49,7 @@ def weight_only() -> list[str]:
     return weight_only_schemes(SCHEMES)
 
 
+_ROUNDED = "rounded to nearest"
 _CHOSEN = f"{AUTO}: --bytes chooses"
 GO_ON = "; finished blocks are kept, and the same command continues from there"
 
@@ -104,29 +106,22 @@ def quantize(
     ] = None,
     file_bytes: Annotated[
         str | None,
-        typer.Option(
+        optional(
+            "SIZE",
+            "A budget instead of a scheme: the size of the weight files, such as 90MB. A scheme is chosen for each "
+            "layer to minimise the KL divergence.",
             "--bytes",
-            metavar="SIZE",
-            help="A budget instead of a scheme: the size of the weight files, such as 90MB. A scheme is "
-            "chosen for each layer to minimise the KL divergence.",
-            show_default=False,
         ),
     ] = None,
     bits: Annotated[
-        float | None,
-        typer.Option(
-            metavar="BITS",
-            help="A budget in bits per weight of the quantised layers, including scales.",
-            show_default=False,
-        ),
+        float | None, optional("BITS", "A budget in bits per weight of the quantised layers, including scales.")
     ] = None,
     candidates: Annotated[
         str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Schemes from which a budget chooses, separated by commas: w<bits>a16 or w<bits>a16-g<size>. "
-            f"By default {', '.join(DEFAULT)}.",
-            show_default=False,
+        optional(
+            "LIST",
+            "Schemes from which a budget chooses, separated by commas: w<bits>a16 or w<bits>a16-g<size>. By default "
+            f"{', '.join(DEFAULT)}.",
         ),
     ] = None,
     algorithm: Annotated[
@@ -141,30 +136,20 @@ def quantize(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Calibration text: a file or a folder. rtn needs it only for static scales, --tune or a budget.",
-            show_default=False,
+        optional(
+            "FILE", "Calibration text: a file or a folder. rtn needs it only for static scales, --tune or a budget."
         ),
     ] = None,
     head: Annotated[
         str | None,
         choices(
-            "Scheme of the output head, rounded to nearest",
-            [*ready(), AUTO],
-            "--head",
-            "SCHEME",
-            f"unchanged; {_CHOSEN}",
+            f"Scheme of the output head, {_ROUNDED}", [*ready(), AUTO], "--head", "SCHEME", f"unchanged; {_CHOSEN}"
         ),
     ] = None,
     embedding: Annotated[
         str | None,
         choices(
-            "Scheme of the input embedding, rounded to nearest",
-            [*weight_only(), AUTO],
-            "--embedding",
-            "SCHEME",
-            "unchanged",
+            f"Scheme of the input embedding, {_ROUNDED}", [*weight_only(), AUTO], "--embedding", "SCHEME", "unchanged"
         ),
     ] = None,
     layout: Annotated[
@@ -179,11 +164,10 @@ def quantize(
     ] = 0.5,
     keep_dynamic: Annotated[
         str | None,
-        typer.Option(
-            metavar="P|auto",
-            help="For w8a8-int8-static: layers that keep a scale per token, as a name pattern ('*.down_proj'), or auto "
-            "for those where a single scale costs much accuracy.",
-            show_default=False,
+        optional(
+            "P|auto",
+            "For w8a8-int8-static: layers that keep a scale per token, as a name pattern ('*.down_proj'), or auto for "
+            "those where a single scale costs much accuracy.",
         ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Number of calibration windows.")] = 32,
@@ -191,20 +175,14 @@ def quantize(
     seed: Annotated[int, typer.Option(help="Seed for choosing windows of the text.")] = 0,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Layers to leave in floating point: a name, a pattern like '*.down_proj', or a regular expression "
-            "after 're:'. May be repeated.",
-            show_default=False,
+        optional(
+            "PATTERN",
+            "Layers to leave in floating point: a name, a pattern like '*.down_proj', or a regular expression after "
+            "'re:'. May be repeated.",
         ),
     ] = None,
     blocks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the list of repeated layers, if it is not found automatically.",
-            show_default=False,
-        ),
+        str | None, optional("NAME", "Name of the list of repeated layers, if it is not found automatically.")
     ] = None,
     rotate: Annotated[
         bool,
@@ -234,13 +212,9 @@ def quantize(
         ),
     ] = 1,
     device: Annotated[
-        str,
-        typer.Option(metavar="D", help="Device on which blocks are quantised: cpu, cuda or auto."),
+        str, typer.Option(metavar="D", help="Device on which blocks are quantised: cpu, cuda or auto.")
     ] = "cpu",
-    evaluation: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Different text, for perplexity before and after.", show_default=False),
-    ] = None,
+    evaluation: Annotated[Path | None, optional("FILE", "Different text, for perplexity before and after.")] = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -248,10 +222,7 @@ def quantize(
         ),
     ] = False,
     json_file: Annotated[Path | None, json_option()] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the report, DIR/report.html, to FILE.", show_default=False),
-    ] = None,
+    report: Annotated[Path | None, optional("FILE", "Also write the report, DIR/report.html, to FILE.")] = None,
 ) -> None:
     """Quantise the linear layers of a model's repeated blocks, and write a new model directory.
 
@@ -332,7 +303,7 @@ def quantize(
             write_json(json_file, found)
             if absent:
                 console.print(f"No report: it needs {', '.join(absent)} ({installed_by('demo')})", soft_wrap=True)
-            else:
-                console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
-                if report is not None:
-                    write_text(report, (output / page.FILE).read_text(encoding="utf-8"))
+                return
+            console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
+            if report is not None:
+                write_text(report, (output / page.FILE).read_text(encoding="utf-8"))
