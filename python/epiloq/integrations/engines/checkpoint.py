@@ -52,13 +52,12 @@ class FormatConfig:
         ours = hf_quant_cfg.get("format") == METHOD and hf_quant_cfg.get("quant_method") in (None, "", METHOD)
         return METHOD if ours and user_quant in (None, METHOD) else None
 
-    def names(self, prefix: str) -> list[str]:
-        """The names in the checkpoint of the parts of a layer that the engine may have merged."""
-        if prefix in self.layers:
-            return [prefix]
+    def parts(self, prefix: str) -> tuple[list[str], list[Group | None]]:
+        """The parts of a layer that the engine may have merged: their names in the checkpoint, and their kinds."""
         parent, _, leaf = prefix.rpartition(".")
         apart = self.packed_modules_mapping.get(leaf, [leaf])
-        return [f"{parent}.{name}" if parent else name for name in apart]
+        names = [prefix] if prefix in self.layers else [f"{parent}.{name}" if parent else name for name in apart]
+        return names, [self.layers.get(name) for name in names]
 
     def check_not_quantised(self, layer: nn.Module, prefix: str) -> None:
         """Raise ValueError for a quantised layer that is not linear: experts, embeddings, output heads."""
@@ -110,6 +109,11 @@ class PartsMethod:
 
         return load
 
+    def register(self, layer: Any, kind: Callable[..., Any], load: Callable[..., None]) -> None:
+        """Give the layer a parameter of a kind of `StoredTensor` for each stored tensor."""
+        for name in self.stored:
+            layer.register_parameter(name, kind(name, self.parts, self.sizes, load))
+
     def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Parts of a layer that is stored merged, each with the index of the rank's first row in the tensor."""
         raise NotImplementedError
@@ -126,12 +130,22 @@ class PartsMethod:
 
 
 class StoredTensor:
-    """Receives a tensor, by its name in files, for each part of a layer; the parameter itself is empty."""
+    """Receives a tensor, by its name in files, for each part of a layer; the parameter itself is empty.
+
+    Subclasses add the engine's class of parameters behind this one.
+    """
 
     stored_name: str
     parts: list[Part]
     sizes: list[int]
     device: torch.device
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return super().__new__(cls, data=torch.empty(0))  # type: ignore[call-arg]
+
+    def __init__(self, name: str, parts: list[Part], sizes: list[int], load: Callable[..., None]) -> None:
+        super().__init__(data=torch.empty(0), weight_loader=load)  # type: ignore[call-arg]
+        self.stored_name, self.parts, self.sizes = name, parts, sizes
 
     def take(self, index: int, tensor: Tensor, first: int, size: int) -> None:
         """Keep `size` rows from row `first` on, for a part."""

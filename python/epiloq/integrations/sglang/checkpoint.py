@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from epiloq.formats.epiloq_modules import METHOD, Group
 from epiloq.integrations.engines.checkpoint import FormatConfig, PartsMethod, StoredTensor
-from epiloq.integrations.engines.parts import Part, layers_by_name
+from epiloq.integrations.engines.parts import layers_by_name
 
 _MERGED: Mapping[str, list[str]] = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -49,9 +49,8 @@ class EpiloqConfig(FormatConfig, QuantizationConfig):
         """
         if not isinstance(layer, linear.LinearBase):
             return self.check_not_quantised(layer, prefix)
-        names = self.names(prefix)
-        groups = [self.layers.get(name) for name in names]
-        return UnquantizedLinearMethod() if not any(groups) else EpiloqLinearMethod(names, groups)
+        names, groups = self.parts(prefix)
+        return EpiloqLinearMethod(names, groups) if any(groups) else UnquantizedLinearMethod()
 
 
 class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
@@ -73,8 +72,7 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
         columns = (rank * input_size_per_partition, (rank + 1) * input_size_per_partition)
         self.prepare("", columns, input_size, output_partition_sizes, params_dtype)
         load = self.loader(layer, extra_weight_attrs["weight_loader"], isinstance(layer, linear.ReplicatedLinear))
-        for name in self.stored:
-            layer.register_parameter(name, StoredParameter(name, self.parts, self.sizes, load))
+        self.register(layer, StoredParameter, load)
 
     def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
         groups = [None if isinstance(layer, linear.ReplicatedLinear) else layer.tp_group] * len(self.sizes)
@@ -91,13 +89,6 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
 
 class StoredParameter(StoredTensor, BasevLLMParameter):
     """Receives a tensor, by its name in files, for each part of a layer; itself empty."""
-
-    def __new__(cls, *arguments: Any) -> StoredParameter:
-        return super().__new__(cls, data=torch.empty(0))
-
-    def __init__(self, name: str, parts: list[Part], sizes: list[int], load: Callable[..., None]) -> None:
-        super().__init__(data=torch.empty(0), weight_loader=load)
-        self.stored_name, self.parts, self.sizes = name, parts, sizes
 
     def rank_of(self, given: Mapping[str, Any]) -> int:
         rank: int = given["tp_rank"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 
 from epiloq.formats.epiloq_modules import METHOD, Group
 from epiloq.integrations.engines.checkpoint import FormatConfig, PartsMethod, StoredTensor
-from epiloq.integrations.engines.parts import Part, layers_by_name
+from epiloq.integrations.engines.parts import layers_by_name
 from epiloq.integrations.vllm.checkpoint_experts import EpiloqExpertsMethod
 
 
@@ -52,9 +52,8 @@ class EpiloqConfig(FormatConfig, QuantizationConfig):
             return self._method_of_experts(layer, prefix)
         if not isinstance(layer, LinearBase):
             return self.check_not_quantised(layer, prefix)
-        names = self.names(prefix)
-        groups = [self.layers.get(name) for name in names]
-        return UnquantizedLinearMethod() if not any(groups) else EpiloqLinearMethod(names, groups)
+        names, groups = self.parts(prefix)
+        return EpiloqLinearMethod(names, groups) if any(groups) else UnquantizedLinearMethod()
 
     def _method_of_experts(self, layer: Any, prefix: str) -> Any:
         projections = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
@@ -97,8 +96,7 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
         columns = (first, first + input_size_per_partition)
         self.prepare(f"{layer.prefix}: ", columns, input_size, output_partition_sizes, params_dtype)
         load = self.loader(layer, extra_weight_attrs["weight_loader"], isinstance(layer, ReplicatedLinear))
-        for name in self.stored:
-            layer.register_parameter(name, StoredParameter(name, self.parts, self.sizes, load))
+        self.register(layer, StoredParameter, load)
 
     def starts(self, layer: Any, shards: Sequence[int]) -> Iterator[tuple[int, int]]:
         sizes, replicas = list(layer.output_partition_sizes), [1] * len(self.sizes)
@@ -117,13 +115,6 @@ class EpiloqLinearMethod(PartsMethod, LinearMethodBase):
 
 class StoredParameter(StoredTensor, BasevLLMParameter):
     """Receives a tensor, by its name in files, for each part of a layer; itself empty."""
-
-    def __new__(cls, *arguments: Any) -> StoredParameter:
-        return super().__new__(cls, data=torch.empty(0))
-
-    def __init__(self, name: str, parts: list[Part], sizes: list[int], load: Callable[..., None]) -> None:
-        super().__init__(data=torch.empty(0), weight_loader=load)
-        self.stored_name, self.parts, self.sizes = name, parts, sizes
 
     def rank_of(self, given: Mapping[str, Any]) -> int:
         rank: int = self.tp_rank
