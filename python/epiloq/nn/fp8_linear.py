@@ -135,18 +135,22 @@ class Fp8Linear(PreparedLinear):
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
         x = self._limited(x)
-        weight_q, bias, weight_scale, input_scale = tensors
         if not multiplies_float8(x.device):
+            weight_q, bias, weight_scale, _ = tensors
             self._check_width(x)
             block = (1, -1) if self.weight_scales == "channel" else (-1, -1)
             padding = self.padded_in_features - self.in_features
             return fp8_weight_product(x, weight_q, weight_scale, bias, block, padding, self.out_features)
-        out_dtype = kernel_dtype(x, x.dtype)
-        granularity = "token" if self.activation == "token" else "tensor"
-        q, scale = fp8_tokens(self._tokens(x), granularity, scale=input_scale)
-        bias = None if bias is None else bias.to(out_dtype)
-        y = epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, out_dtype=out_dtype, constant_b=True)
-        return self._result(y, x)
+        tokens = self._quantised(self._tokens(x), *tensors)
+        return self._result(self._product(*tokens, kernel_dtype(x, x.dtype), *tensors), x)
+
+    def _quantised(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        return fp8_tokens(rows, "token" if self.activation == "token" else "tensor", scale=tensors[-1])
+
+    def _product(self, q: Tensor, scale: Tensor, dtype: torch.dtype, *tensors: Any) -> Tensor:
+        weight_q, bias, weight_scale, _ = tensors
+        bias = None if bias is None else bias.to(dtype)
+        return epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, out_dtype=dtype, constant_b=True)
 
     def extra_repr(self) -> str:
         limit = "" if self.limit is None else f", limit={self.limit:g}"

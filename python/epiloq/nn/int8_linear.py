@@ -145,19 +145,24 @@ class Int8Linear(PreparedLinear):
         return self._call(convert_input(self, input), self._made)
 
     def _run(self, x: Tensor, *tensors: Any) -> Tensor:
-        weight_q, bias, weight_scale, azp_adj, input_scale, input_zero_point = tensors
-        out_dtype = kernel_dtype(x, x.dtype)
+        tokens = self._quantised(self._tokens(x), *tensors)
+        return self._result(self._product(*tokens, kernel_dtype(x, x.dtype), *tensors), x)
+
+    def _quantised(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        *_, input_scale, input_zero_point = tensors
         q, scale, azp = epiloq.quantize_int8(
-            self._tokens(x), scale=input_scale, azp=input_zero_point, symmetric=self.symmetric, pad_to=K_MULTIPLE
+            rows, scale=input_scale, azp=input_zero_point, symmetric=self.symmetric, pad_to=K_MULTIPLE
         )
-        bias = None if bias is None else bias.to(out_dtype)
-        rest: Any = {"out_dtype": out_dtype, "constant_b": True}
-        if azp_adj is None:
-            return self._result(epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, **rest), x)
         # A static zero point is already a factor of azp_adj.
-        token_azp = azp if self.activation == "dynamic" else None
-        y = epiloq.scaled_mm_azp(q, weight_q.t(), scale, weight_scale, azp_adj, token_azp, bias, **rest)
-        return self._result(y, x)
+        return q, scale, azp if self.activation == "dynamic" else None
+
+    def _product(self, q: Tensor, scale: Tensor, azp: Tensor | None, dtype: torch.dtype, *tensors: Any) -> Tensor:
+        weight_q, bias, weight_scale, azp_adj, *_ = tensors
+        bias = None if bias is None else bias.to(dtype)
+        rest: Any = {"out_dtype": dtype, "constant_b": True}
+        if azp_adj is None:
+            return epiloq.scaled_mm(q, weight_q.t(), scale, weight_scale, bias, **rest)
+        return epiloq.scaled_mm_azp(q, weight_q.t(), scale, weight_scale, azp_adj, azp, bias, **rest)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}, symmetric={self.symmetric}"

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import epiloq
 from epiloq.nn import Fp8Linear, Int8Linear, W4A8Fp4Linear, W4A8Linear
 from epiloq.nn.base.dense_rows import dense_rows
-from epiloq.nn.base.prepared_linear import K_MULTIPLE, kernel_dtype
+from epiloq.nn.base.prepared_linear import kernel_dtype
 from epiloq.nn.base.quantized_layer import convert_input
 from epiloq.nn.base.w4a8_layer import STATIC, W4A8Layer
 
@@ -50,34 +49,23 @@ class _Tokens(NamedTuple):
 
 
 def _int8(layer: Int8Linear, x: Tensor) -> _Tokens:
-    static = layer.activation == "static"
-    q, scale, azp = epiloq.quantize_int8(
-        x, scale=layer.input_scale, azp=layer.input_zero_point, symmetric=layer.symmetric, pad_to=K_MULTIPLE
-    )
-    return _Tokens(q, None, None) if static else _Tokens(q, scale, azp)
+    q, scale, azp = layer._quantised(x, *layer._made)
+    return _Tokens(q, None if layer.activation == "static" else scale, azp)
 
 
 def _int8_product(layer: Int8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
-    weight_q, bias, weight_scale, azp_adj, input_scale, _ = layer._made
-    scale, bias = tokens.scale if tokens.scale is not None else input_scale, None if bias is None else bias.to(dtype)
-    rest: Any = {"out_dtype": dtype, "constant_b": True}
-    if azp_adj is None:
-        return epiloq.scaled_mm(tokens.q, weight_q.t(), scale, weight_scale, bias, **rest)
-    return epiloq.scaled_mm_azp(tokens.q, weight_q.t(), scale, weight_scale, azp_adj, tokens.zero, bias, **rest)
+    scale = tokens.scale if tokens.scale is not None else layer._made[-2]
+    return layer._product(tokens.q, scale, tokens.zero, dtype, *layer._made)
 
 
 def _fp8(layer: Fp8Linear, x: Tensor) -> _Tokens:
-    granularity = "token" if layer.activation == "token" else "tensor"
-    q, scale = epiloq.quantize_fp8(
-        layer._limited(x), granularity=granularity, scale=layer.input_scale, pad_to=K_MULTIPLE
-    )
+    q, scale = layer._quantised(layer._limited(x), *layer._made)
     return _Tokens(q, scale if layer.activation == "token" else None, None)
 
 
 def _fp8_product(layer: Fp8Linear, tokens: _Tokens, dtype: torch.dtype) -> Tensor:
-    weight_q, bias, weight_scale, input_scale = layer._made
-    scale, bias = tokens.scale if tokens.scale is not None else input_scale, None if bias is None else bias.to(dtype)
-    return epiloq.scaled_mm(tokens.q, weight_q.t(), scale, weight_scale, bias, out_dtype=dtype, constant_b=True)
+    scale = tokens.scale if tokens.scale is not None else layer._made[-1]
+    return layer._product(tokens.q, scale, dtype, *layer._made)
 
 
 def _w4a8(layer: W4A8Layer, x: Tensor) -> _Tokens:
