@@ -66,6 +66,12 @@ class Heartbeat:
         with suppress(Exception):  # Without the store, no rank is left to be told.
             self._say(_DONE if failure is None else f"{_FAILED} {failure}")
 
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(None if error is None else str(error) or type(error).__name__)
+
     def reason(self, seconds: float = GRACE) -> str:
         """Return why an exchange failed, after waiting up to `seconds` for a message from another rank."""
         until = time.monotonic() + seconds

@@ -44,17 +44,9 @@ def watch_ranks(patience: float = PATIENCE) -> Iterator[None]:
     # The thread uses a separate connection, because a thread that waits in a store blocks others.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.distributed_c10d.PrefixStore("epiloq/watch", default.clone())
-    heart = Heartbeat(
-        store, dist.get_rank(), dist.get_world_size(), _end, patience=patience, interval=min(1.0, patience / 5)
-    )
-    failure: str | None = None
-    try:
+    interval = min(1.0, patience / 5)
+    with Heartbeat(store, dist.get_rank(), dist.get_world_size(), _end, patience=patience, interval=interval):
         yield
-    except BaseException as error:
-        failure = str(error) or type(error).__name__
-        raise
-    finally:
-        heart.close(failure)
 
 
 def _end(reason: str) -> None:

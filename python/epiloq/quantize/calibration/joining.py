@@ -75,19 +75,13 @@ def joined(
     if on_gpu:
         torch.cuda.set_device(device)
     store, rank, world = next(rendezvous("env://", timeout=MEETING))
-    heart = Heartbeat(store.clone(), rank, world, end, patience=patience, terminated=True)
-    failure: str | None = f"process {os.getpid()} ended"
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_FOREVER
-        )
-        yield Group(device, heart.reason)
-        failure = None
-    except BaseException as error:
-        failure = str(error) or type(error).__name__
-        raise
+        with Heartbeat(store.clone(), rank, world, end, patience=patience, terminated=True) as heart:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=_FOREVER
+            )
+            yield Group(device, heart.reason)
     finally:
-        heart.close(failure)
         if dist.is_initialized():
             dist.destroy_process_group()
 
