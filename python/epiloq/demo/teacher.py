@@ -5,13 +5,12 @@ The package contains 4-bit weights (GGUF Q4_1), so the model is a *dequantised* 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epiloq.demo import DemoError
+from epiloq.demo import DemoError, file_of_package
 from epiloq.files import removed_if_failed
 
 if TYPE_CHECKING:
@@ -34,17 +33,8 @@ def is_model(folder: Path) -> bool:
 
 
 def find_gguf() -> Path:
-    """Find the GGUF file of the installed package through its metadata, since importing it would need llama-cpp."""
-    try:
-        recorded = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise DemoError(
-            f"the teacher's weights are in the package {PACKAGE}, which is not installed: {INSTALL}"
-        ) from None
-    found = [path for path in (Path(str(entry.locate())) for entry in recorded) if path.suffix == ".gguf"]
-    if not found or not found[0].is_file():
-        raise DemoError(f"the installed {PACKAGE} contains no .gguf file: {INSTALL} --force-reinstall")
-    return found[0]
+    """Find the GGUF file of the installed package, without importing it, which would need llama-cpp."""
+    return file_of_package(PACKAGE, ".gguf", "the teacher's weights", INSTALL)
 
 
 def convert(gguf: Path, folder: Path) -> None:

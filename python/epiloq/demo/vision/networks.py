@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 import epiloq
-from epiloq.demo import DemoError
+from epiloq.demo import file_of_package
 from epiloq.demo.layers import output_errors
 from epiloq.demo.vision import ocr, onnx_graph
 from epiloq.demo.vision.simplify import simplify
@@ -58,15 +57,8 @@ class Quantised:
 
 
 def find(name: str) -> Path:
-    """Find a model file through the package's metadata, since importing it would need onnxruntime and OpenCV."""
-    try:
-        recorded = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise DemoError(f"the networks are in the package {PACKAGE}, which is not installed: {INSTALL}") from None
-    found = [path for path in (Path(str(entry.locate())) for entry in recorded) if path.name == name]
-    if not found or not found[0].is_file():
-        raise DemoError(f"the installed {PACKAGE} has no {name}: {INSTALL} --force-reinstall")
-    return found[0]
+    """Find a model file of the installed package, without importing it, which would need onnxruntime and OpenCV."""
+    return file_of_package(PACKAGE, name, "the networks", INSTALL)
 
 
 def load() -> tuple[nn.Module, nn.Module, list[str]]:
