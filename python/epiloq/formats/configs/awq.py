@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from epiloq.formats.configs.keys import PACKED_IN, TUNING, check_keys, excludes, mapping, names, one_of, pattern
+from epiloq.formats.configs.keys import TUNING, check_integers_alone, check_keys, excludes, mapping, names, pattern
 from epiloq.formats.description import Description, Rules
 from epiloq.formats.layouts.awq import BITS, VERSIONS
 from epiloq.formats.layouts.base import FormatError, flag
@@ -23,11 +23,8 @@ _KNOWN |= {"method", "pack_dtype", "dynamic"}
 def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
-    one_of(found, "act_bits", None, (None, 16, 32), METHOD)
-    one_of(found, "data_type", "int", ("int", None), METHOD)
+    check_integers_alone(found, METHOD)
     base = described(found)
-    one_of(found, "method", METHOD, (METHOD, None), METHOD)
-    one_of(found, "pack_dtype", "int32", PACKED_IN, METHOD)
     left = names(found, "modules_to_not_convert", METHOD)
     skipped = [_skipped(text) for text in mapping(found, "dynamic", METHOD)]
 

@@ -11,14 +11,13 @@ from typing import Any
 from torch import nn
 
 from epiloq.formats.configs.keys import (
-    PACKED_IN,
     TUNING,
+    check_integers_alone,
     check_keys,
     entries,
     excludes,
     mapping,
     names,
-    one_of,
     pattern,
 )
 from epiloq.formats.description import Description, Rules
@@ -35,10 +34,7 @@ _KNOWN |= {"pack_dtype", "data_type", "act_bits", "method"}
 def parse(found: Mapping[str, Any]) -> Rules:
     """The rules of a ``quantization_config``. Raises FormatError, naming key and value, for unsupported entries."""
     check_keys(found, _KNOWN, METHOD, TUNING)
-    one_of(found, "pack_dtype", "int32", PACKED_IN, METHOD)
-    one_of(found, "method", METHOD, (METHOD, None), METHOD)
-    one_of(found, "data_type", "int", ("int", None), METHOD)
-    one_of(found, "act_bits", None, (None, 16, 32), METHOD)
+    check_integers_alone(found, METHOD)
     if found.get("bits") is None or found.get("group_size") is None:
         raise FormatError(f"{METHOD}: quantization_config: expected bits and group_size")
     named = {key: found[key] for key in ("checkpoint_format", "format") if found.get(key)}

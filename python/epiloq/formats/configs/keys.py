@@ -73,6 +73,14 @@ def one_of(found: Mapping[str, Any], key: str, default: Any, choices: Sequence[A
     return value
 
 
+def check_integers_alone(found: Mapping[str, Any], method: str) -> None:
+    """Refuse what GPTQModel writes for other weights than 32-bit words of integers of a method, and for activations."""
+    one_of(found, "pack_dtype", "int32", PACKED_IN, method)
+    one_of(found, "method", method, (method, None), method)
+    one_of(found, "data_type", "int", ("int", None), method)
+    one_of(found, "act_bits", None, (None, 16, 32), method)
+
+
 def mapping(found: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     """The value of an entry that is an object, empty or missing. Raises FormatError for other types."""
     value = found.get(key)
