@@ -50,7 +50,10 @@ def quantize_blockwise_int8(
     expect_flags(_NAME, symmetric=symmetric)
     if out is None:
         if direct((x,)):
-            return _quantise(x, group_size) if not symmetric else _with_none(*_quantise_symmetric(x, group_size))
+            if not symmetric:
+                return _quantise(x, group_size)
+            q, scale, total = _quantise_symmetric(x, group_size)
+            return q, scale, None, total
         expect_tensors(_NAME, {"x": x}, {}, writes=False)
         if symmetric:
             q, scale, total = torch.ops.epiloq.quantize_blockwise_int8_symmetric(x, group_size)
@@ -101,10 +104,6 @@ def _quantise_symmetric(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Ten
     q, scale, total = _empty(x, group_size)
     _core.quantize_blockwise_int8(q, x, scale, None, total, group_size)
     return q, scale, total
-
-
-def _with_none(q: Tensor, scale: Tensor, total: Tensor) -> Quantised:
-    return q, scale, None, total
 
 
 def _quantise_out(x: Tensor, group_size: int, q: Tensor, scale: Tensor, offset: Tensor | None, total: Tensor) -> None:

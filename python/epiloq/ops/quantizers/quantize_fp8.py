@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -160,19 +162,9 @@ def _empty_dynamic(
     return _empty_q(x, dtype, pad_to, granularity), empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
 
 
-def _dynamic(
-    x: Tensor,
-    granularity: str,
-    group_size: int,
-    scale_ub: Tensor | None,
-    eps: float,
-    ue8m0: bool,
-    scale_layout: str,
-    dtype: torch.dtype,
-    pad_to: int,
-) -> tuple[Tensor, Tensor]:
-    q = _empty_q(x, dtype, pad_to, granularity)
-    scale = empty_scale(x, x.shape[-1], granularity, group_size, scale_layout)
+def _dynamic(x: Tensor, *measure: Any) -> tuple[Tensor, Tensor]:
+    q, scale = _empty_dynamic(x, *measure)
+    granularity, group_size, scale_ub, eps, ue8m0, *_ = measure
     _core.quantize_fp8(q, x, scale, granularity, group_size, False, ue8m0, eps, scale_ub)
     return q, scale
 

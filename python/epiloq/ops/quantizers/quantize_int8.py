@@ -9,6 +9,7 @@ from epiloq import _core
 from epiloq._torch.calls import direct, expect_tensors, mark_written, refuse_backward
 from epiloq._torch.checks import Arguments, expect_flags, expect_positive, explanation_of
 from epiloq._torch.library import fake_out, register
+from epiloq.ops.quantizers.outputs import empty_q
 from epiloq.weights.tensor_checks import refuse
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,9 +145,7 @@ def _run_into(x: Tensor, q: Tensor, scale: Tensor, azp: Tensor | None, is_static
 
 
 def _empty_q(x: Tensor, pad_to: int) -> Tensor:
-    if x.ndim == 0:
-        refuse("quantize_int8", "x", "at least one dimension", "a scalar")
-    return x.new_empty(*x.shape[:-1], (x.shape[-1] + pad_to - 1) // pad_to * pad_to, dtype=torch.int8)
+    return empty_q("quantize_int8", x, torch.int8, x.shape[-1] if x.ndim else 0, pad_to)
 
 
 def _empty_parameter(x: Tensor, dtype: torch.dtype) -> Tensor:
