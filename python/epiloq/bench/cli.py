@@ -91,9 +91,11 @@ def bench(
     Exit codes: 1 when a result is wrong, 2 when an option is.
     """
     if model:
+        schemes, modes, batches = scheme or ["w4a16-g128"], mode or ["eager"], batch or [1]
+        plan = Plan(model, schemes, modes, batches, context, layers or None, shares=shares > 0)
         options: dict[str, Any] = {"head": head or None, "cache": cache or None, "peers": peer or ()}
         options |= {"prompt": prompt or None, "generate": generate or None, "forms": form or tuple(FORMS)}
-        return _bench_model(model, scheme, layers, mode, batch, context, device, json, plot, shares, options)
+        return _bench_model(replace(plan, **options), device, json, plot, shares)
     try:
         for name, given, known in (("suite", suite, SUITES), ("op", op, OPERATIONS), ("variant", variant, VARIANTS)):
             _check_names(name, given, known)
@@ -120,31 +122,18 @@ def bench(
         raise SystemExit(1)
 
 
-def _bench_model(
-    model: str,
-    scheme: list[str] | None,
-    layers: int,
-    mode: list[str] | None,
-    batch: list[int] | None,
-    context: int,
-    device: str,
-    json: Path | None,
-    plot: Path | None,
-    shares: int,
-    options: dict[str, Any],
-) -> None:
+def _bench_model(plan: Plan, device: str, json: Path | None, plot: Path | None, shares: int) -> None:
     try:
-        _check_model_options(scheme, mode, options)
+        _check_plan(plan)
         if shares < 0:
             raise ValueError(f"bench: --shares: expected at least 0, got {shares}")
         target = _device(device)
-        _check_targets(json, plot, model)
-        _check_counts(layers=[layers or 1], batch=batch or [1], context=[context], prompt=[options["prompt"] or 1])
-        _check_counts(generate=[options["generate"] or 1])
+        _check_targets(json, plot, plan.model)
+        _check_counts(layers=[plan.layers or 1], batch=plan.batches, context=[plan.context], prompt=[plan.prompt or 1])
+        _check_counts(generate=[plan.generate or 1])
         if find_spec("transformers") is None:
             raise ValueError("bench: --model: expected transformers to be installed (pip install transformers)")
-        plan = Plan(model, scheme or ["w4a16-g128"], mode or ["eager"], batch or [1], context, layers or None)
-        plan, extras, environment = replace(plan, shares=shares > 0, **options), Extras(), describe(target, "")
+        extras, environment = Extras(), describe(target, "")
         environment["transformers"] = version("transformers")
 
         def keep(results: Sequence[Measured]) -> None:
@@ -164,16 +153,16 @@ def _bench_model(
         draw_shares(extras.shares, shares, plot.with_stem(f"{plot.stem}_shares"))
 
 
-def _check_model_options(scheme: list[str] | None, mode: list[str] | None, options: dict[str, Any]) -> None:
+def _check_plan(plan: Plan) -> None:
     from epiloq import schemes
 
     ready = [name for name in schemes.available() if not schemes.SCHEMES[name].static]
-    _check_names("scheme", scheme, ready)
-    _check_names("head", options["head"] and [options["head"]], ready)
-    _check_names("cache", options["cache"] and [options["cache"]], CACHES)
-    _check_names("peer", options["peers"], MODEL_PEERS)
-    _check_names("mode", mode, MODES)
-    _check_names("form", options["forms"], FORMS)
+    _check_names("scheme", plan.schemes, ready)
+    _check_names("head", [plan.head] if plan.head else (), ready)
+    _check_names("cache", [plan.cache] if plan.cache else (), CACHES)
+    _check_names("peer", plan.peers, MODEL_PEERS)
+    _check_names("mode", plan.modes, MODES)
+    _check_names("form", plan.forms, FORMS)
 
 
 def _check_counts(**counts: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -162,6 +162,23 @@ class Layers:
             raise FormatError(f"{self.checkpoint.where(layer)}: {error}") from error
 
     def _compare(self) -> None:
+        """Compare the files' tensors with the model's, and assign those of quantised layers to `parts`."""
+        self._check_layers()
+        checkpoint, targets = self.checkpoint, self.model.state_dict(keep_vars=True)
+        seen = self._assign(targets)
+        for layer, reader in self.readers.items():
+            headers = {part: checkpoint.entries[name].outline() for part, name in self.parts[layer].items()}
+            try:
+                reader.check(headers, self.shape(layer))
+            except ValueError as error:
+                raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
+        # The files contain a tied weight under one name only.
+        without = self.readers.keys() | self.shared.keys()
+        for name in sorted(name for name in targets if name.removesuffix(".weight") not in without):
+            if id(targets[name]) not in seen and not is_computed(self.model, name, targets[name]):
+                raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
+
+    def _check_layers(self) -> None:
         checkpoint = self.checkpoint
         for layer in self.readers:
             if layer not in self.linears and layer not in self.tables:
@@ -170,14 +187,15 @@ class Layers:
             if layer in self.linears and not is_replaceable(self.linears[layer]):
                 kind = type(self.linears[layer]).__name__
                 raise FormatError(f"{checkpoint.where(layer)}: expected a plain linear layer, but {kind} is not")
-        targets = self.model.state_dict(keep_vars=True)
         for layer, source in self.shared.items():
             try:
                 checked(self.model, layer, self.shape(source))
             except FormatError as error:
                 raise FormatError(f"{checkpoint.folder}: {error}") from None
-        without = self.readers.keys() | self.shared.keys()
-        wanted = {name for name in targets if name.removesuffix(".weight") not in without}
+
+    def _assign(self, targets: Mapping[str, Tensor]) -> set[int]:
+        """Assign tensors of quantised layers to `parts`; the ids of the model's tensors that the files have."""
+        checkpoint = self.checkpoint
         seen, unused, buffers = set(), set(), buffers_of(self.model)
         for name, entry in checkpoint.entries.items():
             layer, part = split_name(name)
@@ -202,16 +220,7 @@ class Layers:
                 )
             seen.add(id(target))
         check_unused(self.model, unused, checkpoint)
-        for layer, reader in self.readers.items():
-            headers = {part: checkpoint.entries[name].outline() for part, name in self.parts[layer].items()}
-            try:
-                reader.check(headers, self.shape(layer))
-            except ValueError as error:
-                raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
-        # The files contain a tied weight under one name only.
-        for name in sorted(wanted):
-            if id(targets[name]) not in seen and not is_computed(self.model, name, targets[name]):
-                raise FormatError(f"{checkpoint.where(name)}: expected a tensor, found none")
+        return seen
 
     def _empty_bias(self, layer: str, part: str) -> bool:
         """Whether this is a bias of zeros, which AutoGPTQ writes for layers without a bias."""

@@ -37,17 +37,7 @@ def choose(
     modules = list(model.named_modules(remove_duplicate=False))
     named = [(name, module) for name, module in modules if isinstance(module, kind)]
     check_patterns(patterns, [name for name, _ in [*named, *modules]], "quantize_: ignore")
-    against = _reasons(model, filter_fn, kind)
-    names: dict[nn.Module, list[str]] = {}
-    left: dict[str, str] = {}
-    for name, module in named:
-        if ignored(patterns, name) is not None:
-            continue
-        reason = against(module, name)
-        if reason is None:
-            names.setdefault(module, []).append(name)
-        elif reason and reason not in EXPECTED:
-            left[name] = reason
+    names, left = _asked_for(named, patterns, _reasons(model, filter_fn, kind))
     elsewhere = held_elsewhere(model) if filter_fn is not None else {}
     for layer, (name, *_) in list(names.items()):
         if id(layer) in elsewhere:
@@ -71,6 +61,23 @@ def choose(
         )
     # Names only, so that the float layers are not kept alive.
     return list(names.values()), left
+
+
+def _asked_for(
+    named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str], against: Reason
+) -> tuple[dict[nn.Module, list[str]], dict[str, str]]:
+    """Names of each layer that is neither ignored nor has a reason against it, and the unexpected reasons by name."""
+    names: dict[nn.Module, list[str]] = {}
+    left: dict[str, str] = {}
+    for name, module in named:
+        if ignored(patterns, name) is not None:
+            continue
+        reason = against(module, name)
+        if reason is None:
+            names.setdefault(module, []).append(name)
+        elif reason and reason not in EXPECTED:
+            left[name] = reason
+    return names, left
 
 
 def by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:

@@ -127,7 +127,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     Raises FormatError, which names the file and the tensor, for an unsupported configuration, a quantised layer that
     the model does not have or whose weight it changes, missing or unknown tensors, wrong shapes and dtypes.
     """
-    names, found = names_in(model, checkpoint), dict[str, Reader]()
+    names = names_in(model, checkpoint)
 
     def site(layer: str) -> tuple[tuple[str, ...], type[nn.Module]]:
         own = _own_name(names, layer)
@@ -141,16 +141,8 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     known, sharing = readers(checkpoint, site, ignores), shared(checkpoint)
     tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
     forget_ties(model, (*sharing, *tables))
-    layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     unused = set(unused_scales(checkpoint, known.get, names.has))
-    extra: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for name, entry in checkpoint.entries.items():
-        layer, _, part = name.rpartition(".")
-        whose, dotted, rest = name.partition(".weight.")
-        if dotted and whose in known:  # bitsandbytes' names, which a module cannot have
-            extra[whose][f"weight.{rest}"] = name
-        elif name not in unused:
-            layers[layer][part] = entry
+    layers, extra = _by_layer(checkpoint, known, unused)
     own_names = {layer: _own_name(names, layer) for layer in layers}
     # epiloq's own format uses the model's names of layers, other formats those of the files.
     found_readers = {layer: known.get(layer) or known.get(own) for layer, own in own_names.items()}
@@ -158,35 +150,60 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
     check_unchanged(model, {own: checkpoint.where(layer) for layer, own in own_names.items() if own in quantised})
     _forget_ties_among(model, quantised, set(own_names.values()))
     _ignore_unexpected(model, (name for parts in extra.values() for name in parts.values()))
+    found: dict[str, Reader] = {}
     for layer, parts in layers.items():
         own, reader = own_names[layer], found_readers[layer]
         if reader is None or ignores(own):
             continue
-        if isinstance(_submodule(model, own), StoredLinear):  # stored already, under another name of the same module
-            found[own] = reader
-            continue
-        linear = _linear(model, own, checkpoint.where(layer))
-        for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
-            raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
-        if BIAS in parts and linear.bias is None:
-            _check_empty(model, checkpoint, f"{layer}.{BIAS}", (linear.out_features,))
-            del parts[BIAS]
-        stored = StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
-        if layer in extra:
-            stored.load_extra = partial(_read, checkpoint, extra[layer])
-        model.set_submodule(own, stored)
+        # A module with two names may be stored already.
+        if not isinstance(_submodule(model, own), StoredLinear):
+            stored = _stored(model, own, parts, reader, checkpoint, layer)
+            if layer in extra:
+                stored.load_extra = partial(_read, checkpoint, extra[layer])
+            model.set_submodule(own, stored)
         found[own] = reader
     for name, source in sharing.items():
         if source not in found:
             raise FormatError(f"{checkpoint.folder}: {source}: expected the tensors of an embedding, found none")
-        stored = model.get_submodule(source)
-        try:
-            place = SharedLayer(checked(model, name, (stored.out_features, stored.in_features)))
-        except FormatError as error:
-            raise FormatError(f"{checkpoint.folder}: {error}") from None
-        model.set_submodule(name, place)
+        model.set_submodule(name, _sharing(model, name, source, checkpoint))
     check(model, checkpoint, unused)
     return found
+
+
+def _by_layer(
+    checkpoint: Checkpoint, known: Mapping[str, Reader], unused: set[str]
+) -> tuple[dict[str, dict[str, Entry]], dict[str, dict[str, str]]]:
+    """Entries of each layer by their last parts, and bitsandbytes' tensors, whose names a module cannot have."""
+    layers: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    extra: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for name, entry in checkpoint.entries.items():
+        layer, _, part = name.rpartition(".")
+        whose, dotted, rest = name.partition(".weight.")
+        if dotted and whose in known:
+            extra[whose][f"weight.{rest}"] = name
+        elif name not in unused:
+            layers[layer][part] = entry
+    return layers, extra
+
+
+def _stored(
+    model: Any, own: str, parts: dict[str, Entry], reader: Reader, checkpoint: Checkpoint, layer: str
+) -> StoredLinear:
+    linear = _linear(model, own, checkpoint.where(layer))
+    for part in sorted(parts.keys() - (reader.parts or parts.keys()) - {BIAS}):
+        raise FormatError(f"{checkpoint.where(f'{layer}.{part}')}: {other_part(reader.parts or (), part)}")
+    if BIAS in parts and linear.bias is None:
+        _check_empty(model, checkpoint, f"{layer}.{BIAS}", (linear.out_features,))
+        del parts[BIAS]
+    return StoredLinear(linear, parts, reader, checkpoint.where(layer), layer)
+
+
+def _sharing(model: Any, name: str, source: str, checkpoint: Checkpoint) -> SharedLayer:
+    stored = model.get_submodule(source)
+    try:
+        return SharedLayer(checked(model, name, (stored.out_features, stored.in_features)))
+    except FormatError as error:
+        raise FormatError(f"{checkpoint.folder}: {error}") from None
 
 
 def _own_name(names: Names, layer: str) -> str:
