@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epiloq
-from epiloq._torch import archs
+from epiloq._torch import devices
 from epiloq.ops.w4a8 import unpacked
 from epiloq.ops.w4a8_mm import FLOAT8_TOKENS, float8_tokens
 from reference import poisoned
@@ -45,13 +45,13 @@ def test_gpus_whose_kernels_multiply_float8(
     monkeypatch: pytest.MonkeyPatch, run: list[str], float8: bool, measured: bool
 ) -> None:
     """Only SM90 runs SM90's kernels. Newer GPUs run SM89's, for which the threshold on M was not measured."""
-    monkeypatch.setattr(archs._core, "runs_kernels_of", lambda arch, _: arch in run)
+    monkeypatch.setattr(devices._core, "runs_kernels_of", lambda arch, _: arch in run)
     device = torch.device("cuda", 0)
-    assert archs.runs_kernels_of(device, *unpacked._FLOAT8_ARCHS) == float8
-    assert archs.runs_kernels_of(device, *unpacked._MEASURED_ARCHS) == measured
+    assert devices.runs_kernels_of(device, *unpacked._FLOAT8_ARCHS) == float8
+    assert devices.runs_kernels_of(device, *unpacked._MEASURED_ARCHS) == measured
 
     def on_this_gpu(of: tuple[str, ...]) -> bool:
-        return archs.runs_kernels_of(device, *of)
+        return devices.runs_kernels_of(device, *of)
 
     for group_size, m, fits in (
         (128, MANY, measured),

@@ -134,8 +134,8 @@ def perform(
     with atomic_folder(conversion.output) as temporary:
         writer = Writer(temporary, largest_shard)
         shared = layers.shared if conversion.layout.shares else {}
-        target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared)
-        target.untie = bool(layers.shared) and not shared
+        untie = bool(layers.shared) and not shared
+        target = Target(conversion.layout, layers.dtype, writer, checkpoint, shared, untie=untie)
         split, split_off = splitter(layers.model, conversion.layout.name), set[str]()
         rounds_inputs = False
         by_part = {name: layer for layer, parts in layers.parts.items() for name in parts.values()}

@@ -50,11 +50,6 @@ class TableOutline(nn.Linear):
         return QuantizedEmbedding.__name__, {**options, **scale}
 
 
-def as_table(module: nn.Module) -> nn.Embedding | None:
-    """The module as an embedding, or None if it is none."""
-    return module if isinstance(module, nn.Embedding) else None
-
-
 def shared_layers(model: nn.Module) -> dict[str, str]:
     """Names of a model's layers without their own weight, mapped to the quantised embedding whose weight they share."""
     names: dict[Identity, str] = {}

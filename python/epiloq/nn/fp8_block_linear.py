@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 import epiloq
 from epiloq import _core
-from epiloq._torch.float8 import multiplies_float8
+from epiloq._torch.devices import multiplies_float8
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.leaf import as_leaf, is_symbolic

@@ -290,13 +290,10 @@ def distinct(model: nn.Module) -> Mapping[str, Tensor]:
     return found
 
 
-# Parts that only some of transformers' classes for one configuration have, such as the pooler of encoders: a base model
-# has it, and the same model with a head for masked tokens has not.
-
-
 def is_missing_in_saved(model: nn.Module, checkpoint: Checkpoint, part: str) -> bool:
     """Whether a part of a transformers model has no tensor in the files, and the class that wrote them has no such
-    part. transformers initialises it."""
+    part. transformers initialises it. Such is the pooler of encoders: a base model has it, and the same model with a
+    head for masked tokens has not."""
     names = with_and_without_prefix(model, part)
     if any(file.startswith(f"{name}.") for file in checkpoint.files for name in names):
         return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.description import Description
-from epiloq.formats.embeddings import TableOutline, as_table, untied
+from epiloq.formats.embeddings import TableOutline, untied
 from epiloq.formats.io.architecture import architecture, check_unchanged, distinct, layers_of_base_model, skeleton
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Checkpoint, Writer
 from epiloq.formats.io.described import KEY
@@ -135,11 +135,10 @@ def save(
     `value` returns tensors by name that are on the meta device in the model. Raises FormatError for what the format
     cannot represent.
     """
-    target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared)
-    target.untie = untie
+    target = Target(layout, next(model.parameters()).dtype, Writer(folder, largest_shard), source, shared, untie=untie)
     for name, weight, quantization in weights:
-        layer = as_table(model.get_submodule(name))
-        target.layer(name, weight, quantization, None if layer is None else TableOutline.of(layer))
+        layer = model.get_submodule(name)
+        target.layer(name, weight, quantization, TableOutline.of(layer) if isinstance(layer, nn.Embedding) else None)
     for name, tensor in distinct(model).items():
         layer_name = name.removesuffix(".weight")
         if layer_name not in target.quantised:
@@ -154,7 +153,8 @@ def save(
 class Target:
     """A directory that is written in a format, layer by layer. Raises FormatError for what it cannot represent.
 
-    Tensors have the names used in the original files, `source`.
+    Tensors have the names used in the original files, `source`. With `untie`, config.json does not tie a head, which
+    then has tensors of its own, to the embedding.
     """
 
     def __init__(
@@ -164,6 +164,8 @@ class Target:
         writer: Writer,
         source: Checkpoint,
         shared: Mapping[str, str] | None = None,
+        *,
+        untie: bool = False,
     ) -> None:
         self.layout, self.dtype, self.writer, self.source = layout, dtype, writer, source
         self.quantised: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -171,8 +173,7 @@ class Target:
         self.blocks: dict[str, tuple[int, ...]] = {}
         self.act_order = False
         self.shared, self.tables = dict(shared or {}), set[str]()
-        self.untie = False
-        """Whether config.json must not tie a head, which has tensors of its own, to the embedding."""
+        self.untie = untie
 
     def layer(
         self, name: str, weight: Weight, described: Quantization | None, table: TableOutline | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from epiloq._torch.archs import runs_kernels_of
+from epiloq._torch.devices import runs_kernels_of
 from epiloq.ops.checks.w4a8_mm import GROUP
 from epiloq.ops.groupwise_mm import groupwise_mm
 from epiloq.ops.scaled_mm import scaled_mm
