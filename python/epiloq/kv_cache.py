@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from transformers import Cache, DynamicCache, StaticCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from epiloq.optimize.attention import READS_STORED
 from epiloq.weights.scales import SMALLEST_HALF

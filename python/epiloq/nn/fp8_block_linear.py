@@ -14,12 +14,7 @@ from epiloq._torch.devices import multiplies_float8
 from epiloq.nn.base.fp8_tokens import fp8_tokens
 from epiloq.nn.base.fp8_weight import fp8_weight_product
 from epiloq.nn.base.leaf import as_leaf, is_symbolic
-from epiloq.nn.base.prepared_linear import (
-    FP8_BLOCK,
-    K_MULTIPLE,
-    N_MULTIPLE,
-    PreparedLinear,
-)
+from epiloq.nn.base.prepared_linear import FP8_BLOCK, K_MULTIPLE, N_MULTIPLE, PreparedLinear
 from epiloq.nn.base.quantized_layer import convert_input
 
 

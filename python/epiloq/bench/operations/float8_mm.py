@@ -12,17 +12,7 @@ import torch.nn.functional as F
 
 import epiloq
 from epiloq.bench.cases import Case
-from epiloq.bench.contract import (
-    Bound,
-    Call,
-    Inputs,
-    Operation,
-    Unavailable,
-    note_of,
-    require,
-    sample,
-    worst,
-)
+from epiloq.bench.contract import Bound, Call, Inputs, Operation, Unavailable, note_of, require, sample, worst
 from epiloq.bench.peers import deep_gemm
 
 OUT_DTYPE = torch.bfloat16

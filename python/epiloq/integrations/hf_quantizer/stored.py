@@ -22,12 +22,7 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
-from epiloq.models.mixtures import (
-    release_float_experts_,
-    restack_complete_experts_,
-    restack_experts_,
-    why_stacked,
-)
+from epiloq.models.mixtures import release_float_experts_, restack_complete_experts_, restack_experts_, why_stacked
 from epiloq.models.subclasses import is_replaceable
 from epiloq.vocabulary import forget_ties
 

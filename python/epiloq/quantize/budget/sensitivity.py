@@ -19,14 +19,7 @@ from epiloq.quantize.algorithms.gptq import uncompensated
 from epiloq.quantize.algorithms.one_weight import clip_moments, round_weight
 from epiloq.quantize.algorithms.table import Algorithm
 from epiloq.quantize.budget.probe import Probe
-from epiloq.quantize.calibration.blocks import (
-    Call,
-    find_blocks,
-    linears_of,
-    naming_other_lists,
-    record,
-    without_cache,
-)
+from epiloq.quantize.calibration.blocks import Call, find_blocks, linears_of, naming_other_lists, record, without_cache
 from epiloq.quantize.calibration.inputs import InputGroup, input_groups
 from epiloq.weights.grid import Grid
 from epiloq.weights.rounding import rtn
