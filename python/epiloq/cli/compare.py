@@ -12,7 +12,7 @@ import typer
 
 from epiloq.cli.common import check_device, check_target, failures, json_option, optional, quiet, warn
 from epiloq.cli.inspect import shortened
-from epiloq.cli.output import plain_table, results_console, write_json
+from epiloq.cli.output import plain_table, results_console, say, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -116,28 +116,25 @@ def _answers(checkpoints: Sequence[Checkpoint], parts: list[Tensor], device: str
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print the worst layers, the means by kind of layer, the sizes and the answers."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
     a, b, layers = found["a"], found["b"], found["layers"]
     for name, side in (("A", a), ("B", b)):
-        say(f"{name}: {side['model']}, {side['format'] or 'floating point'}, {side['bytes'] / 1e6:.1f} MB")
-    say(f"B takes {b['bytes'] / a['bytes']:.3f} of A's bytes")
+        say(console, f"{name}: {side['model']}, {side['format'] or 'floating point'}, {side['bytes'] / 1e6:.1f} MB")
+    say(console, f"B takes {b['bytes'] / a['bytes']:.3f} of A's bytes")
     if found["equal_layers"] == len(layers):
-        say(f"All {len(layers)} linear layers have the same weights, bit for bit")
+        say(console, f"All {len(layers)} linear layers have the same weights, bit for bit")
     else:
         console.print(_table(layers))
-        say(f"{found['equal_layers']} of {len(layers)} linear layers have the same weights, bit for bit")
+        say(console, f"{found['equal_layers']} of {len(layers)} linear layers have the same weights, bit for bit")
     differing = found["other_tensors_that_differ"]
-    say(f"Other tensors that differ: {shortened(differing) or 'none'}")
+    say(console, f"Other tensors that differ: {shortened(differing) or 'none'}")
     if "answers" in found:
         both = found["answers"]
         say(
+            console,
             f"Perplexity {both['perplexity_a']:.3f} and {both['perplexity_b']:.3f} "
             f"({100 * (both['perplexity_b'] / both['perplexity_a'] - 1):+.2f} %) over {both['tokens']} tokens; "
             f"KL(A || B) {both['kl_mean']:.5f} nats per token, at most {both['kl_largest']:.3f}; "
-            f"same top-1 token {100 * both['top1_agreement']:.2f} %"
+            f"same top-1 token {100 * both['top1_agreement']:.2f} %",
         )
 
 

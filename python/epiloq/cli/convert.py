@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from epiloq.cli.common import check_installed, check_target, choices, failures, how_to_open, json_option, one_of, quiet
-from epiloq.cli.output import summary_console, write_json
+from epiloq.cli.output import say, summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.formats.table import FORMATS
 
@@ -46,11 +46,10 @@ def convert(
         ):
             report = perform(conversion, advance)
         with failures("convert", f"; {output} is complete"):
-            console.print(
+            say(
+                console,
                 f"{report['output']}: {report['layers']} layers, {report['bytes_after'] / 1e6:.1f} MB of weights, "
                 f"{report['bytes_before'] / 1e6:.1f} MB before",
-                highlight=False,
-                soft_wrap=True,
             )
-            console.print(how_to_open(output, layout), highlight=False, markup=False, soft_wrap=True)
+            say(console, how_to_open(output, layout))
             write_json(json_file, report)

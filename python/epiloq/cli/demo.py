@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import FAILED, check_target, complain, json_option, optional
-from epiloq.cli.output import installed_by, plain_table, results_console, write_json
+from epiloq.cli.output import installed_by, plain_table, results_console, say, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import nearest_parent, why_in_no_folder, why_not_made, write_text
@@ -114,17 +114,12 @@ def show(results: Results, console: Console) -> None:
     for scheme in results.schemes:
         if scheme.worst_layer:
             name, error = scheme.worst_layer
-            console.print(
-                f"{scheme.name}: worst layer {name}, relative error {100 * error:.1f} %",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(console, f"{scheme.name}: worst layer {name}, relative error {100 * error:.1f} %")
     source, evaluation, calibration = (results.text[key] for key in ("source", "evaluation", "calibration"))
-    console.print(
+    say(
+        console,
         f"Text: {source}; evaluated on {span(evaluation)} in windows of {evaluation['window']}, "
         f"calibrated (static schemes) on {span(calibration)}.",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -142,7 +137,7 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
     output.mkdir(parents=True, exist_ok=True)
     if converts:
         # Outside our progress display: transformers shows a bar of its own that cannot be turned off.
-        console.print(f"Converting the teacher to {settings.teacher}, once", highlight=False, soft_wrap=True)
+        say(console, f"Converting the teacher to {settings.teacher}, once")
         teacher.prepare(settings.teacher)
     with progress_stages() as stage:
         found = measure(settings, collect(), stage)
@@ -151,7 +146,7 @@ def perform(settings: Settings, output: Path, json_file: Path | None, converts: 
             write_json(json_file, found.to_json())
             advance()
     show(found, console)
-    console.print(f"Report: {output / 'report.html'} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)
+    say(console, f"Report: {output / 'report.html'} ({found.seconds:.0f} s)")
 
 
 def demo(

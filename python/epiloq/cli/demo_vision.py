@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epiloq.cli.output import installed_by, plain_table, write_json
+from epiloq.cli.output import installed_by, plain_table, say, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import collect
 from epiloq.files import write_text
@@ -74,4 +74,4 @@ def perform(output: Path, json_file: Path | None, devices: Sequence[str], consol
         "with the float networks.",
         highlight=False,
     )
-    console.print(f"Report: {page} ({found.seconds:.0f} s)", highlight=False, soft_wrap=True)
+    say(console, f"Report: {page} ({found.seconds:.0f} s)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from epiloq.cli.common import check_installed, check_target, failures, json_option, quiet
-from epiloq.cli.output import plain_table, results_console, write_json
+from epiloq.cli.output import plain_table, results_console, say, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.environment import counted
 
@@ -76,7 +76,7 @@ def show_gguf(facts: dict[str, Any], console: Console) -> None:
     for row in facts["kinds"]:
         size = f"{row['bits']:g} bits a weight, {row['bytes'] / 1e6:.1f} MB"
         lines.append(f"  {row['kind']}: {row['tensors']} tensors, {size}: {row['runs']}")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    say(console, "\n".join(lines))
     console.print(_gguf_table(facts["layers"]))
 
 
@@ -92,40 +92,39 @@ def _gguf_table(rows: list[dict[str, Any]]) -> Table:
 
 def show(facts: dict[str, Any], console: Console) -> None:
     """Print the facts."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
     size = facts["bytes"]
     if facts["format"] is None:
-        say(f"{facts['model']}: {shortened(facts['architectures'] or [])}, in floating point")
+        say(console, f"{facts['model']}: {shortened(facts['architectures'] or [])}, in floating point")
     else:
         version = "" if facts["version"] is None else f" ({facts['version']})"
         say(
+            console,
             f"{facts['model']}: {shortened(facts['architectures'] or [])}, scheme {facts['scheme'] or 'of its own'}, "
-            f"format {facts['format']}{version}"
+            f"format {facts['format']}{version}",
         )
         console.print(_table(facts["kinds"]))
     say(
+        console,
         f"{size['after'] / 1e6:.1f} MB in {counted(facts['tensors'], 'tensor')} and {counted(facts['files'], 'file')}, "
         f"{size['before'] / 1e6:.1f} MB in floating point ({size['before'] / max(1, size['after']):.2f}x): "
-        + ", ".join(f"{dtype} {count / 1e6:.1f}" for dtype, count in size["after_by_dtype"].items())
+        + ", ".join(f"{dtype} {count / 1e6:.1f}" for dtype, count in size["after_by_dtype"].items()),
     )
     rest = facts["not_quantised"]
     say(
+        console,
         f"Not quantised: {rest['bytes'] / 1e6:.1f} MB in {counted(rest['tensors'], 'tensor')} "
-        f"({shortened(rest['largest'])}); linear layers: {shortened(rest['linear']) or 'none'}"
+        f"({shortened(rest['largest'])}); linear layers: {shortened(rest['linear']) or 'none'}",
     )
     for name, reason in list(rest["experts"].items())[:NAMED]:
-        say(f"Experts in floating point: {name}: {reason}")
+        say(console, f"Experts in floating point: {name}: {reason}")
     if len(rest["experts"]) > NAMED:
-        say(f"Experts in floating point: {len(rest['experts']) - NAMED} more layers")
+        say(console, f"Experts in floating point: {len(rest['experts']) - NAMED} more layers")
     for note in facts["notes"]:
-        say(note)
+        say(console, note)
     for name, reason in facts["formats"].items():
-        say(f"  {name}: {'can represent it' if reason is None else f'no: {reason}'}")
+        say(console, f"  {name}: {'can represent it' if reason is None else f'no: {reason}'}")
     for reason in facts.get("wrong", {}).values():
-        say(f"Wrong: {reason}")
+        say(console, f"Wrong: {reason}")
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -72,6 +72,11 @@ def plain_table(left: Iterable[str] = (), right: Iterable[str] = ()) -> Table:
     return table
 
 
+def say(console: Console, text: str) -> None:
+    """Print text as it is: without markup, colours or new line breaks."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def summary_console(json_file: Path | None = None) -> Console:
     """Return the console for the summary of a command that writes a directory; ``--quiet`` suppresses it."""
     from rich.console import Console

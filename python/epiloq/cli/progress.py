@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from epiloq.cli.output import display
+from epiloq.cli.output import display, say
 from epiloq.progress import Stage, unseen
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _lines(console: Console, title: str, steps: int) -> Iterator[Callable[[], No
         last = passed
         left = time_left(done, steps, passed)
         line = f"{title}: {done}/{steps}, {clock(passed)}" + (f", about {clock(left)} left" if done < steps else "")
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
 
     yield advance
 

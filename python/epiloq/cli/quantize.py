@@ -24,7 +24,7 @@ from epiloq.cli.common import (
     quiet,
     warn,
 )
-from epiloq.cli.output import display, installed_by, summary_console, write_json
+from epiloq.cli.output import display, installed_by, say, summary_console, write_json
 from epiloq.cli.progress import progress_stages
 from epiloq.cli.quantize_summary import show
 from epiloq.files import write_text
@@ -304,6 +304,6 @@ def quantize(
             if absent:
                 console.print(f"No report: it needs {', '.join(absent)} ({installed_by('demo')})", soft_wrap=True)
                 return
-            console.print(f"Report: {output / page.FILE}", highlight=False, soft_wrap=True)
+            say(console, f"Report: {output / page.FILE}")
             if report is not None:
                 write_text(report, (output / page.FILE).read_text(encoding="utf-8"))

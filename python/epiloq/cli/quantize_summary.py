@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epiloq.cli.common import how_to_open
+from epiloq.cli.output import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     lines += left_in_floating_point(report["float_layers"])
     lines.append(how_to_open(Path(report["output"]), report["layout"]))
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def vocabulary_lines(found: dict[str, Any] | None) -> list[str]:

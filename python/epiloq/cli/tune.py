@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epiloq.cli.common import BAD_INPUT, check_target, complain, failures, json_option, quiet
-from epiloq.cli.output import results_console, write_json
+from epiloq.cli.output import results_console, say, write_json
 from epiloq.cli.progress import progress_stages
 
 if TYPE_CHECKING:
@@ -98,4 +98,4 @@ def show(found: Tuned, console: Console) -> None:
         more = f"; {len(better) - SHOWN} more" if len(better) > SHOWN else ""
         lines.append(f"  {gain:.2f} times as fast on average{more}")
     lines.append(f"kept in {found.path}" if found.path else "kept for this process only (EPILOQ_TUNING is off)")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    say(console, "\n".join(lines))

@@ -17,7 +17,7 @@ from epiloq._torch.calls import (
     without_autocast,
 )
 from epiloq._torch.checks import Arguments, explanation_of
-from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.dense import multiply_by_rows, multiply_dense, row_chunks
 from epiloq._torch.library import Gradient, register_product
 from epiloq.weights.fp4 import FLOATS, check_weight, dequantized_rows
 from epiloq.weights.tensor_checks import check_memory, check_output_of, check_rows, described, refuse
@@ -97,7 +97,8 @@ def run(
         if x.is_cuda:
             _dense_product(result, x, weight, bias)
         else:
-            _by_chunks(result, x, weight, bias)
+            k = x.shape[-1]
+            multiply_by_rows(result, x, bias, _AT_ONCE["cpu"], lambda rows: dequantized_rows(*weight, k, x.dtype, rows))
     if out is not None:
         mark_written(out)
     return result
@@ -127,16 +128,6 @@ def _check(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, out_giv
         refuse(_NAME, "bias", f"x's {x.dtype} [{n}], dense", described(bias))
     if out_given:
         check_output_of(x, out, n, inputs, _NAME)
-
-
-def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:
-    """Multiply on the CPU, dequantising a few rows of W at a time."""
-    n, k = out.shape[-1], x.shape[-1]
-    with without_autocast("cpu"):
-        for rows in row_chunks(n, k, _AT_ONCE["cpu"]):
-            part = dequantized_rows(*weight, k, x.dtype, rows)
-            of_bias = None if bias is None else bias[rows]
-            out[..., rows] = torch.nn.functional.linear(x, part, of_bias)
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None) -> None:

@@ -12,10 +12,9 @@ from epiloq._torch.calls import (
     expect_tensors,
     mark_written,
     refuse_batch_invariant,
-    without_autocast,
 )
 from epiloq._torch.checks import Arguments, explanation_of, is_int32
-from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.dense import multiply_by_rows, multiply_dense
 from epiloq._torch.library import register_product
 from epiloq._torch.threads import threads_for
 
@@ -112,12 +111,13 @@ def _by_chunks(
         return
     n, k = weight[0].shape
     dtype = torch.float32 if out.numel() // n <= _MOST_EXACT else x.dtype
-    tokens, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    with without_autocast(x.device.type):
-        for rows in row_chunks(n, k, _AT_ONCE):
-            dense = x.new_empty((rows.stop - rows.start, k), dtype=dtype)
-            _core.dequantize_fp8(dense, *weight, *block, rows.start, threads_for(x))
-            out[..., rows] = torch.nn.functional.linear(tokens, dense, None if bias is None else bias[rows])
+
+    def rows_of(rows: slice) -> Tensor:
+        dense = x.new_empty((rows.stop - rows.start, k), dtype=dtype)
+        _core.dequantize_fp8(dense, *weight, *block, rows.start, threads_for(x))
+        return dense
+
+    multiply_by_rows(out, x.to(dtype), None if bias is None else bias.to(dtype), _AT_ONCE, rows_of)
 
 
 def _dense_product(

@@ -12,10 +12,9 @@ from epiloq._torch.calls import (
     dispatched,
     mark_written,
     refuse_batch_invariant,
-    without_autocast,
 )
 from epiloq._torch.checks import Arguments, expect_int32, explanation_of
-from epiloq._torch.dense import multiply_dense, row_chunks
+from epiloq._torch.dense import multiply_by_rows, multiply_dense
 from epiloq._torch.library import empty_rows, register_product
 from epiloq._torch.threads import threads_for
 
@@ -92,8 +91,10 @@ def run(
     k = x.shape[-1]
     weight = (codes, table, scale)
     if not _core.table_mm(result, x, *weight, bias, n, k, block_size, threads_for(x)):
-        multiply = _dense_product if x.is_cuda else _by_chunks
-        multiply(result, x, weight, bias, n, block_size)
+        if x.is_cuda:
+            _dense_product(result, x, weight, bias, n, block_size)
+        else:
+            multiply_by_rows(result, x, bias, _AT_ONCE, lambda rows: _rows(*weight, k, block_size, rows, x.dtype))
     if out is not None:
         mark_written(out)
     return result
@@ -142,14 +143,6 @@ def _rows(
     of_rows = (codes[begin // 2 : end // 2], table, scale[begin // block_size : end // block_size])
     _core.dequantize_table(part, *of_rows, len(part), k, block_size, threads_for(part))
     return part
-
-
-def _by_chunks(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:
-    k = x.shape[-1]
-    with without_autocast(x.device.type):
-        for rows in row_chunks(n, k, _AT_ONCE):
-            part = _rows(*weight, k, block_size, rows, x.dtype)
-            out[..., rows] = torch.nn.functional.linear(x, part, None if bias is None else bias[rows])
 
 
 def _dense_product(out: Tensor, x: Tensor, weight: _Weight, bias: Tensor | None, n: int, block_size: int) -> None:

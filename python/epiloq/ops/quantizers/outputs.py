@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from epiloq._torch.checks import expect_flags, expect_positive
+from epiloq.weights.block_quant_weight import round_up
 from epiloq.weights.tensor_checks import refuse
 
 _FUSED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-
-
-def round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
 
 
 def expect_choice(operation: str, argument: str, value: object, choices: tuple[object, ...]) -> None:
