@@ -27,7 +27,7 @@ def task_files(source: Path) -> list[Path]:
     return found
 
 
-def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None = None, batch: int = 1) -> Scores:
+def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None = None) -> Scores:
     """Evaluate a causal language model on tasks.
 
     A task may run Python functions from files next to its description. Data sets' paths start at the current folder.
@@ -37,7 +37,6 @@ def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None 
         tokenizer: Its tokenizer.
         source: A task description (YAML), or a folder of them.
         limit: Maximum number of documents per task; None for all.
-        batch: Requests per batch.
 
     Raises:
         ImportError: lm_eval is not installed.
@@ -56,7 +55,7 @@ def scores(model: nn.Module, tokenizer: Any, source: Path, *, limit: int | None 
         names = manager.all_subtasks if source.is_dir() else [str(files[0])]
         if not names:
             raise ValueError("it describes no task")
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch)
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
         found = simple_evaluate(
             wrapped, tasks=list(names), task_manager=manager, limit=limit, log_samples=False, bootstrap_iters=1000
         )

@@ -126,7 +126,7 @@ def run(
     dtype = out_dtype if out is None else out.dtype
     _check_types(x, scale_a, dtype, "out_dtype" if out is None else "out")
     if out is not None:
-        check_apart("out", out, read, _NAME)
+        check_apart(out, read, _NAME)
     result = _empty(x, n // experts, dtype) if out is None else out
     whole: Weight = PackedWeight(q, scale, zero, offset, None, bits, n, k, group_size)
     if format != "int":
@@ -165,7 +165,7 @@ def _check_types(x: Tensor, scale_a: Tensor | None, dtype: torch.dtype, argument
 def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
     if out.shape != shape:
         refuse(_NAME, "out", list(shape), list(out.shape))
-    check_written("out", out if out.ndim == 2 else out[0], shape[-2:], _NAME)
+    check_written(out if out.ndim == 2 else out[0], shape[-2:], _NAME)
 
 
 def _expect(weight: object, scale_a: Tensor | None) -> None:

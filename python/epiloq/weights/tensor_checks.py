@@ -47,22 +47,20 @@ def check_rows(name: str, tensor: Tensor, operation: str) -> None:
         refuse(operation, name, "leading dimensions that collapse into one", described(tensor))
 
 
-def check_written(name: str, tensor: Tensor, shape: tuple[int, ...], operation: str) -> None:
-    """Raise ValueError unless an output has this shape and rows that do not overlap."""
-    if tensor.shape != shape:
-        refuse(operation, name, f"{list(shape)}", described(tensor))
-    check_rows(name, tensor, operation)
-    if tensor.numel() and tensor.numel() > shape[-1]:
-        rows = tensor.view(-1, shape[-1])
-        if rows.stride(0) < shape[-1]:
-            refuse(operation, name, "rows that do not overlap", described(tensor))
+def check_written(out: Tensor, shape: tuple[int, ...], operation: str) -> None:
+    """Raise ValueError unless ``out`` has this shape and rows that do not overlap."""
+    if out.shape != shape:
+        refuse(operation, "out", f"{list(shape)}", described(out))
+    check_rows("out", out, operation)
+    if out.numel() > shape[-1] and out.view(-1, shape[-1]).stride(0) < shape[-1]:
+        refuse(operation, "out", "rows that do not overlap", described(out))
 
 
-def check_apart(name: str, tensor: Tensor, others: Mapping[str, Tensor | None], operation: str) -> None:
-    """Raise ValueError if an output shares memory with an input."""
-    for other, read in others.items():
-        if read is not None and overlap(tensor, read):
-            refuse(operation, name, f"memory apart from {other}'s", "an overlap")
+def check_apart(out: Tensor, inputs: Mapping[str, Tensor | None], operation: str) -> None:
+    """Raise ValueError if ``out`` shares memory with an input."""
+    for name, read in inputs.items():
+        if read is not None and overlap(out, read):
+            refuse(operation, "out", f"memory apart from {name}'s", "an overlap")
 
 
 def check_output_of(x: Tensor, out: Tensor, columns: int, inputs: Mapping[str, Tensor | None], operation: str) -> None:
@@ -71,8 +69,8 @@ def check_output_of(x: Tensor, out: Tensor, columns: int, inputs: Mapping[str, T
     check_memory("out", out, x.device, operation)
     if out.dtype != x.dtype:
         refuse(operation, "out", f"x's {x.dtype}", described(out))
-    check_written("out", out, (*x.shape[:-1], columns), operation)
-    check_apart("out", out, inputs, operation)
+    check_written(out, (*x.shape[:-1], columns), operation)
+    check_apart(out, inputs, operation)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -51,7 +51,7 @@ def described(found: Mapping[str, Any], version: str = "gemm") -> Description:
     size = found.get("group_size", found.get("q_group_size"))
     if found.get("bits", found.get("w_bit")) != BITS or not isinstance(size, int):
         raise FormatError(f"{METHOD}: quantization_config: expected 4 bits and a group_size")
-    flag(found, "zero_point", True, METHOD)  # the files contain zero points in either case
+    flag(found, "zero_point", METHOD)  # the files contain zero points in either case
     named = found.get("version") or found.get("checkpoint_format") or found.get("format") or version
     version = named.lower() if isinstance(named, str) else ""
     if version not in VERSIONS:

@@ -232,7 +232,7 @@ def _numbers(group: Mapping[str, Any], part: str) -> _Numbers | None:
         strategy,
         size if grouped and size is not None else -1,
         block,
-        flag(entry, "symmetric", True, where),
+        flag(entry, "symmetric", where),
         bool(dynamic),
     )
 

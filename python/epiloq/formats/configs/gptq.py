@@ -64,7 +64,7 @@ def changed(base: Description, entry: Mapping[str, Any], where: str) -> Descript
     """A description changed by an entry. Raises FormatError for unsupported values."""
     found = {field: entry[key] for key, field in _NUMBERS.items() if entry.get(key) is not None}
     for key in ("sym", "desc_act"):
-        flag(entry, key, True, where)
+        flag(entry, key, where)
     size = found.get("group_size", base.group_size)
     described = replace(base, **found, strategy="channel" if size == -1 else "group")
     _ = described.grid  # raises FormatError for numbers that no grid has

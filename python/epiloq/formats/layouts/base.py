@@ -224,12 +224,12 @@ def check_numbers(tensors: Mapping[str, Tensor]) -> None:
             raise FormatError(f"{name}: expected a positive number, got {low.item()}")
 
 
-def flag(found: Mapping[str, Any], key: str, default: bool, layout: str) -> bool:
-    """A Boolean entry of a configuration. Raises FormatError for anything else."""
+def flag(found: Mapping[str, Any], key: str, layout: str) -> bool:
+    """A Boolean entry of a configuration, true if it is missing. Raises FormatError for anything else."""
     value = found.get(key)
     if value is not None and type(value) is not bool:
         raise FormatError(f"{layout}: quantization_config: {key}: expected true or false, got {value!r}")
-    return default if value is None else value
+    return value is not False
 
 
 def check_multiple(what: str, size: int, multiple: int, layout: str) -> None:

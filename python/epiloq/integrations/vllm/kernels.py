@@ -175,10 +175,7 @@ def register() -> None:
 def _sizes(config: Any) -> Answer:
     n, k = config.weight_shape
     if n % N_MULTIPLE or k % K_MULTIPLE:
-        return (
-            False,
-            f"expected multiples of {N_MULTIPLE} outputs and of {K_MULTIPLE} inputs, got {n} and {k}",
-        )
+        return False, f"expected multiples of {N_MULTIPLE} outputs and of {K_MULTIPLE} inputs, got {n} and {k}"
     return True, None
 
 

@@ -79,7 +79,7 @@ def check(call: Call, out_given: bool) -> None:
     if out_given:
         inputs: dict[str, Tensor | None] = {"x_q": call.x_q, "scale_a": scale_a, "bias": bias}
         inputs |= {f"weight.{name}": tensor for name, tensor in call.weight.state_dict().items()}
-        check_apart("out", out, inputs, NAME)
+        check_apart(out, inputs, NAME)
 
 
 def check_parts(weight: Weight, device: torch.device, matrices: int = 1, operation: str = NAME) -> None:
@@ -119,4 +119,4 @@ def _check_out(out: Tensor, shape: tuple[int, ...]) -> None:
         refuse(NAME, "out", "float16, bfloat16 or, on the CPU, float32", described(out))
     if out.shape != shape:
         refuse(NAME, "out", f"x_q's leading dimensions and {shape[-1]} columns", described(out))
-    check_written("out", out, shape, NAME)
+    check_written(out, shape, NAME)
