@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from epiloq.formats.io.gguf_file import is_gguf
 from epiloq.formats.io.model import Target
 from epiloq.formats.io.safe_files import check_new
 from epiloq.formats.layers import Layers
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.formats.table import FORMATS, Format, Written, blank
 from epiloq.formats.weights import ModuleWeight, ScaledWeight, Weight
 from epiloq.models.conv1d import TransposedConv1D
@@ -147,14 +148,12 @@ def perform(
                     split_off |= {own.removesuffix(".weight")} if own != name else set()
             elif layer not in target.quantised:
                 weight = layers.weight(layer)
-                try:
+                with located(partial(checkpoint.where, layer)):
                     stored, weight = weight, _restated(weight, conversion.layout)
                     rounds_inputs |= weight is not stored and not _has_groups(stored)
                     target.layer(layer, weight, layers.readers[layer].quantization, layers.tables.get(layer))
                     for other in layers.sharing(layer) if not shared else ():
                         target.layer(other, weight, layers.readers[layer].quantization, layers.tables.get(other))
-                except ValueError as error:
-                    raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
                 advance()
         if rounds_inputs:
             warnings.warn(

@@ -22,7 +22,7 @@ from epiloq import nn as modules
 from epiloq.formats.embeddings import SHARED, TableOutline, shared_layers, without
 from epiloq.formats.io.architecture import distinct, model_config
 from epiloq.formats.io.checkpoint import LARGEST_SHARD, Writer, atomic_folder
-from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.base import FormatError, Quantization, located
 from epiloq.formats.module_kinds import KINDS as KINDS
 from epiloq.formats.module_kinds import Kind
 from epiloq.formats.module_kinds import Options as Options
@@ -117,10 +117,8 @@ def _group(entry: Any, where: str) -> Group:
     if not isinstance(options, dict) or (usual.keys() | options.keys()) != KINDS[name].options.keys():
         expected = ", ".join(option for option in KINDS[name].options if option not in usual) or "none"
         raise FormatError(f"{where}: modules: {name}: options: expected {expected}, got {options!r}")
-    try:
+    with located(f"{where}: modules"):
         KINDS[name].check(options)
-    except FormatError as error:
-        raise FormatError(f"{where}: modules: {error}") from None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, str) for layer in layers):
         raise FormatError(f"{where}: modules: {name}: layers: expected names, got {layers!r}")
     return Group(name, options, layers)

@@ -16,7 +16,7 @@ from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import in_whole_model, named_in
 from epiloq.formats.io.unused import buffers_of, check_unused, ignores_layer, is_computed, is_expected
 from epiloq.formats.layer_reader import BIAS, Reader
-from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.base import FormatError, Quantization, located
 from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.formats.table import METHODS
 from epiloq.formats.weights import Weight
@@ -156,10 +156,8 @@ class Layers:
 
     def _named(self, layer: str, read: Callable[[dict[str, Tensor]], _Found]) -> _Found:
         tensors = {part: self.checkpoint.tensor(name) for part, name in self.parts[layer].items()}
-        try:
+        with located(partial(self.checkpoint.where, layer)):
             return read(tensors)
-        except ValueError as error:
-            raise FormatError(f"{self.checkpoint.where(layer)}: {error}") from error
 
     def _compare(self) -> None:
         """Compare the files' tensors with the model's, and assign those of quantised layers to `parts`."""
@@ -168,10 +166,8 @@ class Layers:
         seen = self._assign(targets)
         for layer, reader in self.readers.items():
             headers = {part: checkpoint.entries[name].outline() for part, name in self.parts[layer].items()}
-            try:
+            with located(partial(checkpoint.where, layer)):
                 reader.check(headers, self.shape(layer))
-            except ValueError as error:
-                raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
         # The files contain a tied weight under one name only.
         without = self.readers.keys() | self.shared.keys()
         for name in sorted(name for name in targets if name.removesuffix(".weight") not in without):
@@ -188,10 +184,8 @@ class Layers:
                 kind = type(self.linears[layer]).__name__
                 raise FormatError(f"{checkpoint.where(layer)}: expected a plain linear layer, but {kind} is not")
         for layer, source in self.shared.items():
-            try:
+            with located(checkpoint.folder):
                 checked(self.model, layer, self.shape(source))
-            except FormatError as error:
-                raise FormatError(f"{checkpoint.folder}: {error}") from None
 
     def _assign(self, targets: Mapping[str, Tensor]) -> set[int]:
         """Assign tensors of quantised layers to `parts`; the ids of the model's tensors that the files have."""

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -26,7 +27,7 @@ from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.layer_reader import Reader, block_reader, module_reader, reader
 from epiloq.formats.layout_table import LAYOUTS
 from epiloq.formats.layouts import bitsandbytes, gguf
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.nn.base.scaled_input import SCALE
 
 # Scales of quantised key-value caches, queries and attention weights, of an attention or of the layer before. vLLM's
@@ -248,10 +249,8 @@ def _has_one_scale(checkpoint: Checkpoint, layer: str) -> bool:
 def _sized(checkpoint: Checkpoint, layer: str, described: Description) -> Description:
     """The description with the block size found in a layer's own tensors."""
     names = {part: f"{layer}.{part}" for part in bitsandbytes.STATES.values() if f"{layer}.{part}" in checkpoint.files}
-    try:
+    with located(partial(checkpoint.where, layer)):
         size = bitsandbytes.block_size({part: checkpoint.tensor(name) for part, name in names.items()})
-    except FormatError as error:
-        raise FormatError(f"{checkpoint.where(layer)}: {error}") from error
     return replace(described, group_size=size)
 
 
@@ -266,10 +265,8 @@ def _of_torchao(checkpoint: Checkpoint, layer: str) -> Description:
     shape = checkpoint.entries[weight].shape
     has_zeros = zeros in checkpoint.files and bool(checkpoint.tensor(zeros).any())
     metadata = checkpoint.metadata(weight).get(f"{checkpoint.stored_layer(layer)}.weight")
-    try:
+    with located(partial(checkpoint.where, weight)):
         return torchao_config.described(metadata, shape, has_zeros)
-    except FormatError as error:
-        raise FormatError(f"{checkpoint.where(weight)}: {error}") from error
 
 
 def _warn(checkpoint: Checkpoint, what: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, mapping, names, pattern
 from epiloq.formats.description import Description, Inputs, Kind, Rules
-from epiloq.formats.layouts.base import FormatError, flag
+from epiloq.formats.layouts.base import FormatError, flag, located
 
 METHOD = "compressed-tensors"
 PACKED, INTEGER, FLOAT, FORMER = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
@@ -152,10 +152,8 @@ def _description(group: Mapping[str, Any], usual: str | None) -> Description | N
         ordered=_is_ordered(group["weights"]),
         inputs=None if inputs is None else _inputs(inputs),
     )
-    try:
+    with located(METHOD):
         _ = described.quantization if weights.kind == "int" else described.module
-    except ValueError as error:
-        raise FormatError(f"{METHOD}: {error}") from None
     return described
 
 

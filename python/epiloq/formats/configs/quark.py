@@ -14,7 +14,7 @@ from torch import nn
 
 from epiloq.formats.configs.keys import check_keys, entries, mapping, names, one_of, pattern
 from epiloq.formats.description import Description, Inputs, Rules
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 
 METHOD, MXFP4 = "quark", "quark mxfp4"
 TENSORS, ROWS = "quark fp8", "quark fp8 rows"
@@ -166,10 +166,8 @@ def _integers(weight: Any, inputs: Any, where: str, in_awqs: bool) -> Descriptio
     size = weight["group_size"] if strategy == "group" else -1
     layout = INTEGERS[kind, in_awqs or _BITS[kind] == 8]
     made = Description(layout, "int", _BITS[kind], strategy, size, symmetric=symmetric, inputs=of_inputs)
-    try:
+    with located(where):
         _ = made.quantization
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
     return made
 
 

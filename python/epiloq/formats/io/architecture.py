@@ -221,14 +221,19 @@ def ignores_tensor(model: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns) and not has(model, name)
 
 
+def submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of this name, or None."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
 def has(model: nn.Module, name: str) -> bool:
     """Whether a model has a parameter, buffer or module of this name."""
     parent, _, leaf = name.rpartition(".")
-    try:
-        holder = model.get_submodule(parent)
-    except AttributeError:
-        return False
-    return any(leaf in held for held in (holder._parameters, holder._buffers, holder._modules))
+    holder = submodule(model, parent)
+    return holder is not None and any(leaf in held for held in (holder._parameters, holder._buffers, holder._modules))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from epiloq.formats.io.gguf_file import GgufFile, Stored
 from epiloq.formats.io.limits import Limits
 from epiloq.formats.io.safe_files import reason
 from epiloq.formats.layouts import gguf
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.formats.layouts.gguf_blocks import KINDS
 from epiloq.models.in_memory import describe_on_saving
 from epiloq.models.mixtures import release_float_experts_, restack_experts_, unstack_experts_
@@ -60,15 +60,13 @@ def load(
     # Embeddings first, because heads may share their weights.
     for name, stored, rows in sorted(quantised, key=lambda found: found[0] not in tables):
         layer: nn.Module
-        try:
+        with located(f"{file.path}: {stored.name}"):
             if name in tables:
                 layer = looked_up[stored.name] = _table(tables[name], stored, dtype)
             elif activations is None and stored.name in looked_up:
                 layer = looked_up[stored.name].tied_linear(linears[name].bias)
             else:
                 layer = _layer(linears[name], stored, rows, activations)
-        except ValueError as error:
-            raise FormatError(f"{file.path}: {stored.name}: {error}") from error
         model.set_submodule(name.removesuffix(".weight"), layer.train(False))
     forget_ties(model, tuple(name.removesuffix(".weight") for name, _, _ in quantised))
     restack_experts_(model)
@@ -137,10 +135,8 @@ def _of_expert(name: str) -> tuple[str, int | None]:
 
 def values_of(file: GgufFile, name: str, stored: Stored, rows: Tensor | None) -> Tensor:
     """The values, float32, of a tensor of the model. Raises FormatError for NaN, infinity and unknown kinds."""
-    try:
+    with located(file.path):
         values = stored.dequantize()
-    except FormatError as error:
-        raise FormatError(f"{file.path}: {error}") from error
     if name.endswith("norm.weight"):
         values = values - ARCHITECTURES[file.architecture].norm_offset
     return values if rows is None else values[rows]

@@ -19,7 +19,7 @@ from epiloq.formats.io.safe_files import reason
 from epiloq.formats.io.unused import check_types, check_unused
 from epiloq.formats.layers import Layers
 from epiloq.formats.layouts import gguf
-from epiloq.formats.layouts.base import FormatError, Quantization
+from epiloq.formats.layouts.base import FormatError, Quantization, located
 from epiloq.formats.readers import UNUSED, check_method
 from epiloq.formats.table import Format, Written
 from epiloq.formats.weights import BlockWeight, Weight
@@ -35,10 +35,8 @@ def check_float(checkpoint: Checkpoint) -> None:
     if found is None:
         return
     if found.get("quant_method") not in (epiloq_modules.METHOD, gguf.METHOD):
-        try:
+        with located(checkpoint.folder / checkpoint.described_by):
             check_method(found)
-        except FormatError as error:
-            raise FormatError(f"{checkpoint.folder / checkpoint.described_by}: {error}") from None
     if all(entry.is_float for entry in checkpoint.entries.values()):
         unused = UNUSED.format(checkpoint.described_by)
         raise FormatError(f"{checkpoint.folder}: {unused}: expected a config.json without {KEY}")

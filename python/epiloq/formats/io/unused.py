@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from epiloq.formats.configs.keys import misspelled
-from epiloq.formats.io.architecture import has, ignores_tensor, is_missing_in_saved
+from epiloq.formats.io.architecture import has, ignores_tensor, is_missing_in_saved, submodule
 from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.described import KEY
 from epiloq.formats.io.safetensors_file import DTYPES
@@ -129,11 +129,8 @@ def check_types(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def _is_leaf(model: nn.Module, layer: str) -> bool:
     """Whether this module has tensors but no submodules."""
-    try:
-        module = model.get_submodule(layer)
-    except AttributeError:
-        return False
-    return bool(layer) and not list(module.children()) and bool(module._parameters)
+    module = submodule(model, layer) if layer else None
+    return module is not None and not list(module.children()) and bool(module._parameters)
 
 
 def _beyond(model: nn.Module, name: str) -> tuple[str, int] | None:

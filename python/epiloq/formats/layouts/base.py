@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -57,6 +58,16 @@ class FormatError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
+
+
+@contextmanager
+def located(where: object) -> Iterator[None]:
+    """Make a ValueError a FormatError whose message begins with where it occurred; `where` may be a function that says
+    so."""
+    try:
+        yield
+    except ValueError as error:
+        raise FormatError(f"{where() if callable(where) else where}: {error}") from error
 
 
 Expected: TypeAlias = "Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]"

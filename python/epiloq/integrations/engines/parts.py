@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from epiloq.formats import epiloq_modules
 from epiloq.formats.epiloq_modules import Group, Options
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.integrations.engines.slices import Window, rules_of
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.prepared_linear import PreparedLinear, padded
@@ -78,10 +78,8 @@ class Part:
             outline.weight = nn.Parameter(weight, requires_grad=False)
             return outline.eval()
         device = next(iter(self.tensors.values())).device
-        try:
+        with located(self.name):
             module: nn.Module = self.group.kind.build(outline, self.group.options, self.tensors, device)
-        except FormatError as error:
-            raise FormatError(f"{self.name}: {error}") from None
         return module.eval()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from epiloq.formats.configs.keys import check_keys, excludes, names
 from epiloq.formats.configs.mxfp4 import KNOWN
 from epiloq.formats.configs.mxfp4 import METHOD as METHOD
+from epiloq.formats.io.architecture import submodule
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safetensors_file import DTYPES
-from epiloq.formats.layouts.base import FormatError, check_numbers
+from epiloq.formats.layouts.base import FormatError, check_numbers, located
 from epiloq.nn import Fp4Experts
 
 _MARKER = "gate_up_proj_blocks"
@@ -51,7 +51,7 @@ class StoredExperts(nn.Module):
         outline: Fp4Experts = self.__dict__["outline"]
         read: Callable[[str], Tensor] = self.__dict__["read"]
         tensors = {name: read(name)[part.start : part.stop].clone() for name in outline.shapes()}
-        with self._named():
+        with located(self.origin):
             check_numbers(tensors)
             return outline.some(part, tensors)
 
@@ -65,17 +65,9 @@ class StoredExperts(nn.Module):
                 f"{self.origin}: {offloaded}: its values are offloaded; use a device_map that keeps them on a device"
             )
         outline: Fp4Experts = self.__dict__["outline"]
-        with self._named():
+        with located(self.origin):
             check_numbers(tensors)
             return outline.from_blocks(tensors).train(self.training)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add file and tensor to the messages of errors."""
-        try:
-            yield
-        except ValueError as error:
-            raise FormatError(f"{self.origin}: {error}") from error
 
 
 def has_blocks(checkpoint: Checkpoint) -> bool:
@@ -131,25 +123,16 @@ def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Expert
 
 
 def _module(model: Any, name: str, where: str) -> Any:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        raise FormatError(f"{where}: expected experts {name} in {type(model).__name__}, found none") from None
+    module = submodule(model, name)
+    if module is None:
+        raise FormatError(f"{where}: expected experts {name} in {type(model).__name__}, found none")
     if type(module).__name__ != "GptOssExperts":
         raise FormatError(f"{where}: expected GptOssExperts, found {type(module).__name__}")
     return module
 
 
 def _outline(module: Any, where: str) -> Fp4Experts:
-    try:
-        return Fp4Experts(
-            module.num_experts,
-            module.hidden_size,
-            module.intermediate_size,
-            alpha=module.alpha,
-            limit=module.limit,
-            device="meta",
-            dtype=module.gate_up_proj.dtype,
-        ).train(module.training)
-    except ValueError as error:
-        raise FormatError(f"{where}: {error}") from None
+    sizes = (module.num_experts, module.hidden_size, module.intermediate_size)
+    options: dict[str, Any] = {"alpha": module.alpha, "limit": module.limit, "dtype": module.gate_up_proj.dtype}
+    with located(where):
+        return Fp4Experts(*sizes, **options, device="meta").train(module.training)

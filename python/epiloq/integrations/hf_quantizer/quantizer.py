@@ -24,7 +24,7 @@ from epiloq.formats.io.checkpoint import Checkpoint, split_name
 from epiloq.formats.io.names import Names, in_whole_model, saved_by_layer, unstacked_weights, without_stacking
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layer_reader import BIAS, Reader
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.formats.readers import leaving, parse, shared
 from epiloq.integrations.hf_quantizer import mxfp4
 from epiloq.integrations.hf_quantizer.config import EpiloqConfig, unknown_argument
@@ -225,12 +225,10 @@ class EpiloqQuantizer(HfQuantizer):
                 continue
             for key in file_state(module).keys() - {BIAS}:
                 del state[f"{name}.{key}"]
-            try:
+            with located(f"{_NAME}: save_pretrained: {name}"):
                 if name not in self.readers:
                     raise FormatError("not a layer of the directory that was opened")
                 tensors = tensors_of(module, self.readers[name], model.dtype)
-            except ValueError as error:
-                raise FormatError(f"{_NAME}: save_pretrained: {name}: {error}") from error
             state |= {f"{name}.{part}": tensor for part, tensor in tensors.items()}
         changed = in_any_order(leaving(config, self.initialised), partial(self._described, model))
         if changed != config:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from epiloq.formats.embeddings import TableOutline, checked, restore_
-from epiloq.formats.io.architecture import check_unchanged, names_in
+from epiloq.formats.io.architecture import check_unchanged, names_in, submodule
 from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.names import Names, in_whole_model
 from epiloq.formats.io.safetensors_file import DTYPES, Entry
 from epiloq.formats.io.unused import ignores_layer, is_of_another_head
 from epiloq.formats.layer_reader import BIAS, Reader
-from epiloq.formats.layouts.base import FormatError
+from epiloq.formats.layouts.base import FormatError, located
 from epiloq.formats.readers import other_part, readers, shared, unused_scales
 from epiloq.integrations.hf_quantizer.names import check
 from epiloq.models.conv1d import as_linear
@@ -108,10 +108,8 @@ class StoredLinear(nn.Module):
         # one number in memory, because its values are never read
         blank = torch.zeros((), device=device, dtype=self.dtype).expand(linear.weight.shape)
         linear.weight = nn.Parameter(blank, requires_grad=False)
-        try:
+        with located(self.origin):
             module = self.reader.opened(linear, tensors)
-        except ValueError as error:
-            raise FormatError(f"{self.origin}: {error}") from error
         return module.to(device).train(self.training)
 
 
@@ -126,7 +124,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
 
     def site(layer: str) -> tuple[tuple[str, ...], type[nn.Module]]:
         own = _own_name(names, layer)
-        module = _submodule(model, own)
+        module = submodule(model, own)
         kind = nn.Linear if module is None else type(module)
         return tuple(dict.fromkeys((own, layer, in_whole_model(model, own)))), kind
 
@@ -134,7 +132,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         return ignores_layer(model, layer) or is_of_another_head(model, checkpoint, layer)
 
     known, sharing = readers(checkpoint, site, ignores), shared(checkpoint)
-    tables = [name for name in known if isinstance(_submodule(model, name), nn.Embedding)]
+    tables = [name for name in known if isinstance(submodule(model, name), nn.Embedding)]
     forget_ties(model, (*sharing, *tables))
     unused = set(unused_scales(checkpoint, known.get, names.has))
     layers, extra = _by_layer(checkpoint, known, unused)
@@ -151,7 +149,7 @@ def store_layers(model: Any, checkpoint: Checkpoint) -> dict[str, Reader]:
         if reader is None or ignores(own):
             continue
         # A module with two names may be stored already.
-        if not isinstance(_submodule(model, own), StoredLinear):
+        if not isinstance(submodule(model, own), StoredLinear):
             stored = _stored(model, own, parts, reader, checkpoint, layer)
             if layer in extra:
                 stored.load_extra = partial(_read, checkpoint, extra[layer])
@@ -195,10 +193,8 @@ def _stored(
 
 def _sharing(model: Any, name: str, source: str, checkpoint: Checkpoint) -> SharedLayer:
     stored = model.get_submodule(source)
-    try:
+    with located(checkpoint.folder):
         return SharedLayer(checked(model, name, (stored.out_features, stored.in_features)))
-    except FormatError as error:
-        raise FormatError(f"{checkpoint.folder}: {error}") from None
 
 
 def _own_name(names: Names, layer: str) -> str:
@@ -247,12 +243,10 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Tensor]
 
 
 def _linear(model: Any, name: str, origin: str) -> nn.Linear:
-    found = _submodule(model, name)
+    found = submodule(model, name)
     if isinstance(found, nn.Embedding):
-        try:
+        with located(origin):
             return TableOutline.of(found)
-        except FormatError as error:
-            raise FormatError(f"{origin}: {error}") from None
     linear = None if found is None else as_linear(found)
     if linear is None:
         is_what = "nothing of that name" if found is None else type(found).__name__
@@ -267,13 +261,6 @@ def _linear(model: Any, name: str, origin: str) -> nn.Linear:
             'both, write "tie_word_embeddings": false there'
         )
     return linear
-
-
-def _submodule(model: Any, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)  # type: ignore[no-any-return]
-    except AttributeError:
-        return None
 
 
 def open_layers(model: Any, sharing: Mapping[str, str]) -> None:
