@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,18 +308,16 @@ def _pooled(value: Tensor, pool: list[Tensor]) -> Tensor:
 def _probe(model: nn.Module, blocks: Sequence[nn.Module], tokens: Tensor) -> list[Any]:
     """Each block's output on a few tokens, after checking that blocks form a chain."""
     seen: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
-    handles = [
-        block.register_forward_hook(
-            lambda m, args, kwargs, out, index=index: seen.__setitem__(index, (args, kwargs, out)), with_kwargs=True
-        )
-        for index, block in enumerate(blocks)
-    ]
-    try:
-        with needing_more_than_text(model):
-            run_on_text(model, tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as handles:
+        for index, block in enumerate(blocks):
+            handles.enter_context(
+                block.register_forward_hook(
+                    lambda m, args, kwargs, out, index=index: seen.__setitem__(index, (args, kwargs, out)),
+                    with_kwargs=True,
+                )
+            )
+        handles.enter_context(needing_more_than_text(model))
+        run_on_text(model, tokens)
     if list(seen) != list(range(len(blocks))):
         raise NotAChain("calibrate: blocks: expected every block to run, in order")
     for index in range(len(blocks) - 1):

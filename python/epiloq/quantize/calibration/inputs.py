@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -64,36 +65,26 @@ class _Watch:
         if producer:
             self.seen.feeds.setdefault(producer, []).append(name)
 
-    def after_norm(self, name: str, output: object) -> None:
+    def after_linear(self, name: str, linear: nn.Linear, args: object, output: object) -> None:
+        self.last_linear[linear.out_features] = name
+
+    def after_norm(self, name: str, norm: nn.Module, args: object, output: object) -> None:
         if isinstance(output, Tensor):
             self.made[id(output)] = weakref.ref(output), name
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        handles = [self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)]
-        for name, module in self.model.named_modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(module, nn.Linear):
-
-                def before(m: nn.Module, a: Any, k: Any, name: str = name) -> None:
-                    self.before_linear(name, m, a, k)  # type: ignore[arg-type]
-
-                def after(m: nn.Module, a: Any, out: Any, name: str = name) -> None:
-                    self.last_linear[m.out_features] = name  # type: ignore[index]
-
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after))
-            elif isinstance(weight, Tensor) and weight.ndim == 1:
-
-                def made(m: nn.Module, a: Any, out: Any, name: str = name) -> None:
-                    self.after_norm(name, out)
-
-                handles.append(module.register_forward_hook(made))
-        try:
+        with ExitStack() as handles:
+            keep = handles.enter_context
+            keep(self.model.register_forward_pre_hook(self.before_model, with_kwargs=True))
+            for name, module in self.model.named_modules():
+                weight = getattr(module, "weight", None)
+                if isinstance(module, nn.Linear):
+                    keep(module.register_forward_pre_hook(partial(self.before_linear, name), with_kwargs=True))
+                    keep(module.register_forward_hook(partial(self.after_linear, name)))
+                elif isinstance(weight, Tensor) and weight.ndim == 1:
+                    keep(module.register_forward_hook(partial(self.after_norm, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _shortened(value: object) -> object:
