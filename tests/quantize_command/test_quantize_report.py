@@ -24,7 +24,6 @@ from epiloq.quantize.calibration.tally import HIGHEST, LOWEST, Tally
 from epiloq.quantize.calibration.work import Block
 from tiny_teacher import save, tiny_model
 
-
 pytestmark = pytest.mark.usefixtures("pictures")
 
 
