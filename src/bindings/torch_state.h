@@ -1,7 +1,7 @@
 #pragma once
 
 // The state of torch around a call: modes, transforms, gradients, autocast. _core links no torch library, so this
-// calls torch's Python functions, which epiloq._torch.library passes once. Everything requires the GIL.
+// calls torch's Python functions, which epiloq._torch.calls passes once. Everything requires the GIL.
 
 #include "bindings/dlpack.h"
 
