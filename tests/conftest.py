@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: collections, which many libraries ask for, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:

@@ -174,8 +174,14 @@ class _FailsInDecode(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [AssertionError(), TypeError("no kernel\nfor this"), RuntimeError("out of memory")])
-@pytest.mark.parametrize("fails", ["quantised", "measured"])
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ("quantised", AssertionError()),
+        ("measured", TypeError("no kernel\nfor this")),
+        ("measured", RuntimeError("out of memory")),
+    ],
+)
 def test_a_peer_that_fails_is_left_out(
     seed: int, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
 ) -> None:

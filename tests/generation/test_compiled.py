@@ -44,11 +44,23 @@ def compiles(as_on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "w4a16-g32"), ("gemma2", None), ("mistral", "w8a8-int8")])
-def test_calls_share_graphs(family: str, scheme: str | None, compiles: Callable[..., int], seed: int) -> None:
-    found = model(family, **WINDOWED.get(family, {}))
+@pytest.mark.parametrize(("family", "scheme"), [("gemma2", None), ("mistral", "w8a8-int8")])
+def test_calls_with_windows_share_graphs(
+    family: str, scheme: str | None, compiles: Callable[..., int], seed: int
+) -> None:
+    found = model(family, **WINDOWED[family])
     if scheme is not None:
         epiloq.optimize_(epiloq.quantize_(found, scheme))
+    assert compiles(found) == 1
+    assert compiles(found, length=13) == compiles(found, max_new_tokens=40) == 0
+    assert compiles(found, batch=3, max_new_tokens=60) <= 1
+    assert compiles(found, batch=3) == compiles(found) == 0
+
+
+@pytest.mark.slow
+def test_calls_share_graphs(compiles: Callable[..., int], seed: int) -> None:
+    found = model()
+    epiloq.optimize_(epiloq.quantize_(found, "w4a16-g32"))
     assert compiles(found) == 1
     # The same sizes, another prompt, more new tokens, and end tokens.
     assert compiles(found) == 0
