@@ -6,6 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Generator, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -131,7 +132,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session", autouse=True)
 def _reports_without_pictures() -> Iterator[None]:
     """Pictures take longer than the tiny models that reports are about: `pictures` draws them."""
-    with patch("epiloq.quantize.figures.to_svg", lambda figure, label: "<svg></svg>"):
+    with patch("epiloq.quantize.figures.to_svg", lambda _, label: f'<svg aria-label="{escape(label)}"></svg>'):
         yield
 
 
