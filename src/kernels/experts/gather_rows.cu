@@ -70,9 +70,14 @@ __device__ __forceinline__ void load_row(GatherProblem const& p, int token, Vect
   }
 }
 
+// With no number (0) ptxas 13.0 spills registers of unquantised rows on SM80.
+template <class Format>
+constexpr int kCtasPerSm = cuda::std::is_same_v<Format, Unquantized> ? 7 : 0;
+
 // T of unquantised rows is any type of 16 bits.
 template <class T, class Format, int kVectors>
-__global__ __launch_bounds__(kThreads) void gather_kernel(__grid_constant__ GatherProblem const p, bool counts) {
+__global__ __launch_bounds__(kThreads, kCtasPerSm<Format>) void gather_kernel(__grid_constant__ GatherProblem const p,
+                                                                              bool counts) {
   pdl_wait();
   SortProblem const& sort = p.sort;
   int place = blockIdx.x;
