@@ -31,7 +31,7 @@ function(epiloq_kernels name)
     list(APPEND arg_GENCODE ${EPILOQ_GENCODE_WAITING})
     list(REMOVE_DUPLICATES arg_GENCODE)
   endif()
-  # PTX that no GPU would take, a sixth of the wheel: every 8.x has machine code, everything newer takes the newest PTX.
+  # PTX that no GPU would take: every 8.x has machine code, everything newer takes the newest PTX.
   if(EPILOQ_GENCODE_WAITING IN_LIST arg_GENCODE)
     list(REMOVE_ITEM arg_GENCODE 80:compute_80 89:compute_89)
     if(80:sm_80 IN_LIST arg_GENCODE)
@@ -64,7 +64,7 @@ endfunction()
 
 # epiloq_sources(<list to append to> <name> EACH <rows a source> ROWS <row>... LINE <text> [WITH <name>=<value>|...]...
 #                [TEMPLATE <file, kernels.cu.in by default>])
-# Expands a template into sources, each of a few rows of a table: parsing one takes as long as two to four kernels.
+# Expands a template into sources, each of a few rows of a table: parsing one takes as long as several kernels.
 # @INSTANTIATIONS@ is the text for each row and all combinations of values, which take the places of @ROW@ and of their
 # names between @; @ROW@ in the name is the source's first row.
 function(epiloq_sources result name)
