@@ -86,6 +86,20 @@ def test_strided(seed: int, kind: str, device: str) -> None:
     assert_close(y, query[:, :4], exact_key[:, 1:3, :33], exact_value[:, 1:3, :33], None, 64**-0.5)
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["float", "int8", "fp8"])
+def test_heads_between_tokens(seed: int, kind: str, width: int, device: str) -> None:
+    """A cache stored as ``[B, T, H, D]``; one sequence has a masked step, the other a masked token."""
+    query, key, value, scales, exact_key, exact_value = cache_of((2, 3, 4, 77, width), torch.float16, kind, device)
+    apart = [cached.transpose(1, 2).contiguous().transpose(1, 2) for cached in (key, value)]
+    mask = torch.ones(2, 77, dtype=torch.bool, device=device)
+    mask[0, 16:32] = mask[1, 5] = False
+    y = decode_attention(query, *apart, mask, **scales)
+    assert_close(y, query, exact_key, exact_value, mask, width**-0.5)
+    if device == "cuda":
+        assert torch.equal(decode_attention(query, key, value, mask, **scales), y)
+
+
 def test_empty(device: str) -> None:
     for batch, heads, tokens in ((0, 2, 5), (2, 2, 0)):
         query, cache = torch.randn(batch, 4, 64, device=device), torch.randn(batch, heads, tokens, 64, device=device)

@@ -2,9 +2,10 @@
 
 transformers repeats keys and values for each query head if there is a mask, as with a static cache, and attention
 kernels for many tokens use only a fraction of a GPU for a single one. `decode_attention` is used instead if each
-sequence has one new token. This applies to a quantised cache, and on a GPU to a few sequences of a 16-bit cache; for
-more of them, and on a CPU, torch's kernels are faster, with the query heads of a key head as rows. Several tokens at a
-time use transformers' own ``sdpa``, in graphs of ``torch.compile`` without a mask where it would only be causal.
+sequence has one new token: with a quantised cache, and on a GPU with one of 16 bits. On a CPU torch's kernels are
+faster, with the query heads of a key head as rows; on a GPU too if `decode_attention` has no kernel and there are more
+than a few sequences. Several tokens at a time use transformers' own ``sdpa``, in graphs of ``torch.compile`` without a
+mask where it would only be causal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from epiloq.optimize.guards import are_plain, wants_gradient
 from epiloq.optimize.structure import asks_for_sdpa, attends_to_what_is_stored
 
 NAME = "epiloq_sdpa"
-# Sequences up to which `decode_attention` is faster on a GPU with a 16-bit cache (H200: at 16 it is slower).
+# Elements of a head for which `decode_attention` has a kernel, and sequences up to which it is faster without one.
+_KERNEL_WIDTHS = (64, 128, 256)
 _FEW_SEQUENCES = 2
 # As epiloq.kv_cache calls it, which needs transformers.
 READS_STORED = "epiloq_sdpa_of_stored"
@@ -121,7 +123,7 @@ def _by_heads_of_keys(
 
 def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
     """Whether this is a decode step that `decode_attention` supports."""
-    if not is_stored and not is_batch_invariant() and (not query.is_cuda or query.shape[0] > _FEW_SEQUENCES):
+    if not is_stored and not is_batch_invariant() and not _is_fast(query):
         return False
     if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
         return False
@@ -129,6 +131,12 @@ def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_st
     if by_heads or (mask is not None and mask.shape[-1] != keys.shape[2]):
         return False
     return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
+
+
+def _is_fast(query: Tensor) -> bool:
+    """Whether `decode_attention` is faster than torch's ``sdpa`` on a cache of query's dtype."""
+    has_kernel = query.shape[-1] in _KERNEL_WIDTHS and query.dtype != torch.float32
+    return query.is_cuda and (has_kernel or query.shape[0] <= _FEW_SEQUENCES)
 
 
 def causal_mask(q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:

@@ -3,9 +3,10 @@
 // A CTA multiplies up to eight query heads of a key head, so that keys and values are read once for all of them. The
 // warps of all CTAs of a split take steps of 16 tokens round-robin, so that a masked end of a cache leaves no CTA idle.
 // Each warp has its own pipeline of shared-memory stages (cp.async), so that the main loop has no CTA barrier, and uses
-// mma.sync m16n8k16: scores = keys (16 tokens x D) * queries (D x 8 heads), output = values (D x 16 tokens) * weights
-// (16 tokens x 8 heads). Columns of D may come in any order as long as keys and queries agree, and rows of values as
-// long as the output is stored accordingly: a lane therefore reads whole chunks of a row.
+// mma.sync m16n8k16: scores = queries (8 heads x D) * keys (D x 8 tokens, twice), output = values (D x 16 tokens) *
+// weights (16 tokens x 8 heads). A lane's scores are then, without an exchange, its weights. Columns of D may come in
+// any order as long as keys and queries agree, and rows of values as long as the output is stored accordingly: a lane
+// therefore reads whole chunks of a row.
 //
 // Weights are rounded to the sum of two 16-bit floats; 8-bit keys and values are exact as float16. Partial results of a
 // CTA's warps are merged in shared memory, those of a split's CTAs through DSMEM (SM90) or by a second kernel.
@@ -37,12 +38,9 @@ template <class T, Kind kKind, int kWidth>
 struct Layout {
   using Operand = std::conditional_t<kKind == Kind::kHalf, T, __half>;
   static constexpr bool kHasScales = kKind != Kind::kHalf;
-  static constexpr int kRow = kWidth * (kHasScales ? 1 : 2);    // bytes of a token's keys or values
-  static constexpr int kChunks = kRow / 16;                     // 16-byte chunks of a token
-  static constexpr int kKeyParts = kChunks / 4;                 // chunks of a token's keys that a lane multiplies
-  static constexpr int kValueBytes = kRow == 64 ? 8 : 16;       // of a token's values that a lane reads at once
-  static constexpr int kValueParts = kRow / (8 * kValueBytes);  // such reads per token
-  static constexpr int kPerChunk = kValueBytes / (kHasScales ? 1 : 2);  // elements
+  static constexpr int kRow = kWidth * (kHasScales ? 1 : 2);  // bytes of a token's keys or values
+  static constexpr int kChunks = kRow / 16;                   // 16-byte chunks of a token
+  static constexpr int kKeyParts = kChunks / 4;               // chunks of a token's keys that a lane multiplies
   static constexpr int kKeyBytes = kStep * kRow, kStageBytes = 2 * kKeyBytes;
   static constexpr int kPipelineBytes = kStageBytes > 4096 ? 3 * kStageBytes : 12288, kWarps = 98304 / kPipelineBytes;
   static constexpr int kStages = kPipelineBytes / kStageBytes < kMaxStages ? kPipelineBytes / kStageBytes : kMaxStages;
@@ -50,22 +48,20 @@ struct Layout {
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0);
 
   // Offset in a stage of chunk k of token t, so that neither copying a row nor reading what a lane multiplies has bank
-  // conflicts. Keys: lane (row, column) multiplies chunks 4 j + column of tokens row and row + 8. Values: columns of D
-  // 8 i + row, in units of kValueBytes, of tokens 2 * column, the next, and those plus 8.
+  // conflicts. Keys: lane (row, column) multiplies chunks 4 j + column of tokens row and row + 8. Values: ldmatrix
+  // reads the same chunk of eight tokens.
   static __device__ constexpr int key_slot(int t, int k) {
     return (t / 8 * kKeyParts + k / 4) * 512 + (t % 8 ^ k / 4) * 64 + k % 4 * 16;
   }
   static __device__ constexpr int value_slot(int t, int k) {
-    int const of_lane = t % 2 + t / 8 * 2, column = t % 8 / 2;
-    if (kValueBytes == 8) return of_lane * 256 + k * 64 + (column ^ k) * 16;
-    return (of_lane * kValueParts + k / 8) * 512 + k % 8 * 64 + (column ^ k % 8 / 2) * 16;
+    return t * kRow + (k ^ (kRow == 64 ? t / 2 % 4 : t % 8)) * 16;
   }
 };
 
 // A stage's metadata.
 struct StageState {
-  std::uint16_t scale[2 * kStep];  // of keys, then of values
-  Word valid;                      // a bit per unmasked token; 0: there are no more steps
+  alignas(4) std::uint16_t scale[2 * kStep];  // of keys, then of values
+  Word valid;                                 // a bit per unmasked token; 0: there are no more steps
 };
 
 __device__ __forceinline__ Word bits_of(__half2 pair) { return *reinterpret_cast<Word*>(&pair); }
@@ -79,32 +75,41 @@ __device__ __forceinline__ float2 unpack(Word pair, __nv_bfloat16) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
-// Four 8-bit numbers as float16, exactly.
-template <Kind kKind>
+// Four 8-bit numbers as float16, exactly: neighbours as pairs, or, at a distance of 2, the first with the third.
+template <Kind kKind, int kDistance = 1>
 __device__ __forceinline__ void widen(Word four, Word (&pairs)[2]) {
   if constexpr (kKind == Kind::kInt8) {
     // q + 128 as the low mantissa bits of 1024.
     Word const shifted = four ^ 0x80808080u;
     __half2 const offset = __half2half2(__ushort_as_half(0x6480));  // 1152
+    constexpr Word kBytes[] = {kDistance == 1 ? 0x4140 : 0x4240, kDistance == 1 ? 0x4342 : 0x4341};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Word const raised = __byte_perm(shifted, 0x64646464u, i == 0 ? 0x4140 : 0x4342);
+      Word const raised = __byte_perm(shifted, 0x64646464u, kBytes[i]);
       pairs[i] = bits_of(__hsub2(*reinterpret_cast<__half2 const*>(&raised), offset));
     }
   } else {
+    Word const ordered = kDistance == 1 ? four : __byte_perm(four, 0, 0x3120);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      auto const pair = static_cast<__nv_fp8x2_storage_t>(four >> 16 * i);
+      auto const pair = static_cast<__nv_fp8x2_storage_t>(ordered >> 16 * i);
       pairs[i] = bits_of(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
     }
   }
 }
 
-// Transposes an 8 x 8 matrix of 16 bits: a lane holds columns 2 * (lane % 4) … of row lane / 4.
-__device__ __forceinline__ Word transposed(Word pair) {
-  Word result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+// Numbers below 2^-126 are 0: weights are relative to 2^12.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// Four transposed 8 x 8 matrices of 16 bits; a lane passes the address of a row.
+__device__ __forceinline__ void load_transposed(Word (&to)[4], SharedAddress from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from));
 }
 
 // Iterates over a warp's steps that have an unmasked token. Masks of 32 steps are read at a time, one step per lane.
@@ -181,11 +186,16 @@ struct Attention {
   int warp, row, column;                    // lane = 4 row + column
   int token_of_lane, key_slot, value_slot;  // of the chunk that this lane copies first
   std::uint8_t const *keys, *values;        // the same, in global memory
+  std::uint16_t const* scales;              // of this lane: half of a warp has those of keys, half those of values
+  bool is_dense;                            // no columns between tokens
   Steps steps;
-  Word q[kTiles][2];
-  float factor[2];  // of scores, of heads 2 * column …: scale, log2(e), and what the queries were divided by
-  float maximum[2], sum[2], out[kTiles][4];
-  float unit = FLT_MIN;  // with scales: weights are divided by this, the largest scale of a value so far
+  // Of head `row`. Two k blocks of 16 columns of D make an A fragment, the second as rows 8 to 15.
+  Word q[kTiles / 2][4];
+  float factor;  // of scores: scale, log2(e), and what the query was divided by
+  float maximum, sum;
+  float out[kTiles][4];  // of heads 2 * column and the next
+  // With scales: weights are divided by this, the largest scale of a value so far; and what they are multiplied by.
+  float unit = FLT_MIN, inverse_unit = 1.f / FLT_MIN;
 
   __device__ Attention(Problem const& problem, Shared& memory)
       : p(problem),
@@ -210,7 +220,14 @@ struct Attention {
 #pragma unroll
       for (int j = 0; j < 4; ++j) out[i][j] = 0.f;
     }
-    maximum[0] = maximum[1] = -INFINITY, sum[0] = sum[1] = 0.f;
+    maximum = -INFINITY, sum = 0.f;
+    if constexpr (L::kHasScales) {
+      bool const of_key = lane < kStep;
+      Strides const& s = of_key ? p.of_key_scale : p.of_value_scale;
+      scales = static_cast<std::uint16_t const*>(of_key ? p.key_scale : p.value_scale) + batch * s.batch +
+               key_head * s.head + lane % kStep;
+    }
+    is_dense = p.of_key.token == kWidth && p.of_value.token == kWidth;
   }
 
   __device__ __forceinline__ int heads() const { return min(kHeadsPerCta, p.group - first_head); }
@@ -220,12 +237,12 @@ struct Attention {
     constexpr float kLog2E = 1.44269504f;
     int const head = key_head * p.group + min(first_head + row, p.group - 1);
     T const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + head * p.of_query.head;
-    factor[0] = factor[1] = p.scale * kLog2E;
+    factor = p.scale * kLog2E;
     if constexpr (!L::kHasScales) {
 #pragma unroll
       for (int i = 0; i < kTiles / 2; ++i) {
         uint4 const raw = *reinterpret_cast<uint4 const*>(query + (4 * i + column) * 8);
-        q[2 * i][0] = raw.x, q[2 * i][1] = raw.y, q[2 * i + 1][0] = raw.z, q[2 * i + 1][1] = raw.w;
+        q[i][0] = raw.x, q[i][2] = raw.y, q[i][1] = raw.z, q[i][3] = raw.w;
       }
     } else {
       // As float16, times the power of two that makes the largest one about 2^14.
@@ -233,10 +250,10 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         uint2 const raw = *reinterpret_cast<uint2 const*>(query + (4 * (i / 4) + column) * 16 + i % 4 * 4);
-        q[i][0] = raw.x, q[i][1] = raw.y;
+        q[i / 2][i % 2] = raw.x, q[i / 2][2 + i % 2] = raw.y;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          float2 const pair = unpack(q[i][j], T{});
+          float2 const pair = unpack(q[i / 2][2 * j + i % 2], T{});
           largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         }
       }
@@ -245,17 +262,15 @@ struct Attention {
       int const exponent = static_cast<int>(__float_as_uint(largest) >> 23);  // biased by 127
       int const power = min(max(127 + 14 - exponent, -112), 112);
       float const times = __uint_as_float(static_cast<Word>(127 + power) << 23);
-      float const inverse = __uint_as_float(static_cast<Word>(127 - power) << 23);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
+      for (int i = 0; i < kTiles / 2; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < 4; ++j) {
           float2 const pair = unpack(q[i][j], T{});
           q[i][j] = pack(pair.x * times, pair.y * times, Operand{});
         }
       }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) factor[j] *= __shfl_sync(~0u, inverse, 4 * (2 * column + j));
+      factor *= __uint_as_float(static_cast<Word>(127 - power) << 23);
     }
   }
 
@@ -268,30 +283,36 @@ struct Attention {
     if (valid != 0) {
       SharedAddress const to = shared_address(shared.data[warp]) + stage * L::kStageBytes;
       constexpr int kBytes = L::kRow / kWidth;
-      Word const of_lane = valid >> token_of_lane;
-      auto const* const from_keys = keys + token * p.of_key.token * kBytes;
-      auto const* const from_values = values + token * p.of_value.token * kBytes;
-#pragma unroll
-      for (int i = 0; i < L::kChunks / 2; ++i) {
-        constexpr int kAtOnce = 32 / L::kChunks;  // tokens
-        int const t = i * kAtOnce, bytes = of_lane >> t & 1 ? 16 : 0;
+      constexpr int kAtOnce = 32 / L::kChunks;  // tokens
+      auto const to_key = [&](int t) {
         int const at = L::key_slot(t, 0);
-        cp_async16((to + key_slot ^ at % 512) + at / 512 * 512, from_keys + t * p.of_key.token * kBytes, bytes);
-      }
-#pragma unroll
-      for (int i = 0; i < L::kChunks / 2; ++i) {
-        constexpr int kAtOnce = 32 / L::kChunks;
-        int const t = i * kAtOnce, bytes = of_lane >> t & 1 ? 16 : 0;
+        return (to + key_slot ^ at % 512) + at / 512 * 512;
+      };
+      auto const to_value = [&](int t) {
         int const at = L::value_slot(t, 0), low = at % 256;
-        cp_async16((to + L::kKeyBytes + value_slot ^ low) + (at - low), from_values + t * p.of_value.token * kBytes,
-                   bytes);
+        return (to + L::kKeyBytes + value_slot ^ low) + (at - low);
+      };
+      if (is_dense && valid == (1u << kStep) - 1) {
+        std::int64_t const first = std::int64_t{token} * L::kRow;
+#pragma unroll
+        for (int t = 0; t < kStep; t += kAtOnce) cp_async16(to_key(t), keys + first + t * L::kRow);
+#pragma unroll
+        for (int t = 0; t < kStep; t += kAtOnce) cp_async16(to_value(t), values + first + t * L::kRow);
+      } else {
+        Word const of_lane = valid >> token_of_lane;
+        auto const* const from_keys = keys + token * p.of_key.token * kBytes;
+        auto const* const from_values = values + token * p.of_value.token * kBytes;
+#pragma unroll
+        for (int t = 0; t < kStep; t += kAtOnce) {
+          cp_async16(to_key(t), from_keys + t * p.of_key.token * kBytes, of_lane >> t & 1 ? 16 : 0);
+        }
+#pragma unroll
+        for (int t = 0; t < kStep; t += kAtOnce) {
+          cp_async16(to_value(t), from_values + t * p.of_value.token * kBytes, of_lane >> t & 1 ? 16 : 0);
+        }
       }
       if constexpr (L::kHasScales) {
-        // The first half of the warp fetches the keys' scales.
-        bool const of_key = lane < kStep;
-        Strides const& s = of_key ? p.of_key_scale : p.of_value_scale;
-        auto const* const from = static_cast<std::uint16_t const*>(of_key ? p.key_scale : p.value_scale);
-        if (valid >> lane % kStep & 1) scale = from[batch * s.batch + key_head * s.head + token + lane % kStep];
+        if (valid >> lane % kStep & 1) scale = scales[token];
       }
     }
     cp_async_commit();
@@ -301,97 +322,97 @@ struct Attention {
   __device__ __forceinline__ void put_scale(int stage, std::uint16_t scale) {
     if constexpr (L::kHasScales) shared.stages[warp][stage].scale[threadIdx.x % 32] = scale;
   }
-  __device__ __forceinline__ float scale_of(StageState const& state, int i) const {
-    return static_cast<float>(*reinterpret_cast<T const*>(&state.scale[i]));
+  // Of a lane's tokens: 2 * column, the next, and those plus 8.
+  __device__ __forceinline__ void load_scales(float (&to)[4], std::uint16_t const* from) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float2 const pair = unpack(*reinterpret_cast<Word const*>(from + 2 * column + 8 * i), T{});
+      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+    }
   }
 
-  // Scores of tokens row and row + 8 with heads 2 * column and the next: (token, head) in row-major order.
+  // Scores of head `row` with tokens 2 * column, the next, and those plus 8.
   __device__ __forceinline__ void score(unsigned char const* stage, float (&scores)[4]) const {
-    float parts[2][4] = {};
+    // Of each eight tokens, for the k blocks in rows 0 to 7 of fragments and for those in rows 8 to 15: the other half
+    // of each product, of a query's columns with other columns of keys, has no meaning.
+    float parts[2][2][4] = {};
+    auto const multiply = [&](int half, int i, int block, Word first, Word second) {
+      mma<Operand>(parts[half][block], q[i], first, second, parts[half][block]);
+    };
 #pragma unroll
     for (int i = 0; i < L::kKeyParts; ++i) {
       unsigned char const* const chunk = stage + L::key_slot(row, 4 * i + column);
-      uint4 const a = *reinterpret_cast<uint4 const*>(chunk);
-      uint4 const b = *reinterpret_cast<uint4 const*>(chunk + L::key_slot(8, 0));
-      if constexpr (!L::kHasScales) {
-        Word const first[] = {a.x, b.x, a.y, b.y}, second[] = {a.z, b.z, a.w, b.w};
-        mma<Operand>(parts[0], first, q[2 * i][0], q[2 * i][1], parts[0]);
-        mma<Operand>(parts[1], second, q[2 * i + 1][0], q[2 * i + 1][1], parts[1]);
-      } else {
-        Word const of_a[] = {a.x, a.y, a.z, a.w}, of_b[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          Word wide_a[2], wide_b[2];
-          widen<kKind>(of_a[j], wide_a), widen<kKind>(of_b[j], wide_b);
-          Word const four[] = {wide_a[0], wide_b[0], wide_a[1], wide_b[1]};
-          mma<Operand>(parts[j % 2], four, q[4 * i + j][0], q[4 * i + j][1], parts[j % 2]);
+      for (int half = 0; half < 2; ++half) {
+        uint4 const words = *reinterpret_cast<uint4 const*>(chunk + half * L::key_slot(8, 0));
+        if constexpr (!L::kHasScales) {
+          multiply(half, i, 0, words.x, words.y);
+          multiply(half, i, 1, words.z, words.w);
+        } else {
+          Word const each[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            Word wide[2];
+            widen<kKind>(each[j], wide);
+            multiply(half, 2 * i + j / 2, j % 2, wide[0], wide[1]);
+          }
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] = parts[0][i] + parts[1][i];
+    for (int i = 0; i < 4; ++i) scores[i] = parts[i / 2][0][i % 2] + parts[i / 2][1][2 + i % 2];
   }
 
   // Rescales for a larger maximum of a head's scores, or of the scales of values.
   __device__ __forceinline__ void rescale(float const (&scores)[4], float largest) {
-    float kept[2];
+    float whole = fmaxf(maximum, fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])));
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float whole = fmaxf(maximum[j], fmaxf(scores[j], scores[2 + j]));
-#pragma unroll
-      for (int lane = 4; lane < 32; lane *= 2) whole = fmaxf(whole, __shfl_xor_sync(~0u, whole, lane));
-      kept[j] = weight_of(maximum[j], whole);
-      maximum[j] = whole, sum[j] *= kept[j];
-    }
+    for (int lane = 1; lane < 4; lane *= 2) whole = fmaxf(whole, __shfl_xor_sync(~0u, whole, lane));
+    float kept = weight_of(maximum, whole);
+    maximum = whole, sum *= kept;
     if constexpr (L::kHasScales) {
 #pragma unroll
-      for (int lane = 4; lane < 32; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+      for (int lane = 1; lane < 4; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
       float const before = unit;
-      unit = fmaxf(unit, largest);
-      kept[0] *= before / unit, kept[1] *= before / unit;
+      unit = fmaxf(unit, largest), inverse_unit = 1.f / unit;
+      kept *= before * inverse_unit;
     }
+    float of_head[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) of_head[j] = __shfl_sync(~0u, kept, 4 * (2 * column + j));
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) out[i][j] *= kept[j % 2];
+      for (int j = 0; j < 4; ++j) out[i][j] *= of_head[j % 2];
     }
   }
 
   // Adds values times weights, which are the sums of `high` and `low`.
   __device__ __forceinline__ void add_values(unsigned char const* stage, Word const (&high)[2], Word const (&low)[2]) {
-    using Chunk = std::conditional_t<L::kValueBytes == 16, uint4, uint2>;
-    constexpr int kWords = L::kValueBytes / 4;
-    unsigned char const* const chunks =
-        stage + L::kKeyBytes + L::value_slot(2 * column, row * L::kValueBytes / 16) + row * L::kValueBytes % 16;
+    auto const add = [&](int tile, Word const(&four)[4]) {
+      mma<Operand>(out[tile], four, high[0], high[1], out[tile]);
+      mma<Operand>(out[tile], four, low[0], low[1], out[tile]);
+    };
+    // The matrices of a load: 16-bit values of tokens 0 to 7, twice, and 8 to 15, twice, a tile's chunks; of 8-bit
+    // values a chunk's tokens, then the next chunk's, where a 16-bit element is two columns of a token.
+    int const lane = threadIdx.x % 32, second = lane / 8 % 2, third = lane / 16;
+    SharedAddress const from =
+        shared_address(stage) + L::kKeyBytes +
+        (L::kHasScales ? L::value_slot(lane % 8 + 8 * second, third) : L::value_slot(lane % 8 + 8 * third, second));
 #pragma unroll
-    for (int i = 0; i < L::kValueParts; ++i) {
-      Word words[4][kWords];
+    for (int i = 0; i < L::kChunks; i += 2) {
+      Word words[4];
+      load_transposed(words, (from ^ i % 8 * 16) + i / 8 * 128);
+      if constexpr (!L::kHasScales) {
+        add(i / 2, words);
+      } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int const at = L::value_slot(j % 2 + j / 2 * 8, 8 * i);
-        *reinterpret_cast<Chunk*>(words[j]) = *reinterpret_cast<Chunk const*>(chunks + at);
-      }
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        auto const add = [&](int tile, Word const(&four)[4]) {
-          mma<Operand>(out[tile], four, high[0], high[1], out[tile]);
-          mma<Operand>(out[tile], four, low[0], low[1], out[tile]);
-        };
-        if constexpr (!L::kHasScales) {
-          Word const four[] = {
-              __byte_perm(words[0][w], words[1][w], 0x5410), __byte_perm(words[0][w], words[1][w], 0x7632),
-              __byte_perm(words[2][w], words[3][w], 0x5410), __byte_perm(words[2][w], words[3][w], 0x7632)};
-          add(i * kWords + w, four);
-        } else {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            int const which = half == 0 ? 0x5140 : 0x7362;
-            Word a[2], b[2];
-            widen<kKind>(__byte_perm(words[0][w], words[1][w], which), a);
-            widen<kKind>(__byte_perm(words[2][w], words[3][w], which), b);
-            Word const four[] = {a[0], a[1], b[0], b[1]};
-            add((i * kWords + w) * 2 + half, four);
-          }
+        for (int j = 0; j < 2; ++j) {
+          // Rows 0 to 7 are the even columns, rows 8 to 15 the odd ones.
+          Word a[2], b[2];
+          widen<kKind, 2>(words[2 * j], a), widen<kKind, 2>(words[2 * j + 1], b);
+          Word const four[] = {a[0], a[1], b[0], b[1]};
+          add(i + j, four);
         }
       }
     }
@@ -400,41 +421,41 @@ struct Attention {
   __device__ __forceinline__ void add(int stage, Word valid) {
     StageState const& state = shared.stages[warp][stage];
     unsigned char const* const data = shared.data[warp] + stage * L::kStageBytes;
-    float scores[4], value_scale[2] = {1.f, 1.f};
+    float scores[4], key_scale[4] = {1.f, 1.f, 1.f, 1.f}, value_scale[4];
     score(data, scores);
     bool is_larger = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      bool const is_valid = valid >> (row + 8 * i) & 1;
-      float key_scale = 1.f;
-      if constexpr (L::kHasScales) {
-        key_scale = scale_of(state, row + 8 * i);
-        value_scale[i] = scale_of(state, kStep + row + 8 * i);
-        is_larger |= value_scale[i] > unit;
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& one = scores[2 * i + j];
-        one = is_valid ? one * (factor[j] * key_scale) : -INFINITY;
-        is_larger |= one > maximum[j];
-      }
+    if constexpr (L::kHasScales) {
+      load_scales(key_scale, state.scale);
+      load_scales(value_scale, state.scale + kStep);
     }
-    if (__any_sync(~0u, is_larger)) rescale(scores, fmaxf(value_scale[0], value_scale[1]));
+    Word const of_lane = valid >> 2 * column;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = of_lane >> (i % 2 + i / 2 * 8) & 1 ? scores[i] * (factor * key_scale[i]) : -INFINITY;
+      is_larger |= scores[i] > maximum;
+      if constexpr (L::kHasScales) is_larger |= value_scale[i] > unit;
+    }
+    if (__any_sync(~0u, is_larger)) {
+      float largest = 0.f;
+      if constexpr (L::kHasScales) {
+        largest = fmaxf(fmaxf(value_scale[0], value_scale[1]), fmaxf(value_scale[2], value_scale[3]));
+      }
+      rescale(scores, largest);
+    }
+    float const base = maximum == -INFINITY ? 0.f : maximum;  // 0 as long as all tokens are masked
     Word high[2], low[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float weight[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        // Relative to 0 as long as all tokens are masked.
-        weight[j] = exp2f(scores[2 * i + j] - (maximum[j] == -INFINITY ? 0.f : maximum[j]) + kRaise);
-        sum[j] += weight[j];
-        if constexpr (L::kHasScales) weight[j] *= __fdividef(value_scale[i], unit);
+        weight[j] = exp2_approximate(scores[2 * i + j] - base + kRaise);
+        sum += weight[j];
+        if constexpr (L::kHasScales) weight[j] *= value_scale[2 * i + j] * inverse_unit;
       }
       high[i] = pack(weight[0], weight[1], Operand{});
       float2 const rounded = unpack(high[i], Operand{});
-      low[i] = transposed(pack(weight[0] - rounded.x, weight[1] - rounded.y, Operand{}));
-      high[i] = transposed(high[i]);
+      low[i] = pack(weight[0] - rounded.x, weight[1] - rounded.y, Operand{});
     }
     add_values(data, high, low);
   }
@@ -468,24 +489,27 @@ struct Attention {
     __syncwarp();
   }
 
-  // The numerators of warp i, over its stages.
+  // The numerators of warp i, over its stages, with heads at a distance that lets put() have no bank conflicts.
+  static constexpr int kHeadStride = kWidth + 4;
+  static_assert(kHeadsPerCta * kHeadStride * 4 <= L::kStages * L::kStageBytes);
   __device__ __forceinline__ float* numerators(int i) const { return reinterpret_cast<float*>(shared.data[i]); }
 
   __device__ __forceinline__ void put() const {
-    float total[2] = {sum[0], sum[1]};
+    float total = sum;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int lane = 1; lane < 4; lane *= 2) total += __shfl_xor_sync(~0u, total, lane);
+    if (column == 0) shared.warp_state[warp][row] = {maximum, total, {}};
+    float const times = L::kHasScales ? unit : 1.f;
 #pragma unroll
-      for (int lane = 4; lane < 32; lane *= 2) total[j] += __shfl_xor_sync(~0u, total[j], lane);
-      int const head = 2 * column + j;
-      if (row == 0) shared.warp_state[warp][head] = {maximum[j], total[j], {}};
-      float const times = L::kHasScales ? unit : 1.f;
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        constexpr int kPairs = L::kPerChunk / 2;
-        int const element = (i / kPairs * 8 + row) * L::kPerChunk + i % kPairs * 2;
-        *reinterpret_cast<float2*>(numerators(warp) + head * kWidth + element) = {out[i][j] * times,
-                                                                                  out[i][2 + j] * times};
+      for (int j = 0; j < 2; ++j) {
+        float* const to = numerators(warp) + (2 * column + j) * kHeadStride + 16 * i;
+        if constexpr (L::kHasScales) {
+          *reinterpret_cast<float2*>(to + 2 * row) = {out[i][j] * times, out[i][2 + j] * times};
+        } else {
+          to[row] = out[i][j], to[row + 8] = out[i][2 + j];
+        }
       }
     }
   }
@@ -512,7 +536,9 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
     int const h = i / kInRow, element = i % kInRow * 4;
     Four const four = merged(
         A::L::kWarps, [&](int of) { return shared.warp_state[of][h]; },
-        [&](int of) { return *reinterpret_cast<float4 const*>(attention.numerators(of) + h * kWidth + element); });
+        [&](int of) {
+          return *reinterpret_cast<float4 const*>(attention.numerators(of) + h * A::kHeadStride + element);
+        });
     if (split == 1) {
       store<T>(four, p.out, (first_row + h) * kWidth + element);
     } else if (p.workspace != nullptr) {
@@ -521,7 +547,7 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
       *reinterpret_cast<float4*>(partials.values + row * kWidth + element) = four.values;
       if (element == 0) partials.states[row] = {four.maximum, four.sum, {}};
     } else {
-      *reinterpret_cast<float4*>(own + h * kWidth + element) = four.values;
+      *reinterpret_cast<float4*>(own + h * A::kHeadStride + element) = four.values;
       if (element == 0) shared.own_state[h] = {four.maximum, four.sum, {}};
     }
   }
@@ -536,7 +562,7 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
           return State{__uint_as_float(raw.x), __uint_as_float(raw.y), {}};
         },
         [&](int of) {
-          uint4 const raw = load_dsmem(shared_address(own + h * kWidth + element), of);
+          uint4 const raw = load_dsmem(shared_address(own + h * A::kHeadStride + element), of);
           return float4{__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
         });
     store<T>(four, p.out, (first_row + h) * kWidth + element);

@@ -50,8 +50,9 @@ template <class T>
 __device__ __forceinline__ void store(Four const& four, void* out, std::int64_t element) {
   T* const to = static_cast<T*>(out) + element;
   float const each[] = {four.values.x, four.values.y, four.values.z, four.values.w};
+  float const inverse = four.sum == 0.f ? 0.f : 1.f / four.sum;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) to[j] = static_cast<T>(four.sum == 0.f ? 0.f : each[j] / four.sum);
+  for (int j = 0; j < 4; ++j) to[j] = static_cast<T>(each[j] * inverse);
 }
 
 // Partial results in the workspace: a State and kWidth numerators for each split of each head.
