@@ -1,9 +1,9 @@
 """make gpu-bundle: makes a folder for a GPU machine without a network, where `bash tools/gpu_verify.sh` runs the tests.
 
 It contains a wheel for Python 3.12 whose SM75 and SM80 kernels are also compiled for SM90, so that all of them run on a
-Hopper GPU, the wheels that the tests need in addition to torch, the tests and these tools; with `--peers` also small
-peers of the benchmark that work with that machine's torch. It reports faults that `make cuda-check`, which takes half
-an hour, would find in the kernels that were compiled again.
+Hopper GPU, the wheels that the tests need in addition to torch, the tests, the examples and these tools; with `--peers`
+also small peers of the benchmark that work with that machine's torch. It reports faults that `make cuda-check`, which
+takes half an hour, would find in the kernels that were compiled again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     fetch(TEST_PACKAGES, FOLDER / "wheels")  # none of them depends on torch
     if options.peers:
         fetch(PEERS, FOLDER / "wheels", "--no-deps")
-    for name in ("tests", "tools"):
+    for name in ("tests", "tools", "examples"):
         shutil.copytree(wheels.ROOT / name, FOLDER / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(wheels.ROOT / "pyproject.toml", FOLDER)
     (FOLDER / "bundle.json").write_text(json.dumps(facts | {"wheel": wheel.name}, indent=1) + "\n")

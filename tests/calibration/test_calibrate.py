@@ -181,7 +181,8 @@ def test_blocks_on_a_gpu(seed: int, whole: bool) -> None:
     walk(found.cuda() if whole else found, calibration, "awq+gptq", Grid(4, 32), device="cuda")
     assert {p.device.type for p in found.parameters()} == {"cuda" if whole else "cpu"}
     evaluation = texts(8)
-    assert loss(found.cpu(), original, evaluation) < 0.85 * loss(nearest, original, evaluation)
+    # Of 80 seeds 0.46 to 0.85, on a CPU.
+    assert loss(found.cpu(), original, evaluation) < 0.95 * loss(nearest, original, evaluation)
 
 
 def test_overrides(seed: int) -> None:

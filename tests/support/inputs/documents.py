@@ -16,8 +16,14 @@ from pathlib import Path
 from torch import Tensor
 
 ROOT = Path(__file__).parents[3]
+# None outside the checkout, as in the bundle for a GPU machine.
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    [
+        *ROOT.glob("README.md"),
+        *ROOT.glob("CONTRIBUTING.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
 )
 _FENCE = re.compile(r"^ *```(\S*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _HIDDEN = re.compile(r"^<!-- test: setup\n(.*?)^-->$", re.DOTALL | re.MULTILINE)

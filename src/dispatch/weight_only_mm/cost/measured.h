@@ -183,6 +183,7 @@ inline constexpr Measured kMeasured[]{
     {4814, 8, 256, 10240, 8192, {Family::kWgmma, 10, 2}},
     {4814, 8, 256, 34816, 5120, {Family::kWgmma, 10, 1}},
     {4814, 8, 512, 6144, 1024, {Family::kWgmma, 5, 1}},
+    {4814, 4, 128, 3584, 18944, {Family::kWgmma, 9, 2}},
 };
 // [tools/tune.py: end]
 // clang-format on
