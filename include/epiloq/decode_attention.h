@@ -41,18 +41,23 @@ EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 // update, in one launch: query = heads[…, :H] rotated; keys, rotated, and values are written to their caches from
 // `position` (0 if not given) on, and T is added to `position`. Each product and each sum is rounded to the type, as
 // torch does. With norms, query and key heads are first divided by sqrt(mean square + epsilon) and multiplied by the
-// norm's D factors, in fp32, and rounded. A token past the end of a cache is a CUDA error. On a CUDA device.
+// norm's D factors, in fp32, and rounded. Caches of 8 bits, as of DecodeAttention, hold a rounded head divided by its
+// scale, which is its largest magnitude divided by 127 (int8; half to even) or 448 (float8), rounded to the type and at
+// least its smallest normal number (float16: rounded up, at least 2^-24). A token past the end of a cache is a CUDA
+// error. On a CUDA device.
 struct RotateAndStore {
   TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
   TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D
   TensorView cos;    // [B or 1, T, D] of that type, contiguous
   TensorView sin;
-  TensorView key_cache;  // [B, H_kv, L, D] of that type, dense along D; written
+  TensorView key_cache;  // [B, H_kv, L, D] of that type, int8 or uint8, dense along D; written
   TensorView value_cache;
   std::optional<TensorView> position{};    // int64, one element; written
   std::optional<TensorView> query_norm{};  // [D] of that type or float32, dense
   std::optional<TensorView> key_norm{};    // as query_norm, with which it is given
   float epsilon = 0;
+  std::optional<TensorView> key_scale{};  // [B, H_kv, L] of heads' type, dense along L, with 8 bits only; written
+  std::optional<TensorView> value_scale{};
 };
 
 EPILOQ_API void check(RotateAndStore const& call);

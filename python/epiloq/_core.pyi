@@ -99,6 +99,8 @@ def check_rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None: ...
 def check_select_experts(
     weights: Tensor,
@@ -752,6 +754,8 @@ def rotate_and_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None: ...
 def runs_kernels_of(arch: str, device_index: int) -> bool: ...
 def scaled_bmm(

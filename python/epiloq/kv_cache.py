@@ -11,40 +11,8 @@ from torch.compiler import is_compiling
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
+from epiloq.ops.attention.cached_heads import KINDS, dequantize_heads, quantize_heads
 from epiloq.optimize.attention import READS_STORED
-from epiloq.weights.scales import SMALLEST_HALF
-
-# The type of the values, and the largest of them, by the name of a cache's `dtype`.
-KINDS: dict[str, tuple[torch.dtype, float]] = {
-    "int8": (torch.int8, 127.0),
-    "fp8": (torch.float8_e4m3fn, 448.0),
-}
-
-
-def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Keys or values ``[B, H, T, D]`` as bytes of the same shape, and scales ``[B, H, T, 1]`` of their dtype.
-
-    There is one scale per token and head: the largest magnitude divided by 127 ("int8", rounded half to even) or 448
-    ("fp8"). The bytes are int8, or float8_e4m3fn viewed as uint8, which all torch operations can copy.
-    """
-    dtype, most = KINDS[kind]
-    x = states.float()
-    scale = x.abs().amax(-1, keepdim=True) / most
-    smallest = torch.finfo(states.dtype).tiny
-    if states.dtype == torch.float16:
-        # Small scales are subnormal numbers, multiples of 2^-24. Half a step more rounds them up, so that no value lies
-        # outside the range.
-        scale, smallest = scale + SMALLEST_HALF / 2, SMALLEST_HALF
-    # Rounded before the division, so that q is computed with the scale that is stored.
-    scale = scale.to(states.dtype).clamp(min=smallest)
-    q = (x / scale.float()).clamp(-most, most)
-    return q.round().to(dtype) if kind == "int8" else q.to(dtype).view(torch.uint8), scale
-
-
-def dequantize_heads(q: Tensor, scale: Tensor, kind: str) -> Tensor:
-    """Inverse of `quantize_heads`, in the scale's dtype: a product in float32, rounded once."""
-    values = q if kind == "int8" else q.view(torch.float8_e4m3fn)
-    return (values.float() * scale.float()).to(scale.dtype)
 
 
 class Stored(NamedTuple):
@@ -94,7 +62,7 @@ class _Scaled:
         held = (self.keys, self.values, self.key_scale, self.value_scale)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def _handed(self) -> tuple[Any, Any]:
+    def handed(self) -> tuple[Any, Any]:
         """All keys and values for attention: dequantised, unless attention reads the stored form."""
         keys, values = (
             Stored(self.keys, self.key_scale, self.kind),
@@ -140,7 +108,7 @@ class QuantizedDynamicLayer(_Scaled, DynamicLayer):  # type: ignore[no-untyped-c
         new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
         joined = [torch.cat((old, tensor), -2) for old, tensor in zip(held, new, strict=True) if old is not None]
         self.keys, self.key_scale, self.values, self.value_scale = joined
-        return self._handed()
+        return self.handed()
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -196,16 +164,16 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
-        self._check_room(count)
+        self.check_room(count)
         places = torch.arange(count, device=key_states.device) + self.cumulative_length
         self.cumulative_length.add_(count)
         held = (self.keys, self.key_scale, self.values, self.value_scale)
         new = (*quantize_heads(key_states, self.kind), *quantize_heads(value_states, self.kind))
         for tensor, states in zip(held, new, strict=True):
             tensor.index_copy_(2, places, states)
-        return self._handed()
+        return self.handed()
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
         """Raise ValueError for too many tokens, as far as that is known without waiting for the GPU; otherwise torch's
         assertion on the device fails."""
         if is_compiling():

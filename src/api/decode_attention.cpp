@@ -37,16 +37,23 @@ Strides strides_of(TensorView const& view) {
   return {view.strides[0], view.strides[1], view.rank > 3 ? view.strides[2] : 1};
 }
 
-void check_scales(DecodeAttention const& call, Checker const& check, bool has_bytes) {
+// Scales of keys and values [B, H, T, D], of that type.
+template <class Call>
+void check_scales(Call const& call, Checker const& check, TensorView const& keys, DType dtype) {
+  bool const has_bytes = keys.dtype != dtype;
   for (auto const& [argument, scale] : {std::pair("key_scale", &call.key_scale), {"value_scale", &call.value_scale}}) {
     if (scale->has_value() != has_bytes) {
       check.fail(argument, has_bytes ? "expected scales with 8-bit keys and values, got none"
-                                     : "expected none with 16-bit keys and values, got scales");
+                                     : "expected none unless keys and values have 8 bits, got scales");
     }
     if (!has_bytes) continue;
-    check.tensor(argument, **scale, {call.query.dtype});
-    expect_shape(check, argument, **scale, {call.key.shape[0], call.key.shape[1], call.key.shape[2]});
+    check.tensor(argument, **scale, {dtype});
+    expect_shape(check, argument, **scale, {keys.shape[0], keys.shape[1], keys.shape[2]});
   }
+}
+
+Kind kind_of(DType keys) {
+  return keys == DType::kInt8 ? Kind::kInt8 : keys == DType::kUInt8 ? Kind::kFloat8 : Kind::kHalf;
 }
 
 Problem checked(DecodeAttention const& call) {
@@ -72,7 +79,7 @@ Problem checked(DecodeAttention const& call) {
     check.fail("key", "expected at most ", kMostTokens, " tokens, and ", kMostOnGrid, " heads and sequences, got ",
                describe(call.key));
   }
-  check_scales(call, check, call.key.dtype != call.query.dtype);
+  check_scales(call, check, call.key, call.query.dtype);
   if (call.workspace) {
     check.tensor("workspace", *call.workspace, {DType::kFloat32});
     check.contiguous("workspace", *call.workspace);
@@ -133,11 +140,16 @@ RotateProblem checked(RotateAndStore const& call) {
                                                         {angles, tokens, width},
                                                         {angles, tokens, width}};
   expect_shape(check, "heads", call.heads, {batches, tokens, heads + 2 * key_heads, width});
+  check.tensor("key_cache", call.key_cache, {dtype, DType::kInt8, DType::kUInt8});
+  check.tensor("value_cache", call.value_cache, {call.key_cache.dtype});
   for (int i = 0; i < 5; ++i) {
-    check.tensor(names[i], *views[i], {dtype});
+    bool const is_cache = i == 1 || i == 2;
+    if (!is_cache) check.tensor(names[i], *views[i], {dtype});
     expect_shape(check, names[i], *views[i], shapes[i]);
     if (i < 3) check.apart(names[i], *views[i], "heads", call.heads);
   }
+  check_scales(call, check, call.key_cache, dtype);
+  if (call.key_scale && call.value_scale) check.apart("key_scale", *call.key_scale, "value_scale", *call.value_scale);
   bool const has_norms = call.query_norm.has_value();
   if (has_norms != call.key_norm.has_value()) check.fail("key_norm", "expected both norms or none, got one");
   if (has_norms) {
@@ -152,6 +164,8 @@ RotateProblem checked(RotateAndStore const& call) {
   check.apart("key_cache", call.key_cache, "value_cache", call.value_cache);
   // Strides of heads: tokens are the second dimension.
   Strides const of_heads{call.heads.strides[0], call.heads.strides[2], call.heads.strides[1]};
+  auto const data_of = [](std::optional<TensorView> const& view) { return view ? view->data : nullptr; };
+  auto const of_scales = [](std::optional<TensorView> const& view) { return view ? strides_of(*view) : Strides{}; };
   return {call.heads.data,
           call.cos.data,
           call.sin.data,
@@ -172,7 +186,12 @@ RotateProblem checked(RotateAndStore const& call) {
           has_norms ? call.query_norm->data : nullptr,
           has_norms ? call.key_norm->data : nullptr,
           has_norms && call.query_norm->dtype == DType::kFloat32,
-          call.epsilon};
+          call.epsilon,
+          kind_of(call.key_cache.dtype),
+          data_of(call.key_scale),
+          data_of(call.value_scale),
+          of_scales(call.key_scale),
+          of_scales(call.value_scale)};
 }
 
 bool starts_on_16_bytes(void const* data, Strides const& strides, DType dtype) {
@@ -231,10 +250,7 @@ bool decode_attention(DecodeAttention const& call, Stream stream) {
     }
     problem.workspace = call.workspace->as<float>();
   }
-  Kind const kind = call.key.dtype == DType::kInt8    ? Kind::kInt8
-                    : call.key.dtype == DType::kUInt8 ? Kind::kFloat8
-                                                      : Kind::kHalf;
-  ops::decode_attention::launch(problem, call.query.dtype, kind, plan->split, device, stream);
+  ops::decode_attention::launch(problem, call.query.dtype, kind_of(call.key.dtype), plan->split, device, stream);
   return true;
 }
 

@@ -63,6 +63,9 @@ struct RotateProblem {
   void const *query_norm, *key_norm;
   bool has_float_norms;
   float epsilon;
+  Kind kind;  // of the caches
+  void *key_scale, *value_scale;
+  Strides of_key_scale, of_value_scale;
 };
 void launch_rotate(RotateProblem const& problem, DType dtype, int device, Stream stream);
 

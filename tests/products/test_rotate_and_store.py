@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epiloq.ops.attention.cached_heads import quantize_heads
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -88,6 +89,64 @@ def test_normed_heads(
     assert all(cache[:, :, :7].isnan().all() and cache[:, :, 7 + tokens :].isnan().all() for cache in caches)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "keys", "width"), [(1, 1, 32, 8, 128), (3, 5, 4, 2, 256), (2, 2, 3, 1, 10)]
+)
+def test_caches_of_8_bits(
+    seed: int,
+    batch: int,
+    tokens: int,
+    heads: int,
+    keys: int,
+    width: int,
+    normed: bool,
+    kind: str,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """The bits of `quantize_heads`, of what a cache of the heads' type holds; other tokens stay as they are."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    some = random(batch, tokens, heads + 2 * keys, width) * torch.rand(heads + 2 * keys, 1, device=device).to(dtype)
+    some[0, 0, -1] = 0
+    some[-1, -1, heads] *= 1e-6  # of subnormal scales in float16
+    cos, sin = (random(batch, tokens, width) for _ in range(2))
+    norms = (random(width), random(width), 1e-6) if normed else ()
+    plain = [torch.zeros(batch, keys, 12, width, device=device, dtype=dtype) for _ in range(2)]
+    expected = rotate_and_store(some, heads, cos, sin, *plain, torch.tensor(7, device=device), *norms)
+    caches = [torch.full((batch, keys, 12, width), 3, device=device, dtype=torch.int8) for _ in range(2)]
+    caches = [cache if kind == "int8" else cache.view(torch.uint8) for cache in caches]
+    scales = {name: random(batch, keys, 12, 1)[..., 0] for name in ("key_scale", "value_scale")}
+    before = [scale.clone() for scale in scales.values()]
+    position = torch.tensor(7, device=device)
+    query = rotate_and_store(some, heads, cos, sin, *caches, position, *(norms or (None, None, 0.0)), **scales)
+    assert torch.equal(query, expected) and int(position) == 7 + tokens
+    new = slice(7, 7 + tokens)
+    for cache, scale, old, states in zip(caches, scales.values(), before, plain, strict=True):
+        q, of_states = quantize_heads(states[:, :, new], kind)
+        assert torch.equal(cache[:, :, new], q) and torch.equal(scale[:, :, new], of_states[..., 0])
+        rest = torch.arange(12, device=device)
+        rest = rest[(rest < 7) | (rest >= 7 + tokens)]
+        assert (cache[:, :, rest].view(torch.int8) == 3).all() and torch.equal(scale[:, :, rest], old[:, :, rest])
+
+
+@pytest.mark.gpu
+def test_numbers_that_are_not_finite_in_8_bits(seed: int) -> None:
+    """Of such a head the scale says so; other heads are as they were."""
+    heads, angles = torch.randn(1, 1, 4, 64, device="cuda"), torch.ones(2, 1, 1, 64, device="cuda")
+    heads[0, 0, 2, 5], heads[0, 0, 3, 9] = torch.nan, torch.inf
+    caches = torch.zeros(2, 1, 1, 3, 64, device="cuda", dtype=torch.int8)
+    scales = torch.zeros(2, 1, 1, 3, device="cuda")
+    rotate_and_store(heads, 2, *angles, *caches, torch.tensor(1, device="cuda"), None, None, 0.0, *scales)
+    assert scales[0, 0, 0, 1].isnan() and scales[1, 0, 0, 1].isinf()
+    assert not scales[:, 0, 0, ::2].any() and not caches[:, :, :, ::2].any()
+
+
 def test_refusals(seed: int) -> None:
     heads, angles = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 8)
     cache, position = torch.zeros(2, 2, 9, 8), torch.tensor(0)
@@ -102,6 +161,21 @@ def test_refusals(seed: int) -> None:
         ({"query_norm": torch.ones(8)}, "key_norm: expected both norms or none, got one"),
         ({"query_norm": torch.ones(7), "key_norm": torch.ones(8)}, "query_norm: expected"),
         ({"query_norm": torch.ones(8), "key_norm": torch.ones(8).half()}, "key_norm: expected float32"),
+        ({"key_scale": torch.zeros(2, 2, 9)}, "key_scale: expected none unless keys and values have 8 bits"),
+        ({"key_cache": cache.to(torch.int8)}, "value_cache: expected int8"),
+        (
+            {"key_cache": cache.to(torch.int8), "value_cache": cache.to(torch.int8)},
+            "key_scale: expected scales with 8-bit keys and values, got none",
+        ),
+        (
+            {
+                "key_cache": cache.to(torch.int8),
+                "value_cache": cache.to(torch.int8),
+                "key_scale": torch.zeros(2, 2, 9),
+                "value_scale": torch.zeros(2, 2, 8),
+            },
+            "value_scale: expected float32 .*2, 2, 9",
+        ),
     ]
     for changed, message in cases:
         given = {"heads": heads, "cos": angles, "sin": angles, "key_cache": cache.clone(), "value_cache": cache.clone()}

@@ -103,7 +103,7 @@ def rotated_heads(
     ``[B, H_kv, L, D]``, including the cached ones. `checked`: heads and angles are plain, of one type, in eager mode.
 
     In eager mode, and in the graph of a decode step, one launch norms, rotates and writes to a static cache, as
-    launches limit both. In other graphs inductor fuses the general implementation into two kernels.
+    launches limit both; one of 8 bits it writes quantised. In other graphs inductor fuses the general implementation.
     """
     (query_heads, key_heads, _), index = counts, attention.layer_idx
     norms = _norms_of(attention, heads) if norms_heads else None
@@ -119,9 +119,25 @@ def rotated_heads(
     if alike:
         cos, sin = cos.contiguous(), sin.contiguous()
         if layer is not None:
-            place = layer.cumulative_length
-            query = rotate_and_store(heads, query_heads, cos, sin, layer.keys, layer.values, place, *(norms or ()))
-            return query, layer.keys, layer.values
+            key_scale, value_scale = _scales_of(layer)
+            if key_scale is not None:
+                layer.check_room(heads.shape[1])
+            query_norm, key_norm, eps = norms or (None, None, 0.0)
+            query = rotate_and_store(
+                heads,
+                query_heads,
+                cos,
+                sin,
+                layer.keys,
+                layer.values,
+                layer.cumulative_length,
+                query_norm,
+                key_norm,
+                eps,
+                key_scale,
+                value_scale,
+            )
+            return (query, layer.keys, layer.values) if key_scale is None else (query, *layer.handed())
         key, value = (heads.new_empty((heads.shape[0], key_heads, *heads.shape[1::2])) for _ in range(2))
         query = rotate_and_store(heads, query_heads, cos, sin, key, value, None, *(norms or ()))
     else:
@@ -137,21 +153,35 @@ def rotated_heads(
 
 def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
     """The layer of a static cache to which `rotate_and_store` may write, or None."""
-    if not _is(cache, "StaticCache") or getattr(cache, "offloading", False):
+    if not any(_is(cache, name) for name in _STATIC) or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if not _is(layer, "StaticLayer") or not layer.is_initialized:
+    if not any(_is(layer, name) for name in _STATIC.values()) or not layer.is_initialized:
         return None
-    held = layer.keys, layer.values, layer.cumulative_length
+    scales = _scales_of(layer)
+    held = layer.keys, layer.values, layer.cumulative_length, *(scale for scale in scales if scale is not None)
     if not (all(type(t) is Tensor for t in held) if is_compiling() else are_plain(*held)):
         return None
-    return layer if layer.keys.dtype == heads.dtype and layer.keys.shape[0] == heads.shape[0] else None
+    dtype = layer.keys.dtype if scales[0] is None else scales[0].dtype
+    return layer if dtype == heads.dtype and layer.keys.shape[0] == heads.shape[0] else None
+
+
+# Classes of caches and of their layers that `rotate_and_store` may write to, of which subclasses may store otherwise.
+_STATIC = {
+    "transformers.cache_utils.StaticCache": "transformers.cache_utils.StaticLayer",
+    "epiloq.kv_cache.QuantizedCache": "epiloq.kv_cache.QuantizedStaticLayer",
+}
 
 
 def _is(found: Any, name: str) -> bool:
-    """Whether an object is exactly of this class of transformers, of which subclasses may store otherwise."""
     kind = type(found)
-    return kind.__name__ == name and kind.__module__ == "transformers.cache_utils"
+    return f"{kind.__module__}.{kind.__name__}" == name
+
+
+def _scales_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Scales ``[B, H_kv, L]`` of a layer's keys and values, if they have 8 bits."""
+    key_scale, value_scale = getattr(layer, "key_scale", None), getattr(layer, "value_scale", None)
+    return (None, None) if key_scale is None or value_scale is None else (key_scale[..., 0], value_scale[..., 0])
 
 
 def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:

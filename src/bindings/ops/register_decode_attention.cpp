@@ -32,15 +32,17 @@ void register_decode_attention(py::module_& module) {
         name,
         [action](TensorArg const& query, TensorArg const& heads, TensorArg const& cos, TensorArg const& sin,
                  TensorArg const& key_cache, TensorArg const& value_cache, std::optional<TensorArg> const& position,
-                 std::optional<TensorArg> const& query_norm, std::optional<TensorArg> const& key_norm, float epsilon) {
-          RotateAndStore const call{query.view,        heads.view,       cos.view,          sin.view,
-                                    key_cache.view,    value_cache.view, view_of(position), view_of(query_norm),
-                                    view_of(key_norm), epsilon};
+                 std::optional<TensorArg> const& query_norm, std::optional<TensorArg> const& key_norm, float epsilon,
+                 std::optional<TensorArg> const& key_scale, std::optional<TensorArg> const& value_scale) {
+          RotateAndStore const call{query.view,        heads.view,       cos.view,           sin.view,
+                                    key_cache.view,    value_cache.view, view_of(position),  view_of(query_norm),
+                                    view_of(key_norm), epsilon,          view_of(key_scale), view_of(value_scale)};
           action(call, heads);
         },
         py::arg("query"), py::arg("heads"), py::arg("cos"), py::arg("sin"), py::arg("key_cache"),
         py::arg("value_cache"), py::arg("position"), py::arg("query_norm") = py::none(),
-        py::arg("key_norm") = py::none(), py::arg("epsilon") = 0.f);
+        py::arg("key_norm") = py::none(), py::arg("epsilon") = 0.f, py::arg("key_scale") = py::none(),
+        py::arg("value_scale") = py::none());
   };
   define_rotation("rotate_and_store", [](RotateAndStore const& call, TensorArg const& heads) {
     rotate_and_store(call, current_stream(heads));

@@ -1,6 +1,10 @@
-// Rotary embedding of query and key heads, which may be normed before; keys and values are appended to a cache. A warp
-// has a head, a lane elements of its first half and those of the second half that they are rotated with. The norm is
-// rounded once; then each product is rounded, as torch rounds it.
+// Rotary embedding of query and key heads, which may be normed before; keys and values are appended to a cache, whose
+// elements may have 8 bits. A warp has a head, a lane elements of its first half and those of the second half that they
+// are rotated with. The norm is rounded once; then each product is rounded, as torch rounds it.
+
+#include <cuda_fp8.h>
+
+#include <cfloat>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
@@ -49,6 +53,36 @@ __device__ __forceinline__ std::int64_t advance(std::int64_t* position, int toke
   return first;
 }
 
+// The largest magnitude of a warp's numbers, or NaN, which is the largest by bits.
+__device__ __forceinline__ float largest_of_warp(unsigned bits) {
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, apart));
+  return __uint_as_float(bits);
+}
+template <class T>
+__device__ __forceinline__ unsigned magnitude_bits(T x) {
+  return __float_as_uint(fabsf(static_cast<float>(x)));
+}
+
+// Scale of a head, as kv_cache.py has it. NaN stays NaN.
+template <class T>
+__device__ __forceinline__ T scale_of(float largest, float most) {
+  float scale = __fdiv_rn(largest, most), smallest = FLT_MIN;
+  if constexpr (std::is_same_v<T, __half>) {
+    constexpr float kSmallest = 0x1p-24f;  // half a step more rounds up
+    scale += kSmallest / 2, smallest = kSmallest;
+  }
+  T const rounded = static_cast<T>(scale);
+  return static_cast<float>(rounded) < smallest ? static_cast<T>(smallest) : rounded;
+}
+
+__device__ __forceinline__ std::uint8_t quantised(float x, float scale, float most, Kind kind) {
+  float const quotient = __fdiv_rn(x, scale);
+  float const q = quotient < -most ? -most : quotient > most ? most : quotient;
+  if (kind == Kind::kInt8) return static_cast<std::uint8_t>(static_cast<std::int8_t>(rintf(q)));
+  return __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
+}
+
 template <class T, class Factor>
 __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ RotateProblem const p) {
   pdl_wait();
@@ -62,27 +96,51 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
       static_cast<T const*>(p.from) + batch * p.of_from.batch + token * p.of_from.token + head * p.of_from.head;
   auto const* const factor = is_value ? nullptr : static_cast<Factor const*>(is_query ? p.query_norm : p.key_norm);
   float const inverse = factor != nullptr ? inverse_size(from, p.width, p.epsilon) : 1.f;
-  T* to = static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width;
-  if (!is_query) {
-    if (position >= p.length) __trap();  // as torch asserts
-    Strides const& s = is_value ? p.of_value : p.of_key;
-    int const own = head - p.heads - (is_value ? p.key_heads : 0);
-    to = static_cast<T*>(is_value ? p.value : p.key) + batch * s.batch + own * s.head + position * s.token;
-  }
+  if (!is_query && position >= p.length) __trap();  // as torch asserts
   std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
   T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
   auto const element_at = [&](int i) {
     if (factor == nullptr) return from[i];
     return static_cast<T>(static_cast<float>(from[i]) * inverse * static_cast<float>(factor[i]));
   };
-  for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
-    T first = element_at(i), second = element_at(i + half);
-    if (!is_value) {
-      T const x = first, y = second;
-      first = rotated(x, cos[i], y, sin[i], -1.f);
-      second = rotated(y, cos[i + half], x, sin[i + half], 1.f);
+  struct Pair {
+    T first, second;
+  };
+  auto const pair_at = [&](int i) -> Pair {
+    T const x = element_at(i), y = element_at(i + half);
+    if (is_value) return {x, y};
+    return {rotated(x, cos[i], y, sin[i], -1.f), rotated(y, cos[i + half], x, sin[i + half], 1.f)};
+  };
+  auto const store = [&](T* to) {
+    for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
+      Pair const pair = pair_at(i);
+      to[i] = pair.first, to[i + half] = pair.second;
     }
-    to[i] = first, to[i + half] = second;
+  };
+  if (is_query) return store(static_cast<T*>(p.query) + (std::int64_t{blockIdx.x} * p.heads + head) * p.width);
+  int const own = head - p.heads - (is_value ? p.key_heads : 0);
+  auto const place = [&](Strides const& s) { return batch * s.batch + own * s.head + position * s.token; };
+  void* const cache = is_value ? p.value : p.key;
+  std::int64_t const in_cache = place(is_value ? p.of_value : p.of_key);
+  if (p.kind == Kind::kHalf) return store(static_cast<T*>(cache) + in_cache);
+
+  unsigned largest = 0;
+  for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
+    Pair const pair = pair_at(i);
+    largest = max(largest, max(magnitude_bits(pair.first), magnitude_bits(pair.second)));
+  }
+  constexpr float kMostInt8 = 127.f, kMostFloat8 = 448.f;
+  float const most = p.kind == Kind::kInt8 ? kMostInt8 : kMostFloat8;
+  T const scale = scale_of<T>(largest_of_warp(largest), most);
+  if (threadIdx.x % kLanes == 0) {
+    static_cast<T*>(is_value ? p.value_scale : p.key_scale)[place(is_value ? p.of_value_scale : p.of_key_scale)] =
+        scale;
+  }
+  auto* const to = static_cast<std::uint8_t*>(cache) + in_cache;
+  for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
+    Pair const pair = pair_at(i);
+    to[i] = quantised(static_cast<float>(pair.first), static_cast<float>(scale), most, p.kind);
+    to[i + half] = quantised(static_cast<float>(pair.second), static_cast<float>(scale), most, p.kind);
   }
 }
 

@@ -147,6 +147,8 @@ def rotations(m: int, device: str) -> Calls:
         caches = torch.zeros(2, 2, 1, m + 3, 10, device=device)
         yield OPS.rotate_and_store, (heads, 2, *angles, *caches.unbind(), position), {}
         yield OPS.rotate_and_store, (heads, 2, *angles, *caches.unbind(), position, *norms, 1e-6), {}
+        scales = {name: caches[0, ..., 0].clone() for name in ("key_scale", "value_scale")}
+        yield OPS.rotate_and_store, (heads, 2, *angles, *caches.to(torch.int8).unbind(), position), scales
 
 
 def blockwise_quantisers(x: Tensor) -> Calls:
