@@ -64,7 +64,7 @@ __device__ __forceinline__ unsigned magnitude_bits(T x) {
   return __float_as_uint(fabsf(static_cast<float>(x)));
 }
 
-// Scale of a head, as kv_cache.py has it. NaN stays NaN.
+// Scale of a head, as quantize_heads (cached_heads.py) has it. NaN stays NaN.
 template <class T>
 __device__ __forceinline__ T scale_of(float largest, float most) {
   float scale = __fdiv_rn(largest, most), smallest = FLT_MIN;
