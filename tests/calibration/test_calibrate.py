@@ -175,14 +175,16 @@ def test_rounding_needs_no_inputs(seed: int) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_blocks_on_a_gpu(seed: int, whole: bool) -> None:
     """A model that is there, and one of which a block at a time is."""
-    original, calibration = outlying(llama()), texts(24)
-    nearest, found = copy.deepcopy(original), copy.deepcopy(original)
-    walk(nearest, [], "rtn", Grid(4, 32))
-    walk(found.cuda() if whole else found, calibration, "awq+gptq", Grid(4, 32), device="cuda")
-    assert {p.device.type for p in found.parameters()} == {"cuda" if whole else "cpu"}
-    evaluation = texts(8)
-    # Of 80 seeds 0.46 to 0.85, on a CPU.
-    assert loss(found.cpu(), original, evaluation) < 0.95 * loss(nearest, original, evaluation)
+    by_rounding, by_calibration = 0.0, 0.0
+    for _ in range(3):  # one such model may gain less
+        original, calibration, evaluation = outlying(llama()), texts(24), texts(8)
+        nearest, found = copy.deepcopy(original), copy.deepcopy(original)
+        walk(nearest, [], "rtn", Grid(4, 32))
+        walk(found.cuda() if whole else found, calibration, "awq+gptq", Grid(4, 32), device="cuda")
+        assert {p.device.type for p in found.parameters()} == {"cuda" if whole else "cpu"}
+        by_rounding += loss(nearest, original, evaluation)
+        by_calibration += loss(found.cpu(), original, evaluation)
+    assert by_calibration < 0.85 * by_rounding
 
 
 def test_overrides(seed: int) -> None:

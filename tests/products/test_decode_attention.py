@@ -164,7 +164,7 @@ def test_refusals(seed: int) -> None:
         ((query, key, key[:, :, :8]), {}, "value: expected float32 .*2, 2, 9, 64"),
         ((query, key.half(), key.half()), {}, "key: expected"),
         ((query, q, q), {}, "key_scale: expected scales with 8-bit"),
-        ((query, key, key), scales, "key_scale: expected none unless keys"),
+        ((query, key, key), scales, "key_scale: expected none unless keys and values have 8 bits"),
         ((query, q, q), {**scales, "value_scale": scale[:1, :, :, 0]}, "value_scale: expected"),
         ((query, key, key, torch.ones(2, 8, dtype=torch.bool)), {}, "mask: expected"),
         ((query, key, key, torch.ones(2, 9)), {}, "mask: expected torch.bool, got torch.float32"),

@@ -151,12 +151,24 @@ def rotated_heads(
     return query, key, value
 
 
+# Caches that `rotate_and_store` may write to, and their layers; subclasses of either may store otherwise.
+_STATIC = {
+    "transformers.cache_utils.StaticCache": "transformers.cache_utils.StaticLayer",
+    "epiloq.kv_cache.QuantizedCache": "epiloq.kv_cache.QuantizedStaticLayer",
+}
+
+
+def _class_of(found: Any) -> str:
+    return f"{type(found).__module__}.{type(found).__qualname__}"
+
+
 def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
     """The layer of a static cache to which `rotate_and_store` may write, or None."""
-    if not any(_is(cache, name) for name in _STATIC) or getattr(cache, "offloading", False):
+    kind = _STATIC.get(_class_of(cache))
+    if kind is None or getattr(cache, "offloading", False):
         return None
     layer = cache.layers[index]
-    if not any(_is(layer, name) for name in _STATIC.values()) or not layer.is_initialized:
+    if _class_of(layer) != kind or not layer.is_initialized:
         return None
     scales = _scales_of(layer)
     held = layer.keys, layer.values, layer.cumulative_length, *(scale for scale in scales if scale is not None)
@@ -164,18 +176,6 @@ def _static_layer(cache: Any, index: int, heads: Tensor) -> Any:
         return None
     dtype = layer.keys.dtype if scales[0] is None else scales[0].dtype
     return layer if dtype == heads.dtype and layer.keys.shape[0] == heads.shape[0] else None
-
-
-# Classes of caches and of their layers that `rotate_and_store` may write to, of which subclasses may store otherwise.
-_STATIC = {
-    "transformers.cache_utils.StaticCache": "transformers.cache_utils.StaticLayer",
-    "epiloq.kv_cache.QuantizedCache": "epiloq.kv_cache.QuantizedStaticLayer",
-}
-
-
-def _is(found: Any, name: str) -> bool:
-    kind = type(found)
-    return f"{kind.__module__}.{kind.__name__}" == name
 
 
 def _scales_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,7 @@
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
 #include "kernels/common/ptx/cta.cuh"
+#include "kernels/common/ptx/ldmatrix.cuh"
 #include "kernels/common/w4a16/convert.cuh"
 #include "kernels/generic/decode_attention_merge.cuh"
 #include "problems/decode_attention.h"
@@ -103,13 +104,6 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
-}
-
-// Four transposed 8 x 8 matrices of 16 bits; a lane passes the address of a row.
-__device__ __forceinline__ void load_transposed(Word (&to)[4], SharedAddress from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from));
 }
 
 // Iterates over a warp's steps that have an unmasked token. Masks of 32 steps are read at a time, one step per lane.
@@ -402,7 +396,7 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < L::kChunks; i += 2) {
       Word words[4];
-      load_transposed(words, (from ^ i % 8 * 16) + i / 8 * 128);
+      gemm::ldmatrix_x4_transposed(words, (from ^ i % 8 * 16) + i / 8 * 128);
       if constexpr (!L::kHasScales) {
         add(i / 2, words);
       } else {

@@ -2,13 +2,12 @@
 // elements may have 8 bits. A warp has a head, a lane elements of its first half and those of the second half that they
 // are rotated with. The norm is rounded once; then each product is rounded, as torch rounds it.
 
-#include <cuda_fp8.h>
-
 #include <cfloat>
 
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
+#include "kernels/quantize/quantize.cuh"
 #include "problems/decode_attention.h"
 
 namespace epiloq::ops::decode_attention {
@@ -53,17 +52,6 @@ __device__ __forceinline__ std::int64_t advance(std::int64_t* position, int toke
   return first;
 }
 
-// The largest magnitude of a warp's numbers, or NaN, which is the largest by bits.
-__device__ __forceinline__ float largest_of_warp(unsigned bits) {
-#pragma unroll
-  for (int apart = kLanes / 2; apart > 0; apart /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, apart));
-  return __uint_as_float(bits);
-}
-template <class T>
-__device__ __forceinline__ unsigned magnitude_bits(T x) {
-  return __float_as_uint(fabsf(static_cast<float>(x)));
-}
-
 // Scale of a head, as quantize_heads (cached_heads.py) has it. NaN stays NaN.
 template <class T>
 __device__ __forceinline__ T scale_of(float largest, float most) {
@@ -74,13 +62,6 @@ __device__ __forceinline__ T scale_of(float largest, float most) {
   }
   T const rounded = static_cast<T>(scale);
   return static_cast<float>(rounded) < smallest ? static_cast<T>(smallest) : rounded;
-}
-
-__device__ __forceinline__ std::uint8_t quantised(float x, float scale, float most, Kind kind) {
-  float const quotient = __fdiv_rn(x, scale);
-  float const q = quotient < -most ? -most : quotient > most ? most : quotient;
-  if (kind == Kind::kInt8) return static_cast<std::uint8_t>(static_cast<std::int8_t>(rintf(q)));
-  return __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
 }
 
 template <class T, class Factor>
@@ -124,23 +105,25 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
   std::int64_t const in_cache = place(is_value ? p.of_value : p.of_key);
   if (p.kind == Kind::kHalf) return store(static_cast<T*>(cache) + in_cache);
 
-  unsigned largest = 0;
+  float largest = 0;
   for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
     Pair const pair = pair_at(i);
-    largest = max(largest, max(magnitude_bits(pair.first), magnitude_bits(pair.second)));
+    for (T const x : {pair.first, pair.second}) largest = max_nan(largest, fabsf(static_cast<float>(x)));
   }
-  constexpr float kMostInt8 = 127.f, kMostFloat8 = 448.f;
-  float const most = p.kind == Kind::kInt8 ? kMostInt8 : kMostFloat8;
-  T const scale = scale_of<T>(largest_of_warp(largest), most);
+  bool const is_int8 = p.kind == Kind::kInt8;
+  T const scale = scale_of<T>(largest_of_warp(largest), is_int8 ? Int8::kMax : E4M3::kMax);
   if (threadIdx.x % kLanes == 0) {
     static_cast<T*>(is_value ? p.value_scale : p.key_scale)[place(is_value ? p.of_value_scale : p.of_key_scale)] =
         scale;
   }
+  auto const byte_of = [&](T x) {
+    float const q = __fdiv_rn(static_cast<float>(x), static_cast<float>(scale));
+    return static_cast<std::uint8_t>(is_int8 ? pack<Int8>(q, 0, 0, 0) : pack<E4M3>(q, 0, 0, 0));
+  };
   auto* const to = static_cast<std::uint8_t*>(cache) + in_cache;
   for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {
     Pair const pair = pair_at(i);
-    to[i] = quantised(static_cast<float>(pair.first), static_cast<float>(scale), most, p.kind);
-    to[i + half] = quantised(static_cast<float>(pair.second), static_cast<float>(scale), most, p.kind);
+    to[i] = byte_of(pair.first), to[i + half] = byte_of(pair.second);
   }
 }
 
