@@ -10,8 +10,9 @@
 
 namespace epiloq {
 
-// A kernel by name, for tests and tuning: a row of kRows in src/kernels/launch/grouped_packed_mm.h or, counted on,
-// of kExpertRows in expert_wgmma.h; and the number of slices that K is split into (one CTA of a cluster each, on SM90).
+// A kernel by name, for tests and tuning: a row of kRows in src/kernels/launch/grouped_packed_mm.h or, counted on, of
+// kExpertRows and kExpertDecodeRows in expert_tiles.h; and the number of slices that K is split into (one CTA of a
+// cluster each, on SM90).
 struct GroupedPackedMmKernel {
   int row = 0;
   int split = 1;

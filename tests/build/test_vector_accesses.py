@@ -122,7 +122,7 @@ ACCESSES = {
     ),
     "sm90/online_quant/online_quant_producer.cuh": (9, WORKSPACE + " Out: `stores_boxes`, else rows by threads."),
     "sm90/online_quant/online_quant_store.cuh": (1, "`stores_boxes`: pointer, stride and N."),
-    "sm90/w4a16/expert_gemm.cuh": (
+    "sm90/w4a16/expert_tiles.cuh": (
         1,
         TOKENS + " Boxes of w4a16_launch.cuh's maps, in chunks of a multiple of 8 lines of 128 bytes.",
     ),

@@ -83,18 +83,24 @@ def test_against_float64(
         assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
 
 
-MMA_SYNC_ROWS, WGMMA_ROWS = (0, 1, 2, 3), (4, 5)  # of GroupedPackedMmKernel
+# Of GroupedPackedMmKernel: tiles, persistent WGMMA (in the second row with rounded weights), persistent mma.sync.
+MMA_SYNC_ROWS, WGMMA_ROWS, DECODE_ROWS = (0, 1, 2, 3), (4, 5), (6, 7, 8)
+PERSISTENT_ROWS = WGMMA_ROWS + DECODE_ROWS
+
+
+def skip_unless_compiled(row: int) -> None:
+    if row in PERSISTENT_ROWS and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("WGMMA and TMA are SM90's")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 256), (8, -1)])
-@pytest.mark.parametrize("row", MMA_SYNC_ROWS + WGMMA_ROWS)
+@pytest.mark.parametrize("row", MMA_SYNC_ROWS + PERSISTENT_ROWS)
 def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dtype) -> None:
     """Whatever dispatch chooses; also of experts whose matrices are apart from tiles, and with a bias."""
-    if row in WGMMA_ROWS and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("WGMMA is SM90's")
+    skip_unless_compiled(row)
     for name, n, k in (("wide", 48, 136), ("wider than tiles", 144, 1032), ("many", 16, 264), ("none", 16, 64)):
-        counts, same_type = COUNTS[name], row == WGMMA_ROWS[-1] or n == 48
+        counts, same_type = COUNTS[name], row in (WGMMA_ROWS[-1], *DECODE_ROWS) or n == 48
         scale_dtype = dtype if same_type else torch.float32
         weight = make_weight(len(counts) * n, k, bits, group, "zero", scale_dtype=scale_dtype, device="cuda")
         x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((sum(counts) + 3, k), (len(counts), n)))
@@ -125,11 +131,10 @@ def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
             assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
 
 
-@pytest.mark.parametrize("row", [0, *WGMMA_ROWS])
+@pytest.mark.parametrize("row", [0, *PERSISTENT_ROWS])
 def test_invalid_expert_ends_do_not_write_elsewhere(seed: int, row: int) -> None:
     """Beside the rows of the output; compute-sanitizer sees reads, too."""
-    if row in WGMMA_ROWS and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("WGMMA is SM90's")
+    skip_unless_compiled(row)
     weight = make_weight(4 * 32, 128, device="cuda")
     x, beside, w = torch.randn(9, 128, device="cuda").half(), 64, weight.packed
 
@@ -169,13 +174,13 @@ def test_in_a_graph(seed: int, scale_dtype: torch.dtype) -> None:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def fp4_weight(n: int, k: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes and scale bytes, and their meaning in float64."""
+def fp4_weight(n: int, k: int, kind: str, largest: int = 140) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes and scale bytes, MXFP4's below `largest`, and their meaning in float64."""
     block = 32 if kind == "mxfp4" else 16
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
     groups = -(-k // 128) * 128 // block
     if kind == "mxfp4":
-        scale_bytes = torch.randint(110, 140, (n, groups), dtype=torch.uint8, device="cuda")
+        scale_bytes = torch.randint(110, largest, (n, groups), dtype=torch.uint8, device="cuda")
         scales = (scale_bytes.double() - 127).exp2()
     else:
         exact = torch.randint(1, 127, (n, groups), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
@@ -217,3 +222,30 @@ def test_fp4(seed: int, m: int, kind: str, dtype: torch.dtype) -> None:
             continue
         bound = (2.0**-10 if dtype == torch.float16 else 2.0**-7) * exact.abs() + 2.0**-23 * k**0.5 * size + 2.0**-24
         assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("row", (0, *PERSISTENT_ROWS))
+def test_each_kernel_of_fp4(seed: int, row: int, kind: str, dtype: torch.dtype) -> None:
+    skip_unless_compiled(row)
+    if row in WGMMA_ROWS and (kind, dtype) == ("mxfp4", torch.float16):
+        pytest.skip("a half has no exponents for MXFP4's scales")
+    # Scales of up to 1 are multiplied by codes, larger ones by sums.
+    for name, n, k, largest in (("wide", 48, 136, 128), ("wider than tiles", 144, 1032, 140), ("many", 32, 264, 128)):
+        counts = COUNTS[name]
+        q, scale, dense = fp4_weight(len(counts) * n, k, kind, largest)
+        x = torch.randn(sum(counts) + 3, k, device="cuda").to(dtype)
+        bias = torch.randn(len(counts), n, device="cuda").to(dtype)
+        factor = torch.rand(len(counts), device="cuda") / 4096  # sums in the range of float16
+        out, ends = poisoned((len(x), n), dtype, "cuda"), ends_of(counts)
+        before, numbers = out.clone(), (4, len(dense), k, 32 if kind == "mxfp4" else 16)
+        assert _core.grouped_packed_mm(
+            out, x, q, scale, None, None, bias, factor, ends, False, kind, *numbers, (row, 1)
+        )
+        for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+            w, of = dense[expert * n : (expert + 1) * n] * factor[expert].double(), x[begin:end].double()
+            exact, size = of @ w.t() + bias[expert].double(), of.abs() @ w.abs().t() + bias[expert].double().abs()
+            bound = torch.finfo(dtype).eps * exact.abs() + 2.0**-23 * k**0.5 * size + 2.0**-24
+            assert ((out[begin:end].double() - exact).abs() <= bound).all()
+        assert torch.equal(out[sum(counts) :].view(torch.int16), before[sum(counts) :].view(torch.int16))

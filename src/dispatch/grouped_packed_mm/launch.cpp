@@ -82,9 +82,21 @@ constexpr std::array<ByType, sizeof...(kRow)> expert_table(std::integer_sequence
       ByType{{experts_by_format<kRow, DType::kFloat16>(kEach), experts_by_format<kRow, DType::kBFloat16>(kEach)}}...};
 }
 constexpr auto kExpertTable = expert_table(std::make_integer_sequence<int, static_cast<int>(kExpertRows.size())>{});
+template <int kRow, DType kX, int... kFormat>
+constexpr std::array<Launch, kFormats> decode_by_format(std::integer_sequence<int, kFormat...>) {
+  return {&launch_expert_decode<kRow, kX, static_cast<Format>(kFormat)>...};
+}
+template <int... kRow>
+constexpr std::array<ByType, sizeof...(kRow)> decode_table(std::integer_sequence<int, kRow...>) {
+  constexpr std::make_integer_sequence<int, kFormats> kEach;
+  return {ByType{{decode_by_format<kRow, DType::kFloat16>(kEach), decode_by_format<kRow, DType::kBFloat16>(kEach)}}...};
+}
+constexpr auto kExpertDecodeTable =
+    decode_table(std::make_integer_sequence<int, static_cast<int>(kExpertDecodeRows.size())>{});
 #else
 constexpr std::array<ByType, kWgmmaRows.size()> kWgmmaTable{};
 constexpr std::array<ByType, kExpertRows.size()> kExpertTable{};
+constexpr std::array<ByType, kExpertDecodeRows.size()> kExpertDecodeTable{};
 #endif
 
 ByType const& row_of(Choice const& choice) {
@@ -95,6 +107,8 @@ ByType const& row_of(Choice const& choice) {
       return kWgmmaTable[choice.row];
     case Family::kExperts:
       return kExpertTable[choice.row];
+    case Family::kExpertDecode:
+      return kExpertDecodeTable[choice.row];
     default:
       return kTable[choice.row];
   }

@@ -1,6 +1,7 @@
 #include "dispatch/grouped_packed_mm/select.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -54,8 +55,49 @@ bool fits(Problem const& p, Format format, Config const& c, Target const& target
   return kExpertWorkBytes + std::max(stages * stage, sums) <= target.shared_bytes;
 }
 
+// Whether experts have a persistent kernel, whatever its types: few enough of them, without gaps between their rows of
+// x, on SM90.
+bool has_expert_tiles(Problem const& p, Target const& target) {
+  bool const has_limits = p.experts <= kMostTabledExperts &&
+                          std::int64_t{p.product.weight.n} * p.experts <= kMostRows &&
+                          std::int64_t{p.product.m} * p.experts <= kMostRows;
+  bool const has_one_stride = !p.masked || p.stride_x_expert == p.product.m * p.product.stride_x;
+  return target.has_wgmma && p.counts != nullptr && has_limits && has_one_stride;
+}
+
 Choice experts_of(Problem const& p, Format format, int row) {
   return {format, row, most_tiles(p, expert_config(row, p.product.weight.bits).tokens), 1, Family::kExperts};
+}
+Choice expert_decode_of(Problem const& p, Format format, int row) {
+  return {format, row, most_tiles(p, kExpertDecodeRows[row].config.tokens), 1, Family::kExpertDecode};
+}
+
+// Tiles of `rows` weight rows of the experts that have tokens, if each token's expert is random and a tile holds all
+// tokens of its expert.
+double tiles_of_experts(Problem const& p, int rows) {
+  double const with_tokens = p.masked ? p.experts : p.experts * (1 - std::pow(1 - 1. / p.experts, p.product.m));
+  return with_tokens * ceil_div(p.product.weight.n, rows);
+}
+
+// The persistent kernel for experts with few tokens each that takes the shortest time. None for many tokens, or where
+// the smallest tiles leave SMs idle: a kernel that splits K is faster then.
+std::optional<Choice> few_tokens_of(Problem const& p, DType x, Format format, Target const& target) {
+  int const most = is_fp4(format) ? kMostFp4ExpertDecodeRows : kMostExpertDecodeRows;
+  if (typical_rows(p) > most || !has_expert_decode(p, x, format, target)) return std::nullopt;
+  if (tiles_of_experts(p, kExpertDecodeRows.back().config.rows()) < target.sm_count) return std::nullopt;
+  auto const time = [&](int rows, int blocks, double wave) {
+    return std::ceil(tiles_of_experts(p, rows) / (blocks * target.sm_count)) * wave;
+  };
+  Choice best{};
+  double least = std::numeric_limits<double>::infinity();
+  for (int row = 0; row < static_cast<int>(kExpertDecodeRows.size()); ++row) {
+    auto const& [config, wave] = kExpertDecodeRows[row];
+    double const own = time(config.rows(), config.blocks, wave);
+    if (own < least) least = own, best = expert_decode_of(p, format, row);
+  }
+  bool const wgmma_is_faster = has_expert_wgmma(0, p, x, format, target) &&
+                               time(expert_config(0, bits_of(format)).rows(), 1, kExpertWgmmaWave) < least;
+  return wgmma_is_faster ? experts_of(p, format, 0) : best;
 }
 
 // The GEMV with the largest CTAs that are all resident at the same time; if there is none, the one with the smallest.
@@ -146,12 +188,13 @@ bool has_wgmma(Problem const& p, DType x, Format format, Target const& target) {
 }
 
 bool has_expert_wgmma(int row, Problem const& p, DType x, Format format, Target const& target) {
-  Weight const& w = p.product.weight;
-  bool const has_type = is_fp4(format) ? is_exact(format, x) : !kExpertRows[row].rounds || w.scale_dtype == x;
-  bool const has_limits = p.experts <= kMostWgmmaExperts && std::int64_t{w.n} * p.experts <= kMostRows &&
-                          std::int64_t{p.product.m} * p.experts <= kMostRows;
-  bool const has_one_stride = !p.masked || p.stride_x_expert == p.product.m * p.product.stride_x;
-  return target.has_wgmma && p.counts != nullptr && has_type && has_limits && has_one_stride;
+  bool const has_type =
+      is_fp4(format) ? is_exact(format, x) : !kExpertRows[row].rounds || p.product.weight.scale_dtype == x;
+  return has_type && has_expert_tiles(p, target);
+}
+
+bool has_expert_decode(Problem const& p, DType x, Format format, Target const& target) {
+  return (is_fp4(format) || p.product.weight.scale_dtype == x) && has_expert_tiles(p, target);
 }
 
 Choice choose(Problem const& p, DType x, Format format, Target const& target) {
@@ -160,6 +203,7 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (p.batch_invariant) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
+  if (std::optional<Choice> const few = few_tokens_of(p, x, format, target)) return *few;
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
     // Masked experts have room for many rows, but usually few.
     if (p.masked && kExpertRows[row].rounds) continue;
@@ -179,6 +223,11 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target, Gr
   if (of_experts >= 0 && of_experts < static_cast<int>(kExpertRows.size()) && kernel.split == 1 &&
       has_expert_wgmma(of_experts, p, x, format, target)) {
     return experts_of(p, format, of_experts);
+  }
+  int const of_decode = of_experts - static_cast<int>(kExpertRows.size());
+  if (of_decode >= 0 && of_decode < static_cast<int>(kExpertDecodeRows.size()) && kernel.split == 1 &&
+      has_expert_decode(p, x, format, target)) {
+    return expert_decode_of(p, format, of_decode);
   }
   if (kernel.row < 0 || kernel.row >= rows || !fits(p, format, kRows[kernel.row], target)) {
     check.fail("kernel", "expected a row below ", rows, " that fits shared memory, got ", kernel.row);
@@ -203,6 +252,12 @@ std::string describe(Choice const& choice) {
     text << "grouped sm90 wgmma, " << c.rows() << " weight rows x " << kExpertRows[choice.row].chunk << " to "
          << c.tokens << " tokens, " << choice.tiles << " tiles of tokens at most"
          << (c.rounds && !is_fp4(choice.format) ? ", weights rounded with their scales" : "");
+    return text.str();
+  }
+  if (choice.family == Family::kExpertDecode) {
+    weight_only_mm::DecodeConfig const& c = kExpertDecodeRows[choice.row].config;
+    text << "grouped sm90 mma.sync, " << c.rows() << " weight rows x " << kDecodeChunk << " to " << c.tokens
+         << " tokens, " << choice.tiles << " tiles of tokens at most";
     return text.str();
   }
   if (choice.family == Family::kGemv) {

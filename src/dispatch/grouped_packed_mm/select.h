@@ -5,16 +5,16 @@
 
 #include "core/target.h"
 #include "epiloq/grouped_packed_mm.h"
-#include "kernels/launch/expert_wgmma.h"
+#include "kernels/launch/expert_tiles.h"
 #include "kernels/launch/fp4_wgmma.h"
 
 namespace epiloq::ops::grouped_packed_mm {
 
-enum class Family { kTiles, kGemv, kWgmma, kExperts };
+enum class Family { kTiles, kGemv, kWgmma, kExperts, kExpertDecode };
 
 struct Choice {
   Format format;
-  int row;    // of the family's table: kRows, kGemvRows, kWgmmaRows or kExpertRows
+  int row;    // of the family's table: kRows, kGemvRows, kWgmmaRows, kExpertRows or kExpertDecodeRows
   int tiles;  // of tokens, at most
   int split;
   Family family = Family::kTiles;
@@ -28,13 +28,17 @@ bool has_wgmma(Problem const& problem, DType x, Format format, Target const& tar
 // Whether experts' weights have a row of kExpertRows: FP4 whose products with scales x's type represents; integers, but
 // with scales of x's type where they are rounded; experts without gaps between their rows of x; on SM90.
 bool has_expert_wgmma(int row, Problem const& problem, DType x, Format format, Target const& target);
+// Whether they have the rows of kExpertDecodeRows: as above, integers with scales of x's type.
+bool has_expert_decode(Problem const& problem, DType x, Format format, Target const& target);
 // Rows per expert on average from which the rows of kExpertRows are used, measured on an H200: of integers; of FP4.
 inline constexpr std::array kExpertRowsFrom{6, 97}, kFp4ExpertRowsFrom{5, 49};
+// And up to which those of kExpertDecodeRows are.
+inline constexpr int kMostExpertDecodeRows = 8, kMostFp4ExpertDecodeRows = 12;
 // M from which one FP4 matrix uses WGMMA; and from which, without WGMMA, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
 // For one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless batch invariance is on.
-// For experts WGMMA at many rows per expert.
+// For experts the persistent kernels, WGMMA at many rows per expert, unless they have too few tiles for the SMs.
 // Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // The given kernel. Throws InvalidArgument if it does not exist or does not fit.

@@ -70,7 +70,8 @@ struct Fp4Products {
 
   __device__ __forceinline__ void multiply(Sums& sums, StageLayout const&, std::uint8_t const* stage,
                                            SharedAddress tokens, SharedAddress) const {
-    W::multiply(sums, stage, [&](int tile, int block) { return load_tokens(tokens + read_at[tile].at(block)); });
+    W::multiply(sums, W::step_of(stage),
+                [&](int tile, int block) { return load_tokens(tokens + read_at[tile].at(block)); });
   }
 
   static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums,

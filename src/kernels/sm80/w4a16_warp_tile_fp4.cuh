@@ -16,43 +16,6 @@ __device__ __forceinline__ T const* pointer_in_register(T const* pointer) {
   return pointer;
 }
 
-// Factors of codes' patterns, from bytes of scales: one multiplication gives both halves of a register.
-template <class T, int kGroups>
-struct Fp4Scales;
-
-// NVFP4: see Nvfp4Fragment.
-template <class T>
-struct Fp4Scales<T, 8> {
-  using F = Nvfp4Fragment<T>;
-  static constexpr bool kFolds = true, kMayFold = true;
-  static __device__ __forceinline__ Word factor(Word byte) {
-    if constexpr (F::kIsHalf) return byte * twice_of(1 << 7);
-    return byte * twice_of(1 << 4) + twice_of(0x7000);  // 224 to the exponent
-  }
-  static constexpr Word twice_of(Word half) { return half * 0x10001u; }
-};
-
-// MXFP4. In bfloat16 a code times a scale of up to 1 is a number, 2^-128 or more, and the factor 2^(byte - 1) of its
-// pattern too; bytes from 128 on, among them NaN, multiply sums. So they always do in a half.
-template <class T>
-struct Fp4Scales<T, 4> {
-  using F = Mxfp4Fragment<T>;
-  static constexpr bool kFolds = !F::kIsHalf, kMayFold = false;
-  static constexpr Word kLarge = 0x80808080;
-  static __device__ __forceinline__ Word factor(Word byte) {
-    constexpr Word kTwice = 0x10001u, kBias = 126;
-    return byte * (kTwice << 7) + (kBias << 7) * kTwice;
-  }
-
-  // The power 2^(byte - 127). As a float's exponent 0 would be no power, and 255 infinite, of which zero times itself
-  // makes NaN.
-  static __device__ __forceinline__ float power(Word byte) {
-    constexpr Word kSmallest = 0x00400000;  // 2^-127, subnormal
-    float const power = __uint_as_float(max(byte << 23, kSmallest));
-    return fmaf(power, 0.f, power);
-  }
-};
-
 // kPanels panels of 16 rows by kTiles tiles of 8 tokens.
 template <class T, int kGroups, int kPanels_, int kTiles_>
 struct Fp4Warp {
@@ -110,13 +73,19 @@ struct Fp4Warp {
     }
   };
 
+  // A K step of the warp's panels in shared memory, as in a weight.
+  struct Step {
+    std::uint8_t const *q, *scales;
+  };
+  static __device__ __forceinline__ Step step_of(std::uint8_t const* stage) { return {stage, stage + kWeightBytes}; }
+
   // A lane's words, a fragment each, and all tokens' columns of a subtile.
   template <class Tokens>
-  static __device__ __forceinline__ void load(uint4 (&words)[kPanels], uint4 (&x)[kTiles][kBlocks],
-                                              std::uint8_t const* stage, Tokens const& tokens, int subtile) {
+  static __device__ __forceinline__ void load(uint4 (&words)[kPanels], uint4 (&x)[kTiles][kBlocks], Step const& step,
+                                              Tokens const& tokens, int subtile) {
 #pragma unroll
     for (int s = 0; s < kPanels; ++s) {
-      words[s] = *reinterpret_cast<uint4 const*>(stage + s * kPanelBytes + subtile * (kPanelBytes / 2) + lane() * 16);
+      words[s] = *reinterpret_cast<uint4 const*>(step.q + s * kPanelBytes + subtile * (kPanelBytes / 2) + lane() * 16);
     }
 #pragma unroll
     for (int i = 0; i < kTiles * kBlocks; ++i) {
@@ -129,37 +98,37 @@ struct Fp4Warp {
 
   // Whether a scale of the K step has to multiply sums.
   static __device__ __forceinline__ bool has_large(std::uint8_t const* scales) {
-    static_assert(kPanels * kScaleBytes % (4 * kLanes) == 0);
+    constexpr int kWords = kPanels * kScaleBytes / 4;
     Word any = 0;
 #pragma unroll
-    for (int i = 0; i < kPanels * kScaleBytes / (4 * kLanes); ++i) {
-      any |= *reinterpret_cast<Word const*>(scales + (i * kLanes + lane()) * 4);
+    for (int i = 0; i < kWords; i += kLanes) {
+      if (kWords % kLanes == 0 || i + lane() < kWords) any |= *reinterpret_cast<Word const*>(scales + (i + lane()) * 4);
     }
     return __any_sync(~0u, (any & Scales::kLarge) != 0);
   }
 
   // sums += W X for a K step. tokens(tile, block) returns load_tokens of a tile's tokens.
   template <class Tokens>
-  static __device__ __forceinline__ void multiply(Sums& sums, std::uint8_t const* stage, Tokens tokens) {
+  static __device__ __forceinline__ void multiply(Sums& sums, Step const& step, Tokens tokens) {
     if constexpr (Scales::kMayFold) {
-      multiply_folded(sums, stage, tokens);
+      multiply_folded(sums, step, tokens);
     } else if constexpr (!Scales::kFolds) {
-      multiply_scaled(sums, stage, tokens);
-    } else if (has_large(stage + kWeightBytes)) {
-      multiply_scaled(sums, stage, tokens);
+      multiply_scaled(sums, step, tokens);
+    } else if (has_large(step.scales)) {
+      multiply_scaled(sums, step, tokens);
     } else {
-      multiply_folded(sums, stage, tokens);
+      multiply_folded(sums, step, tokens);
     }
   }
 
   // With scales folded into the weights.
   template <class Tokens>
-  static __device__ __forceinline__ void multiply_folded(Sums& sums, std::uint8_t const* stage, Tokens tokens) {
-    std::uint8_t const* const scales = stage + kWeightBytes + lane() / 4 * 2;
+  static __device__ __forceinline__ void multiply_folded(Sums& sums, Step const& step, Tokens tokens) {
+    std::uint8_t const* const scales = step.scales + lane() / 4 * 2;
 #pragma unroll 1
     for (int subtile = 0; subtile < kSubtiles; ++subtile) {
       uint4 words[kPanels], x[kTiles][kBlocks];
-      load(words, x, stage, tokens, subtile);
+      load(words, x, step, tokens, subtile);
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) {
         Word factor[2];
@@ -184,12 +153,12 @@ struct Fp4Warp {
 
   // With sums of groups multiplied by their scales.
   template <class Tokens>
-  static __device__ __forceinline__ void multiply_scaled(Sums& sums, std::uint8_t const* stage, Tokens tokens) {
-    std::uint8_t const* const scales = stage + kWeightBytes + lane() / 4 * 2;
+  static __device__ __forceinline__ void multiply_scaled(Sums& sums, Step const& step, Tokens tokens) {
+    std::uint8_t const* const scales = step.scales + lane() / 4 * 2;
 #pragma unroll 1
     for (int subtile = 0; subtile < kSubtiles; ++subtile) {
       uint4 words[kPanels], x[kTiles][kBlocks];
-      load(words, x, stage, tokens, subtile);
+      load(words, x, step, tokens, subtile);
 #pragma unroll
       for (int s = 0; s < kPanels; ++s) {
 #pragma unroll

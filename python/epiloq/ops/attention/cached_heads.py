@@ -22,7 +22,8 @@ def quantize_heads(states: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     dtype, most = KINDS[kind]
     x = states.float()
-    scale = x.abs().amax(-1, keepdim=True) / most
+    # By a tensor: on a GPU torch multiplies by the inverse of a number, which may differ by a bit.
+    scale = x.abs().amax(-1, keepdim=True) / x.new_full((), most)
     smallest = torch.finfo(states.dtype).tiny
     if states.dtype == torch.float16:
         # Small scales are subnormal numbers, multiples of 2^-24. Half a step more rounds them up, so that no value lies

@@ -8,14 +8,6 @@
 
 namespace epiloq::ops::weight_only_mm {
 
-// Register p of a fragment is nibble p of both halves of a word, see packed_layout.h. kDown: from bits 12 to 14 to
-// where T has its low exponent bits and its high mantissa bit.
-template <int kDown>
-__device__ __forceinline__ Word moved_e2m1(Word word, int p) {
-  Word const top = word << (12 - 4 * p);
-  return masked_or(top, 0x80008000, (top & 0x70007000) >> kDown);
-}
-
 template <class T>
 __device__ __forceinline__ Word multiply_pairs(T, Word a, Word b) {
   return multiply_add_pairs<T>(a, b, 0);
@@ -26,10 +18,10 @@ template <class T>
 struct E2M1;
 template <>
 struct E2M1<__half> {
-  static constexpr int kDown = 3;
   static constexpr float kPatternUnit = 1 << 14;
 
-  // A word's patterns, as moved_e2m1's. The upper byte of a half holds one, so that four codes are moved at a time.
+  // The patterns of a word, whose nibbles p of both halves are register p of a fragment (see packed_layout.h). The
+  // upper byte of a half holds one, so that four codes are moved at a time.
   static __device__ __forceinline__ void patterns(Word (&a)[4], Word w) {
     constexpr Word kSigns = 0x80808080, kSizes = 0x0e0e0e0e, kUpper = 0xff00ff00;
     constexpr unsigned kLowerToUpper = 0x2404;  // bytes 0 and 2 to bytes 1 and 3, others 0
@@ -42,7 +34,6 @@ struct E2M1<__half> {
 };
 template <>
 struct E2M1<__nv_bfloat16> {
-  static constexpr int kDown = 6;
   static constexpr Word kToValues = 0x7e807e80;  // 2^126, twice
 
   // One product moves a code to both places, of the sign and of the rest, without carries: the copies do not overlap.
@@ -70,10 +61,10 @@ struct Mxfp4Fragment {
   static __device__ __forceinline__ Zero zero(Word, Word) { return {}; }
 
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Zero) {
+    E2M1<T>::patterns(a, w[0]);
+    if constexpr (!kIsHalf) {
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      a[p] = moved_e2m1<E2M1<T>::kDown>(w[0], p);
-      if constexpr (!kIsHalf) a[p] = multiply_pairs(T{}, a[p], E2M1<T>::kToValues);
+      for (int p = 0; p < 4; ++p) a[p] = multiply_pairs(T{}, a[p], E2M1<T>::kToValues);
     }
   }
 };
@@ -101,10 +92,46 @@ struct Nvfp4Fragment {
     return {low * 16 + kBias, high * 16 + kBias};
   }
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Factor const& factor) {
+    E2M1<T>::patterns(a, w[0]);
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      a[p] = multiply_pairs(T{}, moved_e2m1<E2M1<T>::kDown>(w[0], p), p % 2 == 0 ? factor.low : factor.high);
-    }
+    for (int p = 0; p < 4; ++p) a[p] = multiply_pairs(T{}, a[p], p % 2 == 0 ? factor.low : factor.high);
+  }
+};
+
+// Factors of codes' patterns, from bytes of scales: one multiplication gives both halves of a register.
+template <class T, int kGroups>
+struct Fp4Scales;
+
+// NVFP4: see Nvfp4Fragment.
+template <class T>
+struct Fp4Scales<T, 8> {
+  using F = Nvfp4Fragment<T>;
+  static constexpr bool kFolds = true, kMayFold = true;
+  static __device__ __forceinline__ Word factor(Word byte) {
+    if constexpr (F::kIsHalf) return byte * twice_of(1 << 7);
+    return byte * twice_of(1 << 4) + twice_of(0x7000);  // 224 to the exponent
+  }
+  static constexpr Word twice_of(Word half) { return half * 0x10001u; }
+};
+
+// MXFP4. In bfloat16 a code times a scale of up to 1 is a number, 2^-128 or more, and the factor 2^(byte - 1) of its
+// pattern too; bytes from 128 on, among them NaN, multiply sums. So they always do in a half.
+template <class T>
+struct Fp4Scales<T, 4> {
+  using F = Mxfp4Fragment<T>;
+  static constexpr bool kFolds = !F::kIsHalf, kMayFold = false;
+  static constexpr Word kLarge = 0x80808080;
+  static __device__ __forceinline__ Word factor(Word byte) {
+    constexpr Word kTwice = 0x10001u, kBias = 126;
+    return byte * (kTwice << 7) + (kBias << 7) * kTwice;
+  }
+
+  // The power 2^(byte - 127). As a float's exponent 0 would be no power, and 255 infinite, of which zero times itself
+  // makes NaN.
+  static __device__ __forceinline__ float power(Word byte) {
+    constexpr Word kSmallest = 0x00400000;  // 2^-127, subnormal
+    float const power = __uint_as_float(max(byte << 23, kSmallest));
+    return fmaf(power, 0.f, power);
   }
 };
 

@@ -11,24 +11,30 @@
 namespace epiloq::ops::weight_only_mm {
 
 // MXFP4 in bfloat16: codes times powers of two, both of which bfloat16 represents. (A half has no exponents for them.)
+// With scales of up to 1, one factor also makes values of patterns.
+template <bool kIsLarge>
 struct Mxfp4FoldedFragment {
+  using T = __nv_bfloat16;
+  using Scales = Fp4Scales<T, 4>;
+  using Large = Mxfp4FoldedFragment<true>;
   static constexpr float kUnit = 1;
 
   struct Factor {
     Word low, high;  // of rows g and g + 8, in both halves
   };
   static __device__ __forceinline__ Word power(Word byte) {
+    if constexpr (!kIsLarge) return Scales::factor(byte);
     constexpr Word kNanByte = 255, kNan = 0x7fff, kSmallest = 0x0040;  // 2^-127, subnormal
     Word const normal = byte == 0 ? kSmallest : byte << 7;
     return twice(byte == kNanByte ? kNan : normal);
   }
   static __device__ __forceinline__ Factor factor(Word bytes) { return {power(bytes & 0xff), power(bytes >> 8)}; }
   static __device__ __forceinline__ void make(Word (&a)[4], Word const* w, Factor const& factor) {
-    using T = __nv_bfloat16;
+    E2M1<T>::patterns(a, w[0]);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      Word const value = multiply_pairs(T{}, moved_e2m1<E2M1<T>::kDown>(w[0], p), E2M1<T>::kToValues);
-      a[p] = multiply_pairs(T{}, value, p % 2 == 0 ? factor.low : factor.high);
+      if constexpr (kIsLarge) a[p] = multiply_pairs(T{}, a[p], E2M1<T>::kToValues);
+      a[p] = multiply_pairs(T{}, a[p], p % 2 == 0 ? factor.low : factor.high);
     }
   }
 };
@@ -61,15 +67,36 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
   // Subtiles whose fragments are kept: all of a step, where registers are left.
   static constexpr int kBuffers = C::kConsumerWarpgroups <= 2 && kTokens <= 128 ? Base::kSubtiles : 2;
 
+  static constexpr bool kMayBeLarge = requires { typename F::Large; };
+
+  // Whether a scale of the warp's rows is above 1.
+  static __device__ __forceinline__ bool has_large(Word const (&scales)[kGroups]) {
+    if constexpr (kMayBeLarge) {
+      Word any = 0;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) any |= scales[group];
+      return __any_sync(~0u, (any & F::Scales::kLarge) != 0);
+    }
+    return false;
+  }
+
+  template <class Of>
   static __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], Word const (&scales)[kGroups],
                                               int subtile) {
-    typename F::Factor factor;
+    typename Of::Factor factor;
 #pragma unroll
     for (int i = 0; i < Base::kInSubtile; ++i) {
       int const fragment = subtile * Base::kInSubtile + i;
-      if (fragment % kOfGroup == 0) factor = F::factor(scales[fragment / kOfGroup]);
-      F::make(a[i], words + word_of(4, fragment * kInstruction), factor);
+      if (fragment % kOfGroup == 0) factor = Of::factor(scales[fragment / kOfGroup]);
+      Of::make(a[i], words + word_of(4, fragment * kInstruction), factor);
     }
+  }
+  static __device__ __forceinline__ void make(Fragments& a, Word const (&words)[4], Word const (&scales)[kGroups],
+                                              bool is_large, int subtile) {
+    if constexpr (kMayBeLarge) {
+      if (is_large) return make<typename F::Large>(a, words, scales, subtile);
+    }
+    make<F>(a, words, scales, subtile);
   }
 
   // A K step. Fragments are made while the tensor cores multiply earlier ones.
@@ -81,10 +108,11 @@ struct WgmmaMainloop<Fp4Wgmma<T, F, kGroups, kMGroups, kKGroups, kTokens>>
     for (int group = 0; group < kGroups; ++group) {
       scales[group] = load_byte_pair(stage.scales + this->parameter + group * kPanelRows);
     }
+    bool const is_large = has_large(scales);
 #pragma unroll
     for (int subtile = 0; subtile < Base::kSubtiles; ++subtile) {
       if (subtile >= kBuffers) cute::warpgroup_wait<kBuffers - 1>();  // of the fragments that are overwritten
-      make(a[subtile % kBuffers], words, scales, subtile);
+      make(a[subtile % kBuffers], words, scales, is_large, subtile);
       if (subtile + 1 < Base::kSubtiles) this->load(words, stage, subtile + 1);
       this->begin(sums[0], a[subtile % kBuffers], stage, subtile, true);
     }
@@ -109,7 +137,7 @@ template <class T, Format kFormat>
 struct FoldedOf;  // the fragment of weights that are multiplied by their scales
 template <>
 struct FoldedOf<__nv_bfloat16, Format::kMxfp4> {
-  using Type = wo::Mxfp4FoldedFragment;
+  using Type = wo::Mxfp4FoldedFragment<false>;
 };
 template <class T>
 struct FoldedOf<T, Format::kNvfp4> {
