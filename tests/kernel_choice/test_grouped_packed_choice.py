@@ -75,8 +75,8 @@ SPLIT, TILES, NARROW, WIDE, WGMMA = (
 @pytest.mark.parametrize(
     ("format", "experts", "n", "k", "rows", "expected"),
     [
-        # 132 SMs with three CTAs each of 64 rows, three of 128 rows, four with fewer tokens, or one of WGMMA's 256. What
-        # each took on an H200, in us, and the best of the others.
+        # 132 SMs with three CTAs each of 64 rows, three of 128 rows, four with fewer tokens, or one of WGMMA's 256. us
+        # on an H200, and the best of the others.
         ("int", 128, 1536, 2048, 8, TILES),  # 9.5, 9.9
         ("int", 128, 1536, 2048, 32, WIDE),  # 17.3, 18.4: three quarters of a wave, where TILES needs two
         ("int", 128, 1536, 2048, 128, NARROW),  # 39.6, 40.2
