@@ -69,7 +69,7 @@ Choice experts_of(Problem const& p, Format format, int row) {
   return {format, row, most_tiles(p, expert_config(row, p.product.weight.bits).tokens), 1, Family::kExperts};
 }
 Choice expert_decode_of(Problem const& p, Format format, int row) {
-  return {format, row, most_tiles(p, kExpertDecodeRows[row].config.tokens), 1, Family::kExpertDecode};
+  return {format, row, most_tiles(p, decode_config(row, format).tokens), 1, Family::kExpertDecode};
 }
 
 // Tiles of `rows` weight rows of the experts that have tokens, if each token's expert is random and a tile holds all
@@ -255,7 +255,7 @@ std::string describe(Choice const& choice) {
     return text.str();
   }
   if (choice.family == Family::kExpertDecode) {
-    weight_only_mm::DecodeConfig const& c = kExpertDecodeRows[choice.row].config;
+    weight_only_mm::DecodeConfig const c = decode_config(choice.row, choice.format);
     text << "grouped sm90 mma.sync, " << c.rows() << " weight rows x " << kDecodeChunk << " to " << c.tokens
          << " tokens, " << choice.tiles << " tiles of tokens at most";
     return text.str();

@@ -38,6 +38,12 @@ inline constexpr std::array kExpertDecodeRows{ExpertDecodeTiles{{4, 1, 2, 16, 4}
                                               ExpertDecodeTiles{{4, 1, 2, 24, 3}, 1.},
                                               ExpertDecodeTiles{{2, 2, 2, 24, 3}, .57}};
 inline constexpr double kExpertWgmmaWave = .8;  // of WGMMA's first row
+// Four groups of integers in a K step, with zero points of each, leave registers for sums of 16 tokens.
+constexpr weight_only_mm::DecodeConfig decode_config(int row, Format format) {
+  weight_only_mm::DecodeConfig config = kExpertDecodeRows[row].config;
+  if (format == Format::kInt4Of32) config.tokens = 2 * kDecodeChunk;
+  return config;
+}
 
 template <int kRow, DType kX, Format kFormat>
 void launch_expert_wgmma(Problem const&, int tiles, int split, int device, Stream);

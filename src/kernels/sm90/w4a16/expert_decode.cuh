@@ -15,7 +15,7 @@ template <int kRow, class T_, Format kFormat_>
 struct ExpertDecode {
   using T = T_;
   static constexpr Format kFormat = kFormat_;
-  static constexpr wo::DecodeConfig kConfig = kExpertDecodeRows[kRow].config;
+  static constexpr wo::DecodeConfig kConfig = decode_config(kRow, kFormat);
   static constexpr int kChunkTokens = kDecodeChunk, kMostChunks = kConfig.tokens / kChunkTokens;
   template <int kTokens>
   using Tile = wo::Decode<T, bits_of(kFormat), groups_of(kFormat), kConfig.m_groups, kConfig.k_groups, kConfig.panels,
