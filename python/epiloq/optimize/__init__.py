@@ -12,6 +12,7 @@ from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
+from epiloq.optimize.sinks import use_sink_attention_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
 from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
@@ -57,8 +58,9 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
       multiplication by the gate another. Decode steps of layers of Llama's or Gemma's form are one function in eager
       mode.
     - On a GPU a router of a mixture of experts computes scores, choice and weights in one kernel.
-    - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them. In Llama's
-      form query and key heads are rotated together.
+    - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them; so does
+      GPT-OSS's, whose prompts also use torch's fused attention on a GPU. In Llama's form query and key heads are
+      rotated together.
 
     Forms are recognised by the source of ``forward``, not by class names; modules of other forms are not changed.
     Results equal those of the separate layers, except that norms and activations are rounded once, where the model
@@ -103,6 +105,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
         _fuse(name, module, report)
     chain_(model)
     report.grouped_attention = use_grouped_sdpa_(model, report.left)
+    report.grouped_attention |= use_sink_attention_(model)
     return report
 
 

@@ -161,6 +161,8 @@ def pre_norm_decoder(
     mlp, norm = block.mlp, block.post_attention_layernorm
     x, residual = _normed(norm, attended, hidden_states, _quantized_reader(mlp, norm, second))
     projected = mlp(x)
+    if isinstance(projected, tuple):  # with its router's scores
+        projected = projected[0]
     following = None if step is None else step.following
     if not isinstance(following, PreNormStep) or not following.may_prepare_in_graph(projected):
         return residual + projected  # type: ignore[no-any-return]

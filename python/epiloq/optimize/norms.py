@@ -1,7 +1,8 @@
-"""RMS norms in one kernel: Llama's, and Gemma's, which multiplies by one more than its weight.
+"""RMS norms in one kernel: Llama's, GPT-OSS's, which multiplies in float32, and Gemma's, which multiplies by one more
+than its weight.
 
 In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition; so it
-does Llama's in a graph that `torch.compile` makes of a decode step. In other graphs torch's norm does, which inductor
+do Llama's and GPT-OSS's in a graph that `torch.compile` makes of a decode step. In other graphs torch's norm does, which inductor
 fuses with what surrounds it.
 """
 
@@ -31,6 +32,23 @@ def rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
     if decodes_in_graph(hidden_states) and not wants_gradient(hidden_states, weight):
         return rms_norm_kernel(hidden_states.contiguous(), weight, norm.variance_epsilon)
     return nn.functional.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+
+
+def float_rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    """``forward`` of a norm in GPT-OSS's form, whose weight may stay in float32."""
+    weight = norm.weight
+    if not _multiplies(weight, hidden_states) or wants_gradient(hidden_states, weight):
+        return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
+    if not is_compiling() and direct((hidden_states, weight)):
+        return _norm(hidden_states, weight, norm.variance_epsilon)
+    if decodes_in_graph(hidden_states):
+        return rms_norm_kernel(hidden_states.contiguous(), weight, norm.variance_epsilon)
+    return type(norm).forward(norm, hidden_states)  # type: ignore[no-any-return]
+
+
+def _multiplies(weight: Tensor, x: Tensor) -> bool:
+    """Whether the kernel multiplies a norm of `x` by a weight of this dtype."""
+    return weight.dtype in (x.dtype, torch.float32)
 
 
 class _Held(NamedTuple):
@@ -76,13 +94,15 @@ def offset_rms_norm(norm: Any, offset: Offset, x: Tensor) -> Tensor:
     return _norm(x, offset.of(weight), norm.eps)
 
 
-NORMS = (rms_norm, offset_rms_norm)
+NORMS = (rms_norm, float_rms_norm, offset_rms_norm)
 
 
 def fused_norm(norm: nn.Module) -> partial[Tensor] | None:
     """The ``forward`` of a recognised norm, one of `NORMS`; None for another."""
     if structure.has_form(norm, structure.RMS_NORM):
         return partial(rms_norm, norm)
+    if structure.has_form(norm, structure.FLOAT_RMS_NORM):
+        return partial(float_rms_norm, norm)
     if structure.has_form(norm, structure.OFFSET_RMS_NORM) and structure.norms_in_float32(type(norm)):
         return partial(offset_rms_norm, norm, Offset())
     return None
@@ -95,12 +115,16 @@ def factor_of(forward: partial[Tensor], x: Tensor) -> Tensor | None:
         return None
     if forward.func is rms_norm:
         return weight if weight.dtype == x.dtype else None
+    if forward.func is float_rms_norm:
+        return weight if _multiplies(weight, x) else None
     return None if weight.is_inference() else forward.args[1].of(weight)
 
 
 def factor_of_graph(forward: partial[Tensor], x: Tensor) -> Tensor | None:
     """`factor_of` in a graph, where Gemma's norms are called."""
     weight: Tensor = forward.args[0].weight
+    if forward.func is float_rms_norm:
+        return weight if _multiplies(weight, x) else None
     return weight if forward.func is rms_norm and weight.dtype == x.dtype else None
 
 
@@ -137,10 +161,8 @@ def sum_normed(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Te
 
 
 def _sum_normed_in_graph(norm: Any, forward: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
-    weight = norm.weight
-    if not isinstance(forward, partial) or forward.func is not rms_norm or weight.dtype != x.dtype:
-        return None
-    if x.shape != residual.shape or x.dtype != residual.dtype or wants_gradient(x, residual, weight):
+    weight = factor_of_graph(forward, x) if isinstance(forward, partial) and forward.func in NORMS else None
+    if weight is None or x.shape != residual.shape or x.dtype != residual.dtype or wants_gradient(x, residual, weight):
         return None
     return rms_norm_kernel(x.contiguous(), weight, norm.variance_epsilon, residual=residual.contiguous())
 
@@ -148,7 +170,7 @@ def _sum_normed_in_graph(norm: Any, forward: Any, x: Tensor, residual: Tensor) -
 def eps_of(forward: partial[Tensor]) -> float:
     """What a norm with this result of `fused_norm` adds to the mean of squares."""
     norm = forward.args[0]
-    return norm.variance_epsilon if forward.func is rms_norm else norm.eps  # type: ignore[no-any-return]
+    return norm.eps if forward.func is offset_rms_norm else norm.variance_epsilon  # type: ignore[no-any-return]
 
 
 def _norm(x: Tensor, factor: Tensor, eps: float) -> Tensor:

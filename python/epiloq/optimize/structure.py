@@ -29,6 +29,9 @@ hidden_states = self.mlp(hidden_states)
 hidden_states = residual + hidden_states
 return hidden_states"""
 
+# GPT-OSS's, whose MLP returns its router's scores, too.
+SCORED_DECODER = PRE_NORM_DECODER.replace("hidden_states = self.mlp(", "hidden_states, _ = self.mlp(")
+
 # Gemma 2's, with a norm after attention and MLP too.
 SANDWICH_DECODER = """\
 residual = hidden_states
@@ -52,6 +55,7 @@ for _name in DROPOUTS:
 NORMS_AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     PRE_NORM_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
     DROPOUT_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
+    SCORED_DECODER: (("input_layernorm",), ("post_attention_layernorm",)),
     SANDWICH_DECODER: (
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -81,6 +85,11 @@ OFFSET_RMS_NORM = """\
 output = self._norm(x.float())
 output = output * (1.0 + self.weight.float())
 return output.type_as(x)"""
+
+# GPT-OSS's, which multiplies in float32.
+FLOAT_RMS_NORM = "\n".join(
+    (*RMS_NORM.splitlines()[:-1], "return (self.weight * hidden_states).to(input_dtype)"),
+)
 
 _ROOT_MEAN_SQUARE = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
 
@@ -137,6 +146,23 @@ def _rotary_forms() -> Iterator[tuple[str, bool]]:
 
 
 ROTARY_FORMS = dict(_rotary_forms())
+
+# transformers' attention with sinks by `eager`.
+SINK_ATTENTION = """\
+key_states = repeat_kv(key, module.num_key_value_groups)
+value_states = repeat_kv(value, module.num_key_value_groups)
+attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
+if attention_mask is not None:
+    attn_weights = attn_weights + attention_mask
+sinks = module.sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[-2], -1)
+combined_logits = torch.cat([attn_weights, sinks], dim=-1)
+combined_logits = combined_logits - combined_logits.max(dim=-1, keepdim=True).values
+probs = F.softmax(combined_logits, dim=-1, dtype=combined_logits.dtype)
+scores = probs[..., :-1]
+attn_weights = nn.functional.dropout(scores, p=dropout, training=module.training).to(value_states.dtype)
+attn_output = torch.matmul(attn_weights, value_states)
+attn_output = attn_output.transpose(1, 2).contiguous()
+return (attn_output, attn_weights)"""
 
 ROTARY = """\
 cos = cos.unsqueeze(unsqueeze_dim)
@@ -285,6 +311,19 @@ def attends_to_what_is_stored(kinds: Iterable[Any]) -> bool:
     functions = [function for kind in kinds if (function := _parsed(kind)) is not None]
     found = [(function, update) for function in functions for update in _updates(function)]
     return bool(found) and all(_only_attends(function, update) for function, update in found)
+
+
+def attends_with_sinks(kinds: Iterable[Any]) -> bool:
+    """Whether every class that attends through transformers' interface (there is at least one) has sinks, which its
+    module's ``eager`` attention reads as `SINK_ATTENTION` does."""
+    attending = [kind for kind in kinds if "attention_interface(" in (body_of(kind) or "")]
+    return bool(attending) and all(map(_attends_with_sinks, attending))
+
+
+@cache
+def _attends_with_sinks(kind: Any) -> bool:
+    eager = vars(sys.modules[kind.__module__]).get("eager_attention_forward")
+    return "s_aux=self.sinks" in (body_of(kind) or "") and eager is not None and body_of_function(eager) == SINK_ATTENTION
 
 
 def _updates(function: ast.FunctionDef) -> list[ast.Assign]:

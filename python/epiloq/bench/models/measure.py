@@ -204,11 +204,13 @@ def _memory(model: Any) -> tuple[float, float, int, float]:
 @contextmanager
 def _first_layer(model: Any) -> Iterator[None]:
     """Reduce the model to its first layer; in an eager step the work around the layers takes as long as several."""
-    layers, model.config.num_hidden_layers = model.config.num_hidden_layers, 1
+    config, decoder = model.config, model.model
+    number, layers = config.num_hidden_layers, decoder.layers
+    config.num_hidden_layers, decoder.layers = 1, layers[:1]
     try:
         yield
     finally:
-        model.config.num_hidden_layers = layers
+        config.num_hidden_layers, decoder.layers = number, layers
 
 
 def _outside(model: Any, batch: int, tokens: int) -> Callable[[], object]:

@@ -1,0 +1,105 @@
+"""Attention with sinks (GPT-OSS): each head has a number that takes part in the softmax as one more score, of no value.
+
+transformers computes it with ``eager``: it repeats keys and values for each query head, and writes scores to memory
+several times. Here a new token's query heads of a key head are rows of one product. Of several tokens torch's fused
+attention gives the softmax without the sink and the logarithm of its sum s; its result times ``1 / (1 + exp(sink - s))``
+is the result with the sink.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epiloq.optimize import structure
+from epiloq.optimize.guards import wants_gradient
+
+NAME = "epiloq_sinks"
+# torch's fused attention reads rows of a mask from multiples of 16 bytes.
+_ROW_MULTIPLE = 8
+
+
+def sink_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, a mask
+    ``[B, 1, T, L]`` that is true where a token is seen; result ``[B, T, H, D]``. Sums are in float32. With gradients,
+    dropout or a mask of each head, and for several tokens on a CPU, the model's own function runs."""
+    sinks, scale = module.sinks, query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_ours = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+    if is_ours and not dropout and not wants_gradient(query, key, value, sinks):
+        if query.shape[2] == 1:
+            return _of_one_token(query, key, value, attention_mask, sinks, scale), None
+        if query.is_cuda and attention_mask is not None:
+            return _of_tokens(query, key, value, attention_mask, sinks, scale), None
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+    own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own(module, query, key, value, attention_mask, scaling=scale, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
+
+
+def _of_one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
+) -> Tensor:
+    batch, heads, _, width = query.shape
+    rows = query.reshape(batch, key.shape[1], -1, width)
+    scores = (rows @ key.transpose(2, 3)).float() * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    sink = sinks.float().view(1, key.shape[1], -1, 1)
+    largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - largest).exp()
+    return ((weights / total).to(value.dtype) @ value).reshape(batch, 1, heads, value.shape[-1])
+
+
+def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    heads, tokens, length = query.shape[1], query.shape[2], mask.shape[-1]
+    room = -(-length // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    # Not minus infinity, of which a row without any token makes NaN.
+    bias = torch.full((*mask.shape[:3], room), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
+    bias = bias[..., :length].masked_fill(mask, 0)
+    if room != length:
+        bias = nn.functional.pad(bias, (0, room - length))[..., :length]
+    key, value = (states.repeat_interleave(heads // states.shape[1], 1) for states in (key, value))
+    result, logarithm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias.expand(-1, heads, -1, -1), True, 0.0, False, scale=scale
+    )
+    share = (logarithm[..., :tokens] - sinks.float().view(1, -1, 1)).sigmoid()
+    return (result * share.unsqueeze(-1)).to(query.dtype).transpose(1, 2)
+
+
+def use_sink_attention_(model: nn.Module) -> bool:
+    """Switch each transformers model in `model` that attends with sinks by ``eager`` to `sink_attention`; returns
+    whether any was."""
+    found = [
+        m
+        for m in model.modules()
+        if getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager"
+        and getattr(type(m), "_can_set_attn_implementation", None) is not None
+        and structure.attends_with_sinks({type(module) for module in m.modules()})
+    ]
+    if not found:
+        return False
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def mask_of(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+
+    AttentionInterface.register(NAME, sink_attention)
+    AttentionMaskInterface.register(NAME, mask_of)
+    for each in found:
+        each.config._attn_implementation_internal = NAME  # type: ignore[union-attr]
+    return True

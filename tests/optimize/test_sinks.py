@@ -1,0 +1,100 @@
+"""GPT-OSS after `optimize_`: attention with sinks, norms that multiply in float32, an MLP that returns scores, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+
+import epiloq
+from epiloq.optimize import optimize_
+from epiloq.optimize.norms import float_rms_norm
+from epiloq.optimize.sinks import NAME, sink_attention
+from small_models import relative
+
+WINDOW = 8
+
+
+def gpt_oss(device: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Layers with and without a window; sinks as large as scores."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    if not hasattr(transformers, "GptOssConfig"):
+        pytest.skip("this version of transformers has no GPT-OSS")
+    config = transformers.GptOssConfig(**sizes, **heads, **experts, max_position_embeddings=4096)
+    with torch.device(device):
+        model = transformers.GptOssForCausalLM._from_config(config, dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("sinks", "bias")):
+            parameter.data.normal_()
+    return epiloq.quantize_(model, "w4a16-mxfp4")
+
+
+def padded(device: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(96, (2, 21), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def test_numbers_and_tokens_are_those_of_before(seed: int, device: str) -> None:
+    model, given = gpt_oss(device), padded(device)
+    seen = given["attention_mask"].bool()
+    expected, tokens = model(**given).logits[seen], model.generate(**given, max_new_tokens=12, do_sample=False)
+    report = optimize_(model)
+    assert report.grouped_attention and model.config._attn_implementation == NAME
+    norms = [module for module in model.modules() if type(module).__name__ == "GptOssRMSNorm"]
+    assert len(norms) == 9 and all(vars(norm)["forward"].func is float_rms_norm for norm in norms)
+    assert relative(model(**given).logits[seen], expected) <= 1e-5
+    for how in ({}, {"cache_implementation": "static"}, {"custom_generate": epiloq.decode}):
+        assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False, **how), tokens), how
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 19])
+@torch.no_grad()
+def test_against_float64(seed: int, device: str, dtype: torch.dtype, tokens: int) -> None:
+    if tokens > 1 and device == "cpu":
+        pytest.skip("the model's own function")
+    attention = gpt_oss(device, dtype).model.layers[0].self_attn
+    batch, length = 3, 27
+    query = torch.randn(batch, 8, tokens, 64, device=device).to(dtype)
+    key, value = (torch.randn(batch, 2, length, 64, device=device).to(dtype) for _ in range(2))
+    mask = torch.rand(batch, 1, tokens, length, device=device) < 0.7
+    mask[1, :, -1] = False  # the sink alone: zero
+    result, _ = sink_attention(attention, query, key, value, mask, scaling=0.2)
+    keys, values = (states.double().repeat_interleave(4, 1) for states in (key, value))
+    scores = (query.double() @ keys.transpose(2, 3) * 0.2).masked_fill(~mask, -torch.inf)
+    sinks = attention.sinks.double().view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+    weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    exact, size = (weights @ values).transpose(1, 2), (weights @ values.abs()).transpose(1, 2)
+    # bfloat16: scores, weights, sums and the share of what is not the sink are rounded.
+    bound = 1e-5 if dtype == torch.float32 else 2.0**-6
+    assert result.shape == exact.shape and result.dtype == dtype
+    assert ((result.double() - exact).abs() <= bound * size + 1e-6).all()
+    assert (result[1, -1] == 0).all()
+
+
+def test_gradients_flow_through_the_own_function(seed: int, device: str) -> None:
+    model, given = gpt_oss(device), padded(device)
+    expected = torch.autograd.grad(model(**given).logits.square().sum(), model.model.layers[1].self_attn.sinks)[0]
+    optimize_(model)
+    found = torch.autograd.grad(model(**given).logits.square().sum(), model.model.layers[1].self_attn.sinks)[0]
+    assert expected.norm() > 0 and relative(found, expected) <= 1e-4
+
+
+def test_another_eager_attention_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt_oss("cpu")
+    name = "eager_attention_forward"
+    monkeypatch.setattr(transformers.models.gpt_oss.modeling_gpt_oss, name, lambda *a, **k: None)
+    from epiloq.optimize import structure
+
+    structure._attends_with_sinks.cache_clear()
+    assert not optimize_(model).grouped_attention and model.config._attn_implementation == "eager"
+    structure._attends_with_sinks.cache_clear()
