@@ -127,7 +127,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "Phi3": ({"pad_token_id": 0}, 11),
     "Granite": ({}, 9),
     "Gemma2": ({"head_dim": 32, "attn_logit_softcapping": None}, 11),
-    "Olmo2": ({}, 2),
+    "Olmo2": ({}, 11),
     "Nemotron": ({}, 0),
 }
 

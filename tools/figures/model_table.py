@@ -133,6 +133,8 @@ TABLES = {
     "modes": Table(by_mode, "llama-3-8b", compiled=False),
     "mixtures": Table(short, "qwen3-30b-a3b"),
     "layers of mixtures": Table(by_layer, "qwen3-30b-a3b"),
+    "GPT-OSS": Table(short, "gpt-oss-20b"),
+    "layers of GPT-OSS": Table(by_layer, "gpt-oss-20b"),
 }
 
 

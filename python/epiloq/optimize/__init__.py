@@ -12,8 +12,8 @@ from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import fused, rotary, structure
 from epiloq.optimize.attention import use_grouped_sdpa_
-from epiloq.optimize.sinks import use_sink_attention_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
+from epiloq.optimize.sinks import use_sink_attention_
 from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
 __all__ = ["Report", "optimize_"]

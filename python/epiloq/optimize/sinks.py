@@ -2,8 +2,8 @@
 
 transformers computes it with ``eager``: it repeats keys and values for each query head, and writes scores to memory
 several times. Here a new token's query heads of a key head are rows of one product. Of several tokens torch's fused
-attention gives the softmax without the sink and the logarithm of its sum s; its result times ``1 / (1 + exp(sink - s))``
-is the result with the sink.
+attention gives the result without the sink and the logarithm s of the sum of its weights. That result, multiplied by
+``1 / (1 + exp(sink - s))``, is the one with the sink.
 """
 
 from __future__ import annotations

@@ -322,8 +322,10 @@ def attends_with_sinks(kinds: Iterable[Any]) -> bool:
 
 @cache
 def _attends_with_sinks(kind: Any) -> bool:
+    if "s_aux=self.sinks" not in (body_of(kind) or ""):
+        return False
     eager = vars(sys.modules[kind.__module__]).get("eager_attention_forward")
-    return "s_aux=self.sinks" in (body_of(kind) or "") and eager is not None and body_of_function(eager) == SINK_ATTENTION
+    return eager is not None and body_of_function(eager) == SINK_ATTENTION
 
 
 def _updates(function: ast.FunctionDef) -> list[ast.Assign]:
