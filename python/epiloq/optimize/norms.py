@@ -1,8 +1,8 @@
 """RMS norms in one kernel: Llama's, GPT-OSS's, which multiplies in float32, and Gemma's, which multiplies by one more
 than its weight.
 
-In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition; it also
-computes Llama's and GPT-OSS's in a graph that `torch.compile` makes of a decode step. In other graphs torch's norm does,
+In eager mode and in CUDA graphs of it `epiloq.rms_norm` computes them, if there is a residual with its addition; in a
+graph that `torch.compile` makes of a decode step it computes Llama's and GPT-OSS's. In other graphs torch's norm does,
 which inductor fuses with what surrounds it.
 """
 
