@@ -77,7 +77,8 @@ def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: T
         query, key, value, bias.expand(-1, heads, -1, -1), True, 0.0, False, scale=scale
     )
     share = (logarithm[..., :tokens] - sinks.float().view(1, -1, 1)).sigmoid()
-    return (result * share.unsqueeze(-1)).to(query.dtype).transpose(1, 2)
+    shared: Tensor = (result * share.unsqueeze(-1)).to(query.dtype)
+    return shared.transpose(1, 2)
 
 
 def use_sink_attention_(model: nn.Module) -> bool:
