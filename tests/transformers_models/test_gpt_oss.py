@@ -19,7 +19,8 @@ from torch import Tensor
 import epiloq
 import epiloq.integrations.transformers as integration
 from epiloq.formats.io import model as models
-from epiloq.nn import Fp4Experts, GatedExperts
+from epiloq.formats.layouts.base import FormatError
+from epiloq.nn import Fp4Experts, GatedExperts, WeightOnlyLinear
 from gloo_ranks import Ranks
 
 # Other tests want transformers as it is.
@@ -248,6 +249,18 @@ def test_optimised(folder: Path) -> None:
     wanted = logits(model)
     epiloq.optimize_(model)
     assert relative(logits(model), wanted) < 0.02
+
+
+@pytest.mark.usefixtures("epiloq_in_transformers")
+def test_other_layers_may_be_quantised_but_not_saved(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder)
+    wanted = logits(model)
+    epiloq.optimize_(epiloq.quantize_(model, "w8a16", head="w8a16"))
+    assert isinstance(model.lm_head, WeightOnlyLinear) and isinstance(model.get_submodule(LAYER), Fp4Experts)
+    assert 0 < relative(logits(model), wanted) < 0.1
+    with pytest.raises(FormatError, match=r"save_pretrained: .*self_attn.q_proj: quantised since .*'mxfp4'"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

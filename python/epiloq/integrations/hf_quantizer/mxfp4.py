@@ -16,6 +16,7 @@ from epiloq.formats.io.checkpoint import Checkpoint
 from epiloq.formats.io.safetensors_file import DTYPES
 from epiloq.formats.layouts.base import FormatError, check_numbers, located
 from epiloq.nn import Fp4Experts
+from epiloq.nn.base.stored_tensors import StoredTensors
 
 _MARKER = "gate_up_proj_blocks"
 
@@ -112,6 +113,16 @@ def open_experts_(model: nn.Module) -> None:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredExperts)
         model.set_submodule(name, stored.opened())
+
+
+def check_experts_alone(model: nn.Module, where: str) -> None:
+    """Raise FormatError if layers other than experts have been quantised, which the format has no tensors for."""
+    for name, module in model.named_modules():
+        if isinstance(module, StoredTensors) and not isinstance(module, Fp4Experts):
+            raise FormatError(
+                f"{where}: {name}: quantised since the directory was opened, whose format ({METHOD!r}) has FP4 experts "
+                "alone; save it before, and quantise other layers again after opening it"
+            )
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]], like: Fp4Experts) -> Fp4Experts:

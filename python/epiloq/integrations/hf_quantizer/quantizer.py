@@ -213,6 +213,7 @@ class EpiloqQuantizer(HfQuantizer):
     def _whole_state(self, model: Any) -> dict[str, Tensor]:
         config, state = self.quantization_config.to_dict(), file_state(model)
         if self._is_mxfp4:
+            mxfp4.check_experts_alone(model, f"{_NAME}: save_pretrained")
             return state
         layers = epiloq_modules.layers_of(model)
         model._weight_conversions = saved_by_layer(model, [name for name in state if split_name(name)[0] in layers])
