@@ -171,6 +171,16 @@ def test_in_a_graph(seed: int, scale_dtype: torch.dtype) -> None:
         assert_experts_close(y, x, weight, rows, n, rounded_weights=scale_dtype == x.dtype)
 
 
+def test_a_graph_needs_a_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32 rows the host reads how many each expert has, which a graph cannot record."""
+    weight, ends = make_weight(2 * 32, 128, device="cuda"), ends_of((2, 1))
+    x = torch.randn(3, 128, device="cuda")
+    epiloq.grouped_packed_mm(x, weight.packed, offs=ends)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="grouped_packed_mm: offs: expected to be called outside a CUDA graph"):
+        epiloq.grouped_packed_mm(x, weight.packed, offs=ends)
+
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

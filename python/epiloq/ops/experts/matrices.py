@@ -27,7 +27,15 @@ def number_of(operation: str, x: Tensor, n: int, k: int, counts: Tensor, masked:
 
 
 def places(operation: str, counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any]]:
-    """Experts that have rows, and the positions of the rows. Raises ValueError for invalid counts."""
+    """Experts that have rows, and the positions of the rows. Raises ValueError for invalid counts, and RuntimeError
+    while a CUDA graph is captured, which cannot pass them to the host."""
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        name = "masked_m" if x.ndim == 3 else "offs"
+        raise RuntimeError(
+            f"epiloq.{operation}: {name}: expected to be called outside a CUDA graph, got one that is captured: no "
+            f"kernel multiplies all experts for x of {described(x)} and this weight, so that the host reads {name}; use "
+            "16-bit x and a format that the operation lists, or run this without a graph"
+        )
     begin, most = 0, x.shape[-2]
     for expert, count in enumerate(counts.tolist()):
         low = 0 if x.ndim == 3 else begin
