@@ -32,9 +32,9 @@ def places(operation: str, counts: Tensor, x: Tensor) -> Iterator[tuple[int, Any
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         name = "masked_m" if x.ndim == 3 else "offs"
         raise RuntimeError(
-            f"epiloq.{operation}: {name}: expected to be called outside a CUDA graph, got one that is captured: no "
-            f"kernel multiplies all experts for x of {described(x)} and this weight, so that the host reads {name}; use "
-            "16-bit x and a format that the operation lists, or run this without a graph"
+            f"epiloq.{operation}: {name}: expected to be called outside a CUDA graph, got a graph that is captured: no "
+            f"kernel multiplies all experts for {described(x)} and this weight, so that the host reads {name}; use x "
+            "of 16 bits and a weight that the operation lists, or run this without a graph"
         )
     begin, most = 0, x.shape[-2]
     for expert, count in enumerate(counts.tolist()):
