@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import epiloq
-from epiloq.optimize import optimize_
+from epiloq.optimize import optimize_, structure
 from epiloq.optimize.norms import float_rms_norm
 from epiloq.optimize.sinks import NAME, sink_attention
 from small_models import relative
@@ -91,12 +92,51 @@ def test_gradients_flow_through_the_own_function(seed: int, device: str) -> None
     assert expected.norm() > 0 and relative(found, expected) <= 1e-4
 
 
+@torch.no_grad()
+def test_attentions_are_returned_when_wanted(seed: int, device: str) -> None:
+    model, given = gpt_oss(device), padded(device)
+    expected = model(**given, output_attentions=True).attentions
+    optimize_(model)
+    found = model(**given, output_attentions=True).attentions
+    assert len(found) == 4 and all(relative(*pair) <= 1e-5 for pair in zip(found, expected, strict=True))
+    steps = model.generate(**given, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True).attentions
+    assert [len(step) for step in steps] == [4, 4, 4]
+
+
+@torch.no_grad()
+def test_norms_in_float32_and_a_quantised_cache(seed: int, device: str) -> None:
+    """As transformers loads GPT-OSS: norms stay in float32."""
+    model, given = gpt_oss(device, torch.bfloat16), padded(device)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.2 * torch.randn_like(parameter.data.float())
+    seen = given["attention_mask"].bool()
+    expected = model(**given).logits[seen]
+    optimize_(model)
+    assert relative(model(**given).logits[seen], expected) <= 0.02
+    ids = given["input_ids"]
+    whole = model(ids, past_key_values=epiloq.QuantizedCache(model.config)).logits
+    cache = epiloq.QuantizedCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:])]
+    assert relative(torch.cat(parts, 1), whole) <= 0.05
+
+
+@pytest.mark.parametrize("family", ["DeepseekV4", "HYV4"])
+def test_other_attention_with_sinks_is_kept(family: str) -> None:
+    """DeepSeek-V4's adds to its mask, HY-V4's chooses tokens."""
+    kind = getattr(transformers, f"{family}PreTrainedModel", None)
+    if kind is None:
+        pytest.skip(f"this version of transformers has no {family}")
+    named = vars(sys.modules[kind.__module__]).values()
+    classes = [each for each in named if isinstance(each, type) and issubclass(each, torch.nn.Module)]
+    with_sinks = [each for each in classes if "s_aux=" in (structure.body_of(each) or "")]
+    assert with_sinks and not any(structure.attends_with_sinks({each}) for each in with_sinks)
+
+
 def test_another_eager_attention_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt_oss("cpu")
     name = "eager_attention_forward"
     monkeypatch.setattr(transformers.models.gpt_oss.modeling_gpt_oss, name, lambda *a, **k: None)
-    from epiloq.optimize import structure
-
     structure._attends_with_sinks.cache_clear()
     assert not optimize_(model).grouped_attention and model.config._attn_implementation == "eager"
     structure._attends_with_sinks.cache_clear()

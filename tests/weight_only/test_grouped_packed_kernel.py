@@ -115,6 +115,40 @@ def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dt
         assert torch.equal(out[sum(counts) :].view(torch.int16), before[sum(counts) :].view(torch.int16))
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "zero"])
+@pytest.mark.parametrize(("k", "group"), [(128, 32), (384, 128), (1032, 128)])
+@pytest.mark.parametrize("row", PERSISTENT_ROWS)
+def test_ctas_with_many_tiles(seed: int, row: int, k: int, group: int, kind: str) -> None:
+    """Of several experts each, with few and many K steps: barriers, buffers and sums of one tile after the other."""
+    skip_unless_compiled(row)
+    n, dtype = 1024, torch.bfloat16
+    counts = tuple((i * 7) % 31 for i in range(44))
+    weight = make_weight(len(counts) * n, k, 4, group, kind, scale_dtype=dtype, device="cuda")
+    x, w, ends = torch.randn(sum(counts), k, device="cuda").to(dtype), weight.packed, ends_of(counts)
+    for _ in range(3):
+        out = poisoned((len(x), n), dtype, "cuda")
+        arguments = (out, x, w.q, w.scale, w.zero, None, None, None, ends, False, "int", 4, w.n, w.k, w.group_size)
+        assert _core.grouped_packed_mm(*arguments, (row, 1))
+        assert_experts_close(out, x, weight, counts, n, rounded_weights=row == WGMMA_ROWS[-1])
+
+
+@pytest.mark.parametrize("row", (0, WGMMA_ROWS[0], *DECODE_ROWS))
+def test_masked_experts_of_each_kernel(seed: int, row: int) -> None:
+    skip_unless_compiled(row)
+    rows, n, k, most = (3, 0, 20, 33, 1), 144, 136, 33
+    weight = make_weight(len(rows) * n, k, 4, 64, "zero", scale_dtype=torch.bfloat16, device="cuda")
+    x, w = torch.randn(len(rows), most, k, device="cuda").bfloat16(), weight.packed
+    counts = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    out = poisoned((len(rows), most, n), torch.bfloat16, "cuda")
+    before = out.clone()
+    arguments = (out, x, w.q, w.scale, w.zero, None, None, None, counts, True, "int", 4, w.n, w.k, w.group_size)
+    assert _core.grouped_packed_mm(*arguments, (row, 1))
+    for expert, count in enumerate(rows):
+        if count:
+            assert_close(out[expert, :count], x[expert, :count], of_expert(weight, expert, n))
+        assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
     rows, n, k, most = (3, 0, 20, 33), 64, 136, 33
@@ -259,3 +293,39 @@ def test_each_kernel_of_fp4(seed: int, row: int, kind: str, dtype: torch.dtype) 
             bound = torch.finfo(dtype).eps * exact.abs() + 2.0**-23 * k**0.5 * size + 2.0**-24
             assert ((out[begin:end].double() - exact).abs() <= bound).all()
         assert torch.equal(out[sum(counts) :].view(torch.int16), before[sum(counts) :].view(torch.int16))
+
+
+@pytest.mark.parametrize("byte", [0, 1, 127, 128, 252, 254, 255])
+@pytest.mark.parametrize("row", (0, *PERSISTENT_ROWS))
+def test_smallest_and_largest_scales_of_mxfp4(seed: int, row: int, byte: int) -> None:
+    """The byte is of one row and block, beside others of up to 1: products that float32 represents, or NaN for 255."""
+    skip_unless_compiled(row)
+    if byte == 254 and row in WGMMA_ROWS:
+        pytest.skip("weights of 2^128 and more are infinite there")
+    n, k, counts = 48, 264, (5, 0, 17)
+    q, scale, dense = fp4_weight(len(counts) * n, k, "mxfp4", 128)
+    special = (2 * n + 5, 3)  # row 5 of the last expert, columns 96 to 127
+    bytes_of = packed_parameters(torch.full((len(counts) * n, 12), 127, dtype=torch.uint8, device="cuda"), 12)
+    marked = torch.zeros(len(counts) * n, 12, dtype=torch.uint8, device="cuda")
+    marked[special] = 1
+    where = packed_parameters(marked, 12) == 1
+    assert int(where.sum()) == 1 and scale.shape == bytes_of.shape
+    old = int(scale[where])
+    scale[where] = byte
+    dense[special[0], 96:128] *= 2.0 ** (byte - old)
+    x = torch.randn(sum(counts), k, device="cuda").bfloat16()
+    if byte > 200:
+        x[:, 96:128] *= 2.0**-60  # sums in the range of bfloat16
+    out, ends = poisoned((len(x), n), torch.bfloat16, "cuda"), ends_of(counts)
+    numbers = (4, len(dense), k, 32)
+    assert _core.grouped_packed_mm(out, x, q, scale, None, None, None, None, ends, False, "mxfp4", *numbers, (row, 1))
+    for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        w, of = dense[expert * n : (expert + 1) * n], x[begin:end].double()
+        exact, size = of @ w.t(), of.abs() @ w.abs().t()
+        is_nan = torch.zeros_like(exact, dtype=torch.bool)
+        if byte == 255 and expert == 2:
+            is_nan[:, 5] = True
+        found = out[begin:end].double()
+        assert torch.equal(found.isnan(), is_nan)
+        bound = torch.finfo(torch.bfloat16).eps * exact.abs() + 2.0**-23 * k**0.5 * size + 2.0**-126
+        assert ((found - exact).abs() <= bound)[~is_nan].all()

@@ -33,25 +33,41 @@ def sink_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, a mask
-    ``[B, 1, T, L]`` that is true where a token is seen; result ``[B, T, H, D]``. Sums are in float32. With gradients,
-    dropout or a mask of each head, and for several tokens on a CPU, the model's own function runs."""
+    ``[B, 1, T, L]`` that is true where a token is seen; result ``[B, T, H, D]``. The model's own function runs with
+    gradients, with dropout, if the weights of attention are wanted, for a mask of another kind, and for several tokens
+    on a CPU."""
     sinks, scale = module.sinks, query.shape[-1] ** -0.5 if scaling is None else scaling
     is_ours = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
-    if is_ours and not dropout and not wants_gradient(query, key, value, sinks):
+    is_ours = is_ours and not (
+        dropout or kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    )
+    if is_ours and not wants_gradient(query, key, value, sinks):
         if query.shape[2] == 1:
             return _of_one_token(query, key, value, attention_mask, sinks, scale), None
-        if query.is_cuda and attention_mask is not None:
+        if attention_mask is not None and _has_fused(query):
             return _of_tokens(query, key, value, attention_mask, sinks, scale), None
     if attention_mask is not None and attention_mask.dtype == torch.bool:
-        lowest = torch.finfo(query.dtype).min
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+        attention_mask = _added(attention_mask, query.dtype)
     own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return own(module, query, key, value, attention_mask, scaling=scale, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: not minus infinity, of which a row without any token would make NaN."""
+    zero, lowest = (torch.tensor(number, dtype=dtype, device=mask.device) for number in (0, torch.finfo(dtype).min))
+    return torch.where(mask, zero, lowest)
+
+
+def _has_fused(query: Tensor) -> bool:
+    """Whether torch's fused attention takes heads of this type and width."""
+    widths = {torch.float16: _ROW_MULTIPLE, torch.bfloat16: _ROW_MULTIPLE, torch.float32: _ROW_MULTIPLE // 2}
+    return query.is_cuda and query.dtype in widths and query.shape[-1] % widths[query.dtype] == 0
 
 
 def _of_one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
 ) -> Tensor:
+    """Scores are rounded to the type of query, as by `eager`; their softmax is in float32."""
     batch, heads, _, width = query.shape
     rows = query.reshape(batch, key.shape[1], -1, width)
     scores = (rows @ key.transpose(2, 3)).float() * scale
@@ -65,16 +81,12 @@ def _of_one_token(
 
 
 def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    heads, tokens, length = query.shape[1], query.shape[2], mask.shape[-1]
-    room = -(-length // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    # Not minus infinity, of which a row without any token makes NaN.
-    bias = torch.full((*mask.shape[:3], room), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
-    bias = bias[..., :length].masked_fill(mask, 0)
-    if room != length:
-        bias = nn.functional.pad(bias, (0, room - length))[..., :length]
+    batch, heads, tokens, _ = query.shape
+    length = mask.shape[-1]
+    bias = nn.functional.pad(_added(mask, query.dtype), (0, -length % _ROW_MULTIPLE))[..., :length]
     key, value = (states.repeat_interleave(heads // states.shape[1], 1) for states in (key, value))
     result, logarithm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias.expand(-1, heads, -1, -1), True, 0.0, False, scale=scale
+        query, key, value, bias.expand(batch, heads, -1, -1), True, 0.0, False, scale=scale
     )
     share = (logarithm[..., :tokens] - sinks.float().view(1, -1, 1)).sigmoid()
     shared: Tensor = (result * share.unsqueeze(-1)).to(query.dtype)
@@ -82,15 +94,11 @@ def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: T
 
 
 def use_sink_attention_(model: nn.Module) -> bool:
-    """Switch each transformers model in `model` that attends with sinks by ``eager`` to `sink_attention`; returns
+    """Switch each transformers model in `model` that attends as GPT-OSS by ``eager`` to `sink_attention`; returns
     whether any was."""
-    found = [
-        m
-        for m in model.modules()
-        if getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager"
-        and getattr(type(m), "_can_set_attn_implementation", None) is not None
-        and structure.attends_with_sinks({type(module) for module in m.modules()})
-    ]
+    # Of the models that share a configuration, the outermost decides.
+    found: dict[int, Any] = {id(m.config): m for m in reversed(list(model.modules())) if _attends_by_eager(m)}
+    found = {key: m for key, m in found.items() if _is_of_sinks({type(module) for module in m.modules()})}
     if not found:
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -101,6 +109,17 @@ def use_sink_attention_(model: nn.Module) -> bool:
 
     AttentionInterface.register(NAME, sink_attention)
     AttentionMaskInterface.register(NAME, mask_of)
-    for each in found:
-        each.config._attn_implementation_internal = NAME  # type: ignore[union-attr]
+    for each in found.values():
+        each.config._attn_implementation_internal = NAME
     return True
+
+
+def _attends_by_eager(module: Any) -> bool:
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "eager":
+        return False
+    can_switch = getattr(type(module), "_can_set_attn_implementation", None)
+    return can_switch is not None and bool(can_switch())
+
+
+def _is_of_sinks(kinds: set[Any]) -> bool:
+    return structure.attends_with_sinks(kinds) and structure.asks_for_sdpa(kinds) is None

@@ -147,7 +147,8 @@ def _rotary_forms() -> Iterator[tuple[str, bool]]:
 
 ROTARY_FORMS = dict(_rotary_forms())
 
-# transformers' attention with sinks by `eager`.
+# GPT-OSS's attention, which hands its mask on as it is, and its `eager` function.
+ATTENTION_WITH_SINKS = ROTARY_ATTENTION.replace("scaling=self.scaling)", "scaling=self.scaling, s_aux=self.sinks)")
 SINK_ATTENTION = """\
 key_states = repeat_kv(key, module.num_key_value_groups)
 value_states = repeat_kv(value, module.num_key_value_groups)
@@ -314,15 +315,17 @@ def attends_to_what_is_stored(kinds: Iterable[Any]) -> bool:
 
 
 def attends_with_sinks(kinds: Iterable[Any]) -> bool:
-    """Whether every class that attends through transformers' interface (there is at least one) has sinks, which its
-    module's ``eager`` attention reads as `SINK_ATTENTION` does."""
+    """Whether every class that attends through transformers' interface (there is at least one) is GPT-OSS's attention.
+
+    Others with sinks compute more: DeepSeek-V4 adds to its mask, HY-V4 chooses tokens.
+    """
     attending = [kind for kind in kinds if "attention_interface(" in (body_of(kind) or "")]
     return bool(attending) and all(map(_attends_with_sinks, attending))
 
 
 @cache
 def _attends_with_sinks(kind: Any) -> bool:
-    if "s_aux=self.sinks" not in (body_of(kind) or ""):
+    if body_of(kind) != ATTENTION_WITH_SINKS:
         return False
     eager = vars(sys.modules[kind.__module__]).get("eager_attention_forward")
     return eager is not None and body_of_function(eager) == SINK_ATTENTION

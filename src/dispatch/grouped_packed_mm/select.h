@@ -32,7 +32,7 @@ bool has_expert_wgmma(int row, Problem const& problem, DType x, Format format, T
 bool has_expert_decode(Problem const& problem, DType x, Format format, Target const& target);
 // Rows per expert on average from which the rows of kExpertRows are used, measured on an H200: of integers; of FP4.
 inline constexpr std::array kExpertRowsFrom{6, 97}, kFp4ExpertRowsFrom{5, 49};
-// And up to which those of kExpertDecodeRows are.
+// Up to so many rows per expert the rows of kExpertDecodeRows are used: with integers; with FP4.
 inline constexpr int kMostExpertDecodeRows = 8, kMostFp4ExpertDecodeRows = 12;
 // M from which one FP4 matrix uses WGMMA; and from which, without WGMMA, W is dequantised for a dense product.
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;

@@ -107,9 +107,9 @@ struct ExpertDecoder {
     constexpr int kValues = C::kTiles * 4;
     auto* const buffers = reinterpret_cast<float*>(stages + params.stages * params.stage.bytes);
     int const lane = threadIdx.x % 32, other = k_group == 0 ? warp + C::kMGroups : warp - C::kMGroups;
-    auto const slot_of = [&](int of) { return buffers + (is_odd * C::kWarps + of) * G::kExchangeFloats + lane; };
-    float* const to = slot_of(other);
-    float const* const from = slot_of(warp);
+    auto const buffer_of = [&](int of) { return buffers + (is_odd * C::kWarps + of) * G::kExchangeFloats + lane; };
+    float* const to = buffer_of(other);
+    float const* const from = buffer_of(warp);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) to[i * 32] = k_group == 0 ? sums[1][i / 4][i % 4] : sums[0][i / 4][i % 4];
     sync_pair(1 + warp % C::kMGroups);
