@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +58,34 @@ def test_a_backbone_without_attention(seed: int) -> None:
         expected = epiloq.quantize_(model, "w8a16")(image).logits
         assert optimize_(model).grouped_attention
         assert relative(model(image).logits, expected) <= 1e-5
+
+
+# In another process epiloq is imported before transformers, which knows none of its names.
+_LOADS = """
+import sys
+import epiloq, torch
+model, given, expected = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    found = model(**given).logits
+seen = given["attention_mask"].bool()
+assert torch.equal(found[seen], expected[seen]), (found - expected)[seen].abs().max()
+for module in (model.model, model.model.layers[0].self_attn):
+    assert "_epiloq_attention" in vars(module)
+"""
+
+
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+@torch.no_grad()
+def test_unpickled_in_another_process(seed: int, family: str, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 32}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_key_value_heads": 2, **_SIZES}
+    config = getattr(transformers, f"{family}Config")(**sizes, **(experts if family == "GptOss" else {}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    optimize_(epiloq.quantize_(model, "w4a16-g32"))
+    ids = torch.randint(96, (2, 13))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given["attention_mask"][0, :5] = 0
+    file = tmp_path / "model.pt"
+    torch.save((model, given, model(**given).logits), file)
+    done = subprocess.run([sys.executable, "-c", _LOADS, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

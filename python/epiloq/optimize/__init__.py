@@ -11,9 +11,11 @@ from epiloq.nn import Fp4Experts
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import fused, rotary, structure
-from epiloq.optimize.attention import use_grouped_sdpa_
+from epiloq.optimize.attention import models_by_sdpa
+from epiloq.optimize.registered import switch_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
-from epiloq.optimize.sinks import use_sink_attention_
+from epiloq.optimize.sinks import NAME as SINKS
+from epiloq.optimize.sinks import models_with_sinks
 from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
 __all__ = ["Report", "optimize_"]
@@ -104,8 +106,10 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     for name, module in reversed(modules):
         _fuse(name, module, report)
     chain_(model)
-    report.grouped_attention = use_grouped_sdpa_(model, report.left)
-    report.grouped_attention |= use_sink_attention_(model)
+    attending = [*models_by_sdpa(model, report.left), *((each, SINKS) for each in models_with_sinks(model))]
+    for each, attention in attending:
+        switch_(each, attention)
+    report.grouped_attention = bool(attending)
     return report
 
 

@@ -169,32 +169,23 @@ def _is_causal(
     return allow_is_causal_skip and attention_mask is None and q_length > 1 and first and whole
 
 
-def use_grouped_sdpa_(model: nn.Module, left: dict[str, str]) -> bool:
-    """Switch each transformers model in `model` from ``sdpa`` to `grouped_sdpa`; returns whether any was, and `left`
-    gets why others were not. Models that attend in another way (``eager``, ``flash_attention_2``) keep it.
+def models_by_sdpa(model: nn.Module, left: dict[str, str]) -> list[tuple[nn.Module, str]]:
+    """The transformers models in `model` that attend by ``sdpa``, and the name of the function that is to replace it;
+    `left` gets why others are not among them. Models that attend in another way (``eager``, ``flash_attention_2``)
+    keep it.
 
     If every layer passes the result of its cache directly to attention, a `QuantizedCache` returns its stored form.
     """
     # Of the models that share a configuration, the outermost decides.
     found = {id(m.config): (name, m) for name, m in reversed(list(model.named_modules())) if _attends_by_sdpa(m)}
-    if not found:
-        return False
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for name in NAMES:
-        AttentionInterface.register(name, grouped_sdpa)
-        AttentionMaskInterface.register(name, causal_mask)
-    switched = False
+    switched: list[tuple[nn.Module, str]] = []
     for name, each in found.values():
         kinds = {type(module) for module in each.modules()}
         asks = asks_for_sdpa(kinds)
         if asks is not None:
             left[f"{name}.attention" if name else "attention"] = f"{asks} does something else where it is called sdpa"
             continue
-        # set_attn_implementation would also switch models inside that attend in another way, and raise for those
-        # that do not attend at all.
-        each.config._attn_implementation_internal = READS_STORED if attends_to_what_is_stored(kinds) else NAME
-        switched = True
+        switched.append((each, READS_STORED if attends_to_what_is_stored(kinds) else NAME))
     return switched
 
 

@@ -93,25 +93,19 @@ def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: T
     return shared.transpose(1, 2)
 
 
-def use_sink_attention_(model: nn.Module) -> bool:
-    """Switch each transformers model in `model` that attends as GPT-OSS by ``eager`` to `sink_attention`; returns
-    whether any was."""
-    # Of the models that share a configuration, the outermost decides.
-    found: dict[int, Any] = {id(m.config): m for m in reversed(list(model.modules())) if _attends_by_eager(m)}
-    found = {key: m for key, m in found.items() if _is_of_sinks({type(module) for module in m.modules()})}
-    if not found:
-        return False
-    from transformers import AttentionInterface, AttentionMaskInterface
+def sink_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' ``sdpa_mask``, also where it is only causal."""
     from transformers.masking_utils import sdpa_mask
 
-    def mask_of(*args: Any, **kwargs: Any) -> Any:
-        return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    mask: Tensor | None = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    return mask
 
-    AttentionInterface.register(NAME, sink_attention)
-    AttentionMaskInterface.register(NAME, mask_of)
-    for each in found.values():
-        each.config._attn_implementation_internal = NAME
-    return True
+
+def models_with_sinks(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in `model` that attend as GPT-OSS by ``eager``."""
+    # Of the models that share a configuration, the outermost decides.
+    found: dict[int, Any] = {id(m.config): m for m in reversed(list(model.modules())) if _attends_by_eager(m)}
+    return [m for m in found.values() if _is_of_sinks({type(module) for module in m.modules()})]
 
 
 def _attends_by_eager(module: Any) -> bool:
