@@ -11,6 +11,8 @@ import torch
 for needed in ("typer", "rich", "safetensors", "transformers"):
     pytest.importorskip(needed, reason="the command needs the extra hf")
 
+import transformers
+
 from command_line import ROUND, logits, quantize, run, teacher_and_text
 from epiloq.formats.io import model as models
 from epiloq.formats.io.checkpoint import Checkpoint
@@ -101,3 +103,23 @@ def test_first_supported_format_is_chosen(teacher: Path, tmp_path: Path) -> None
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["group_size"]) == ("gptq", 128)
     assert in_floating_point(tmp_path / "out") == set() and run("inspect", tmp_path / "out").exit_code == 0
+
+
+@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+def test_experts_that_files_stack(tmp_path: Path, layout: str | None) -> None:
+    """GPT-OSS's: most of its weights, which one format stores."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = transformers.GptOssConfig(vocab_size=128, hidden_size=128, **heads, **experts)
+    transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "float")
+    given = () if layout is None else ("--format", layout)
+    options = (*W4, "--algorithm", "rtn", *given, "--output", tmp_path / "out")
+    result = run("quantize", tmp_path / "float", *options)
+    assert result.exit_code == 0, result.output
+    left = in_floating_point(tmp_path / "out")
+    text = " ".join(result.output.split())
+    if layout is None:
+        assert not left and "format epiloq: compressed-tensors cannot hold the experts" in text
+    else:
+        assert "experts in floating point: model.layers.0.mlp.experts: stacked in files" in text

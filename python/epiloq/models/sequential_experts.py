@@ -54,6 +54,11 @@ def unstacked(model: nn.Module) -> Iterator[None]:
                 layer.weight = nn.Parameter(layer.weight.data.contiguous().clone(), requires_grad=False)
 
 
+def is_replaced(module: nn.Module, method: str) -> bool:
+    """Whether `unstack_` replaces a module for a quantisation method."""
+    return _kind(module, method) is not None
+
+
 def _layers(expert: Any) -> tuple[nn.Module, ...]:
     return expert.gate_proj, expert.up_proj, expert.down_proj
 

@@ -14,8 +14,9 @@ from epiloq.formats.layouts.base import FormatError
 from epiloq.formats.table import FORMATS
 from epiloq.layer_filter import check_patterns, ignored, reasons
 from epiloq.models.conv1d import TransposedConv1D
-from epiloq.models.mixtures import unstack_experts_
-from epiloq.models.sequential_experts import unstack_
+from epiloq.models.mixtures import stacked, unstack_experts_
+from epiloq.models.sequential_experts import is_replaced, unstack_
+from epiloq.models.stacked_experts import reason_against
 from epiloq.quantize.budget.candidates import LAYOUTS
 from epiloq.quantize.budget.vocabulary import assumed
 from epiloq.quantize.calibration.blocks import block_lists, find_blocks, linears_of, other_lists
@@ -82,12 +83,17 @@ def plan(settings: Settings, outline: Any) -> Plan:
     unfit = {name: _unfit(settings, wanted, name, settings.scheme) for name in formats}
     if settings.budget is not None:
         formats = [name for name in formats if name in LAYOUTS]
-    parts = {name: _part(wanted, unfit[name]) for name in formats}
+    stacks = _stacked_weights(settings, outline, lists) if layout is None else 0
+    parts = {
+        name: _part(wanted, unfit[name], stacks, stays=name != epiloq_modules.METHOD and not _unstacks(outline, name))
+        for name in formats
+    }
     notes: tuple[str, ...] = ()
     if layout is None:
         layout = next((name for name in formats if parts[name] <= FEW), min(formats, key=lambda name: parts[name]))
         if layout != formats[0]:
-            notes = (f"format {layout}: {_cannot(settings, wanted, unfit[formats[0]], formats[0])}",)
+            why = _cannot(settings, wanted, unfit[formats[0]], formats[0]) if unfit[formats[0]] else _STACKED
+            notes = (f"format {layout}: {why.format(formats[0])}",)
         if unstack_experts_for_format_(outline, layout):
             wanted, left = _layers(settings, outline, lists)
             unfit[layout] = _unfit(settings, wanted, layout, settings.scheme)
@@ -209,10 +215,27 @@ def _unfit(settings: Settings, layers: Mapping[str, nn.Linear], layout: str, sch
     return {name: why for name, key in found_of.items() if (why := known[key]) is not None}
 
 
-def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str]) -> float:
-    """The fraction of the weights of some layers that a format cannot represent."""
+def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], stacks: int = 0, *, stays: bool = False) -> float:
+    """The fraction of the weights of some layers that a format cannot represent, and of `stacks` weights of stacked
+    experts, if those stay as they are."""
     sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
-    return sum(sizes[name] for name in unfit) / sum(sizes.values())
+    return (sum(sizes[name] for name in unfit) + stays * stacks) / (sum(sizes.values()) + stacks)
+
+
+_STACKED = "{} cannot hold the experts, which the model's files stack"
+
+
+def _stacked_weights(settings: Settings, outline: nn.Module, lists: tuple[str, ...]) -> int:
+    """Weights of experts that the files stack, and that the format epiloq stores one by one."""
+    inside = tuple(f"{each}." for each in lists)
+    found = {name: m for name, m in stacked(outline).items() if name.startswith(inside) and reason_against(m) is None}
+    taken = [module for name, module in found.items() if ignored(settings.ignore, name) is None]
+    return sum(p.numel() for module in taken for p in module.parameters(recurse=False) if p.ndim == 3)
+
+
+def _unstacks(outline: nn.Module, layout: str) -> bool:
+    """Whether `unstack_experts_for_format_` unstacks experts for a format other than epiloq."""
+    return any(is_replaced(module, layout) for module in outline.modules())
 
 
 def _cannot(settings: Settings, layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], layout: str) -> str:
