@@ -38,6 +38,7 @@ IN_VECTORS = "`in_vectors`, `plan_rows` and `Aligned` of the quantisers leave ot
 FOUR = "One element of four bytes, which `Checker::tensor` requires to be aligned."
 
 ACCESSES = {
+    "common/w4a16/fp4_step.cuh": (2, SHARED),
     "common/online_quant_epilogue.cuh": (4, TESTED + " Out: `aligned`; sums: " + SHARED),
     "common/ptx/cluster.cuh": (1, WRAPPER),
     "common/ptx/cp_async.cuh": (6, WRAPPER),
@@ -95,10 +96,7 @@ ACCESSES = {
         9,
         PACKED + " Parameters of a group are 16 rows of at least a byte. The rest: " + SHARED,
     ),
-    "sm80/w4a16_warp_tile_fp4.cuh": (
-        5,
-        PACKED + " Scales of a group are 16 bytes. The rest: " + SHARED,
-    ),
+    "sm80/w4a16_warp_tile_fp4.cuh": (3, PACKED + " Scales of a group are 16 bytes."),
     "sm90/conv2d_w4a16_gemm.cuh": (2, "`has_chunks` and `image_map_of`: pointer and strides of x."),
     "sm90/groupwise_epilogue.cuh": (
         12,

@@ -4,7 +4,7 @@
 // tiles and pipeline are those of the WGMMA kernel, the main loop is the decode kernel's: each warp converts its own
 // panels, multiplies them with mma.sync, and waits for no other.
 
-#include "kernels/sm80/w4a16_warp_tile_fp4.cuh"
+#include "kernels/common/w4a16/fp4_step.cuh"
 #include "kernels/sm90/w4a16/expert_tiles.cuh"
 #include "kernels/sm90/w4a16/w4a16_decode_tma.cuh"
 
@@ -70,7 +70,7 @@ template <class G, class C>
 struct ExpertDecodeMainloop<G, C> : wo::DecodeMainloop<C> {
   using Base = wo::DecodeMainloop<C>;
   using Base::Base;
-  using W = wo::Fp4Warp<typename C::T, C::kGroups, C::kOwnPanels, C::kTiles>;
+  using W = wo::Fp4Step<typename C::T, C::kGroups, C::kOwnPanels, C::kTiles>;
   using Sums = typename W::Sums;
   static constexpr float kUnit = W::F::kUnit;
 
