@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama as llama
 
-from epiloq.optimize import structure
+from epiloq.optimize import forms, structure
 from epiloq.optimize.attention import grouped_sdpa
 
 
@@ -35,14 +35,14 @@ class Different(nn.Module):
 
 
 def test_forms() -> None:
-    assert structure.body_of(Renamed) == structure.body_of(llama.LlamaMLP) == structure.GATED_MLP
-    assert structure.body_of(llama.LlamaDecoderLayer) == structure.PRE_NORM_DECODER
-    assert structure.body_of(llama.LlamaRMSNorm) == structure.RMS_NORM
-    assert structure.body_of(nn.Identity) not in (structure.GATED_MLP, None)
+    assert structure.body_of(Renamed) == structure.body_of(llama.LlamaMLP) == forms.GATED_MLP
+    assert structure.body_of(llama.LlamaDecoderLayer) == forms.PRE_NORM_DECODER
+    assert structure.body_of(llama.LlamaRMSNorm) == forms.RMS_NORM
+    assert structure.body_of(nn.Identity) not in (forms.GATED_MLP, None)
     module = Renamed()
-    assert structure.has_form(module, structure.GATED_MLP)
+    assert structure.has_form(module, forms.GATED_MLP)
     module.forward = lambda x: x
-    assert not structure.has_form(module, structure.GATED_MLP)
+    assert not structure.has_form(module, forms.GATED_MLP)
 
 
 class PassesOn(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from epiloq.nn import Fp4Experts
 from epiloq.nn.base.frozen import FrozenLinear
 from epiloq.nn.base.w4a8_layer import W4A8Layer
-from epiloq.optimize import fused, rotary, structure
+from epiloq.optimize import forms, fused, rotary, structure
 from epiloq.optimize.attention import models_by_sdpa
 from epiloq.optimize.registered import switch_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
@@ -146,7 +146,7 @@ def _take_alone(module: nn.Module, child: str) -> None:
     layer = module._modules.get(child)
     if not isinstance(layer, FrozenLinear) or siblings_of(layer) or reason_against([layer]) is not None:
         return
-    if structure.attends_by_rotary(type(module)) or structure.has_form(module, structure.GATED_MLP_IN_ONE):
+    if structure.attends_by_rotary(type(module)) or structure.has_form(module, forms.GATED_MLP_IN_ONE):
         Alone([layer], [child])
 
 

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from epiloq._torch.tracing import is_exporting
 from epiloq.nn.base.prepared_linear import K_MULTIPLE
-from epiloq.optimize import structure
+from epiloq.optimize import forms, structure
 from epiloq.optimize.guards import decodes_in_graph, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, fused_norm, rms_norm, sum_normed
 from epiloq.optimize.rotary import ATTENTION, ATTENTION_IN_ONE, rotary_attention
@@ -30,7 +30,7 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
     """A faster ``forward`` for `module`, or the reason why a similar module has none, or None."""
     if (forward := fused_norm(module) or fused_router(module)) is not None:
         return forward
-    for form, names in ((structure.GATED_MLP, GATED), (structure.GATED_MLP_IN_ONE, GATED_IN_ONE)):
+    for form, names in ((forms.GATED_MLP, GATED), (forms.GATED_MLP_IN_ONE, GATED_IN_ONE)):
         if structure.has_form(module, form):
             siblings = group_of(module, names)
             if siblings is None or len({*siblings.sizes}) != 1:
@@ -56,7 +56,7 @@ def _decoder(module: Any, around: tuple[tuple[str, ...], tuple[str, ...]]) -> Ca
     mlp = ((module.mlp, norms[-1]), _reader(module.mlp, norms[-1], GATED, GATED_IN_ONE))
     ours = (rotary_attention, gated_mlp, *NORMS)
     has_step = is_made_of(module, around, ours)
-    if not structure.has_form(module, structure.SANDWICH_DECODER):
+    if not structure.has_form(module, forms.SANDWICH_DECODER):
         parameters = inspect.signature(type(module).forward).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         takes_quantized = attention[1] is not None, mlp[1] is not None
@@ -183,7 +183,7 @@ def sandwich_decoder(block: Any, step: Step, hidden_states: Tensor, *args: Any, 
 
 
 def _dropouts_of(block: nn.Module) -> list[nn.Module]:
-    return [block._modules[name] for name in structure.DROPOUTS if name in block._modules]  # type: ignore[misc]
+    return [block._modules[name] for name in forms.DROPOUTS if name in block._modules]  # type: ignore[misc]
 
 
 def _is_idle(dropout: nn.Module) -> bool:

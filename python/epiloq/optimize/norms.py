@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from epiloq._torch.calls import PLAIN, direct
 from epiloq.ops.quantizers.rms_norm import rms_norm as rms_norm_kernel
 from epiloq.ops.quantizers.rms_norm import run as run_rms_norm
-from epiloq.optimize import structure
+from epiloq.optimize import forms, structure
 from epiloq.optimize.guards import decodes_in_graph, in_rows, wants_gradient
 
 
@@ -99,11 +99,11 @@ NORMS = (rms_norm, float_rms_norm, offset_rms_norm)
 
 def fused_norm(norm: nn.Module) -> partial[Tensor] | None:
     """The ``forward`` of a recognised norm, one of `NORMS`; None for another."""
-    if structure.has_form(norm, structure.RMS_NORM):
+    if structure.has_form(norm, forms.RMS_NORM):
         return partial(rms_norm, norm)
-    if structure.has_form(norm, structure.FLOAT_RMS_NORM):
+    if structure.has_form(norm, forms.FLOAT_RMS_NORM):
         return partial(float_rms_norm, norm)
-    if structure.has_form(norm, structure.OFFSET_RMS_NORM) and structure.norms_in_float32(type(norm)):
+    if structure.has_form(norm, forms.OFFSET_RMS_NORM) and structure.norms_in_float32(type(norm)):
         return partial(offset_rms_norm, norm, Offset())
     return None
 

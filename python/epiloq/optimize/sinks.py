@@ -54,7 +54,8 @@ def sink_attention(
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores: not minus infinity, of which a row without any token would make NaN."""
-    zero, lowest = (torch.tensor(number, dtype=dtype, device=mask.device) for number in (0, torch.finfo(dtype).min))
+    # Filled on the device: a number from the host would be copied, which a CUDA graph cannot record.
+    zero, lowest = (mask.new_full((), number, dtype=dtype) for number in (0, torch.finfo(dtype).min))
     return torch.where(mask, zero, lowest)
 
 

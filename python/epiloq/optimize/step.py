@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from epiloq._torch.calls import direct
 from epiloq._torch.tracing import is_exporting
-from epiloq.optimize import structure
+from epiloq.optimize import forms
 from epiloq.optimize.attention import NAMES, attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
@@ -212,7 +212,7 @@ class Step:
             return None
         attention, mlp = block.self_attn, block.mlp
         norms = [getattr(block, name) for names in self._around for name in names]
-        dropouts: list[Any] = [block._modules[name] for name in structure.DROPOUTS if name in block._modules]
+        dropouts: list[Any] = [block._modules[name] for name in forms.DROPOUTS if name in block._modules]
         modules = [m for part in (attention, *norms, *dropouts) for m in part.modules()]
         if self._gated is not None:
             modules += mlp.modules()
@@ -303,7 +303,7 @@ def chain_(model: nn.Module) -> None:
 def is_made_of(
     block: Any, around: tuple[tuple[str, ...], tuple[str, ...]], ours: tuple[Callable[..., Any], ...]
 ) -> bool:
-    """Whether a decoder layer with norms of these names (see `structure.NORMS_AROUND`) may have a `Step`: its modules
+    """Whether a decoder layer with norms of these names (see `forms.NORMS_AROUND`) may have a `Step`: its modules
     have these functions as ``forward``: attention, MLP and any of the norms."""
     attention, _, *norms = ours
     held = [getattr(block, name) for names in around for name in names]

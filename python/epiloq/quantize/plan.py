@@ -84,16 +84,15 @@ def plan(settings: Settings, outline: Any) -> Plan:
     if settings.budget is not None:
         formats = [name for name in formats if name in LAYOUTS]
     stacks = _stacked_weights(settings, outline, lists) if layout is None else 0
-    parts = {
-        name: _part(wanted, unfit[name], stacks, stays=name != epiloq_modules.METHOD and not _unstacks(outline, name))
-        for name in formats
-    }
+    left_stacked = {name: 0 if _unstacks(outline, name) else stacks for name in formats}
+    parts = {name: _part(wanted, unfit[name], left_stacked[name], stacks) for name in formats}
     notes: tuple[str, ...] = ()
     if layout is None:
         layout = next((name for name in formats if parts[name] <= FEW), min(formats, key=lambda name: parts[name]))
         if layout != formats[0]:
-            why = _cannot(settings, wanted, unfit[formats[0]], formats[0]) if unfit[formats[0]] else _STACKED
-            notes = (f"format {layout}: {why.format(formats[0])}",)
+            first, fits = formats[0], _part(wanted, unfit[formats[0]]) <= FEW
+            stacked_why = f"{first} cannot hold the experts, which the model's files stack"
+            notes = (f"format {layout}: {stacked_why if fits else _cannot(settings, wanted, unfit[first], first)}",)
         if unstack_experts_for_format_(outline, layout):
             wanted, left = _layers(settings, outline, lists)
             unfit[layout] = _unfit(settings, wanted, layout, settings.scheme)
@@ -215,14 +214,11 @@ def _unfit(settings: Settings, layers: Mapping[str, nn.Linear], layout: str, sch
     return {name: why for name, key in found_of.items() if (why := known[key]) is not None}
 
 
-def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], stacks: int = 0, *, stays: bool = False) -> float:
-    """The fraction of the weights of some layers that a format cannot represent, and of `stacks` weights of stacked
-    experts, if those stay as they are."""
+def _part(layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], left_stacked: int = 0, stacks: int = 0) -> float:
+    """The fraction of the weights of some layers, and of `stacks` weights of stacked experts, that a format cannot
+    represent: `unfit` layers, and as many stacked weights as are left so."""
     sizes = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
-    return (sum(sizes[name] for name in unfit) + stays * stacks) / (sum(sizes.values()) + stacks)
-
-
-_STACKED = "{} cannot hold the experts, which the model's files stack"
+    return (sum(sizes[name] for name in unfit) + left_stacked) / (sum(sizes.values()) + stacks)
 
 
 def _stacked_weights(settings: Settings, outline: nn.Module, lists: tuple[str, ...]) -> int:
@@ -234,8 +230,8 @@ def _stacked_weights(settings: Settings, outline: nn.Module, lists: tuple[str, .
 
 
 def _unstacks(outline: nn.Module, layout: str) -> bool:
-    """Whether `unstack_experts_for_format_` unstacks experts for a format other than epiloq."""
-    return any(is_replaced(module, layout) for module in outline.modules())
+    """Whether `unstack_experts_for_format_` unstacks the model's experts for a format."""
+    return layout == epiloq_modules.METHOD or any(is_replaced(module, layout) for module in outline.modules())
 
 
 def _cannot(settings: Settings, layers: Mapping[str, nn.Linear], unfit: Mapping[str, str], layout: str) -> str:
