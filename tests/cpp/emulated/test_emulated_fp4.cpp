@@ -127,7 +127,7 @@ void products(std::mt19937& random, int tokens, Bytes kind) {
       cp_async_commit();
       cp_async_wait<0>();
       __syncwarp();
-      W::multiply(part, dynamic_smem,
+      W::multiply(part, W::step_of(dynamic_smem),
                   [&](int tile, int block) { return load_tokens(at + place.at(block) + tile * TokenLayout::kTile); });
       __syncwarp();
     }
