@@ -11,6 +11,7 @@ namespace epiloq {
 // out[b, h] = softmax over t of (scale q[b, h] . k[b, h / G, t]) applied to v[b, h / G, t], with G = H / H_kv, in fp32.
 // Keys and values have the query's type, or 8 bits with a scale per token and head: int8, or float8 (E4M3) as uint8.
 // They are read as stored, once for all query heads that share them.
+// With sinks the softmax of head h has one more score, sinks[h], without a value.
 struct DecodeAttention {
   TensorView out;                         // [B, H, D] of the query's type, contiguous
   TensorView query;                       // [B, H, D] float16 or bfloat16, dense along D, like key and value
@@ -21,6 +22,7 @@ struct DecodeAttention {
   std::optional<TensorView> value_scale{};
   float scale = 1;
   std::optional<TensorView> workspace{};  // float32, contiguous; see decode_attention_workspace
+  std::optional<TensorView> sinks{};      // [H] of the query's type, dense
 };
 
 EPILOQ_API void check(DecodeAttention const& call);
@@ -48,7 +50,7 @@ EPILOQ_API bool decode_attention(DecodeAttention const& call, Stream stream);
 struct RotateAndStore {
   TensorView query;  // [B, T, H, D] float16, bfloat16 or float32, contiguous; written
   TensorView heads;  // [B, T, H + 2 H_kv, D] of that type, dense along D
-  TensorView cos;    // [B or 1, T, D] of that type, contiguous
+  TensorView cos;    // [B or 1, T, D] of that type, contiguous; or [B or 1, T, D / 2], the same for both halves
   TensorView sin;
   TensorView key_cache;  // [B, H_kv, L, D] of that type, int8 or uint8, dense along D; written
   TensorView value_cache;

@@ -64,6 +64,7 @@ def check_decode_attention(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    sinks: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None: ...
 def check_gather_expert_rows(
@@ -185,6 +186,7 @@ def decode_attention(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    sinks: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> bool: ...
 def decode_attention_workspace(

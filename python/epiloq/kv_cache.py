@@ -12,7 +12,10 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from epiloq.ops.attention.cached_heads import KINDS, dequantize_heads, quantize_heads
-from epiloq.optimize.attention import READS_STORED
+from epiloq.optimize import attention, sinks
+
+READERS = (attention.READS_STORED, sinks.READS_STORED)
+"""Names of attention that takes `Stored`."""
 
 
 class Stored(NamedTuple):
@@ -23,12 +26,13 @@ class Stored(NamedTuple):
     kind: str
 
     def __getattr__(self, name: str) -> Any:
-        """Called if attention that does not support `Stored` uses it as a tensor, in a model without `READS_STORED`."""
+        """Called if attention that does not support `Stored` uses it as a tensor, in a model with none of `READERS`."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise ValueError(
             "epiloq.QuantizedCache: config: expected that of the model that uses the cache, got one whose attention "
-            f"reads quantised values ({READS_STORED}, set by epiloq.optimize_): create it with this model's own config"
+            f"reads quantised values ({' or '.join(READERS)}, set by epiloq.optimize_): create it with this model's "
+            "own config"
         )
 
     def dequantize(self) -> Tensor:
@@ -68,7 +72,7 @@ class _Scaled:
             Stored(self.keys, self.key_scale, self.kind),
             Stored(self.values, self.value_scale, self.kind),
         )
-        if getattr(self.config, "_attn_implementation", None) == READS_STORED:
+        if getattr(self.config, "_attn_implementation", None) in READERS:
             return keys, values
         return keys.dequantize(), values.dequantize()
 

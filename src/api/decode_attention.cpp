@@ -80,6 +80,11 @@ Problem checked(DecodeAttention const& call) {
                describe(call.key));
   }
   check_scales(call, check, call.key, call.query.dtype);
+  if (call.sinks) {
+    check.tensor("sinks", *call.sinks, {call.query.dtype});
+    check.vector("sinks", *call.sinks, heads);
+    check.apart("out", call.out, "sinks", *call.sinks);
+  }
   if (call.workspace) {
     check.tensor("workspace", *call.workspace, {DType::kFloat32});
     check.contiguous("workspace", *call.workspace);
@@ -98,6 +103,7 @@ Problem checked(DecodeAttention const& call) {
   check.apart("out", call.out, "key", call.key);
   check.apart("out", call.out, "value", call.value);
   p.query = call.query.data, p.key = call.key.data, p.value = call.value.data, p.out = call.out.data;
+  p.sinks = call.sinks ? call.sinks->data : nullptr;
   p.of_query = strides_of(call.query), p.of_key = strides_of(call.key), p.of_value = strides_of(call.value);
   if (call.key_scale) p.key_scale = call.key_scale->data, p.of_key_scale = strides_of(*call.key_scale);
   if (call.value_scale) p.value_scale = call.value_scale->data, p.of_value_scale = strides_of(*call.value_scale);
@@ -134,11 +140,12 @@ RotateProblem checked(RotateAndStore const& call) {
   TensorView const* const views[] = {&call.query, &call.key_cache, &call.value_cache, &call.cos, &call.sin};
   char const* const names[] = {"query", "key_cache", "value_cache", "cos", "sin"};
   std::int64_t const angles = call.cos.rank == 3 && call.cos.shape[0] == 1 ? 1 : batches;
+  std::int64_t const angle_width = call.cos.rank == 3 && call.cos.shape[2] * 2 == width ? width / 2 : width;
   std::initializer_list<std::int64_t> const shapes[] = {{batches, tokens, heads, width},
                                                         {batches, key_heads, length, width},
                                                         {batches, key_heads, length, width},
-                                                        {angles, tokens, width},
-                                                        {angles, tokens, width}};
+                                                        {angles, tokens, angle_width},
+                                                        {angles, tokens, angle_width}};
   expect_shape(check, "heads", call.heads, {batches, tokens, heads + 2 * key_heads, width});
   check.tensor("key_cache", call.key_cache, {dtype, DType::kInt8, DType::kUInt8});
   check.tensor("value_cache", call.value_cache, {call.key_cache.dtype});
@@ -176,8 +183,9 @@ RotateProblem checked(RotateAndStore const& call) {
           of_heads,
           strides_of(call.key_cache),
           strides_of(call.value_cache),
-          angles == 1 ? 0 : tokens * width,
+          angles == 1 ? 0 : tokens * angle_width,
           length,
+          static_cast<int>(angle_width),
           static_cast<int>(batches),
           static_cast<int>(tokens),
           static_cast<int>(heads),

@@ -15,6 +15,7 @@ struct Problem {
   void const *query, *key, *value;
   std::uint8_t const* mask;  // null: every token counts
   void const *key_scale, *value_scale;
+  void const* sinks;  // of the query's type, one per head; null: none
   void* out;
   float* workspace;  // partial results, if the plan splits the cache
   Strides of_query, of_key, of_value, of_key_scale, of_value_scale;
@@ -59,6 +60,7 @@ struct RotateProblem {
   void *query, *key, *value;
   Strides of_from, of_key, of_value;
   std::int64_t angle_batch, length;
+  int angle_width;  // width, or half of it: then both halves of a head have the same angles
   int batches, tokens, heads, key_heads, width;
   void const *query_norm, *key_norm;
   bool has_float_norms;

@@ -58,14 +58,14 @@ ACCESSES = {
     "conv2d/int8_split_k.cuh": (3, SHARED),
     "experts/combine_rows.cu": (1, IN_VECTORS),
     "experts/gather_rows.cu": (1, IN_VECTORS + " Rows off 16 bytes are refused by expert_routing.cpp."),
-    "generic/decode_attention.cu": (
+    "generic/attention/decode_attention.cuh": (
         17,
         "Queries, keys, values: `starts_on_16_bytes`, else torch's attention. Workspace: refused by `checked`. Mask: "
         + TESTED
         + " The rest: "
         + SHARED,
     ),
-    "generic/decode_attention_merge.cuh": (1, SHARED),
+    "generic/attention/merge.cuh": (1, SHARED),
     "generic/fp4_dequantize.cu": (3, PACKED),
     "generic/fp8_weight_mm.cu": (7, TOKENS + " Likewise rows of the weight. Dequantising: " + TESTED),
     "generic/permute_tokens.cu": (2, TESTED + " Its output is scratch, which w4a8_mm.cpp refuses off 16 bytes."),

@@ -12,9 +12,13 @@ pytest.importorskip("transformers")
 import transformers
 
 import epiloq
+from decode_steps import decoded
+from epiloq import kv_cache
 from epiloq.optimize import optimize_, structure
 from epiloq.optimize.norms import float_rms_norm
-from epiloq.optimize.sinks import NAME, sink_attention
+from epiloq.optimize.rotary import rotary_attention
+from epiloq.optimize.sinks import READS_STORED, sink_attention
+from epiloq.optimize.step import Step
 from small_models import relative
 
 WINDOW = 8
@@ -49,7 +53,7 @@ def test_numbers_and_tokens_are_those_of_before(seed: int, device: str) -> None:
     seen = given["attention_mask"].bool()
     expected, tokens = model(**given).logits[seen], model.generate(**given, max_new_tokens=12, do_sample=False)
     report = optimize_(model)
-    assert report.grouped_attention and model.config._attn_implementation == NAME
+    assert report.grouped_attention and model.config._attn_implementation == READS_STORED
     norms = [module for module in model.modules() if type(module).__name__ == "GptOssRMSNorm"]
     assert len(norms) == 9 and all(vars(norm)["forward"].func is float_rms_norm for norm in norms)
     assert relative(model(**given).logits[seen], expected) <= 1e-5
@@ -57,6 +61,34 @@ def test_numbers_and_tokens_are_those_of_before(seed: int, device: str) -> None:
     compiled = ({"cache_implementation": "static"}, {"custom_generate": epiloq.decode}) if device == "cpu" else ()
     for how in ({}, *compiled):
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False, **how), tokens), how
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "int8"])
+def test_a_step_changes_no_bit(
+    seed: int, device: str, monkeypatch: pytest.MonkeyPatch, steps: list[bool], kind: str
+) -> None:
+    """Of layers as one function, with heads rotated together; with a quantised cache no layer's is dequantised."""
+    model, x = gpt_oss(device, torch.bfloat16), torch.randint(96, (2, 9), device=device)
+    plain = decoded(model, x, kind)
+    optimize_(model)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    assert all(vars(attention)["forward"].func is rotary_attention for attention in attentions)
+    result = decoded(model, x, kind)
+    assert steps == [False] * 4 + [True] * 12
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    assert torch.equal(result, decoded(model, x, kind))
+    assert relative(result, plain) <= 0.02
+
+
+@torch.no_grad()
+def test_a_quantised_cache_is_read_as_stored(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = gpt_oss(device), torch.randint(96, (2, 13), device=device)
+    optimize_(model)
+    cache = epiloq.QuantizedCache(model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    expected = model(ids, past_key_values=epiloq.QuantizedCache(model.config)).logits[:, -1]
+    monkeypatch.setattr(kv_cache, "dequantize_heads", lambda *_: pytest.fail("the cache was dequantised"))
+    assert relative(model(ids[:, -1:], past_key_values=cache).logits[:, -1], expected) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

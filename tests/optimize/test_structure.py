@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from epiloq.optimize import forms, structure
 from epiloq.optimize.attention import grouped_sdpa
+from epiloq.optimize.forms import RotaryForm
 
 
 class Renamed(nn.Module):
@@ -149,12 +150,12 @@ def test_rotary_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
     plain = (llama.LlamaAttention, MistralAttention, Qwen2Attention)
-    assert all(structure.attends_by_rotary(kind) for kind in (*plain, Qwen3Attention))
-    assert structure.norms_heads(Qwen3Attention) and not any(map(structure.norms_heads, plain))
-    assert not structure.attends_by_rotary(Attends)
+    assert all(structure.rotary_form_of(kind) == RotaryForm(False) for kind in plain)
+    assert structure.rotary_form_of(Qwen3Attention) == RotaryForm(True)
+    assert structure.rotary_form_of(Attends) is None
 
     def rotate_half(x: Tensor) -> Tensor:  # of neighbours, as in other families
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
     monkeypatch.setattr(llama, "rotate_half", rotate_half)
-    assert not structure.attends_by_rotary(llama.LlamaAttention)
+    assert structure.rotary_form_of(llama.LlamaAttention) is None

@@ -36,17 +36,28 @@ def cache_of(
     return query, key, value, {"key_scale": key_scale[..., 0], "value_scale": value_scale[..., 0]}, *exact
 
 
-def assert_close(y: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> None:
+def assert_close(
+    y: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> None:
     """One rounding, and fp32's sums, of a result in float64."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = scale * torch.einsum("bhd,bhtd->bht", query.double(), key)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0)
+    sink = scores.new_full(query.shape[1:2], -torch.inf) if sinks is None else sinks.double()
+    scores = torch.cat((scores, sink.expand(len(query), -1).unsqueeze(-1)), -1)
+    weights = torch.softmax(scores, -1)[..., :-1].nan_to_num(0)
     expected, size = torch.einsum("bht,bhtd->bhd", weights, value), torch.einsum("bht,bhtd->bhd", weights, value.abs())
-    # SDPA rounds probabilities to 16 bits.
-    bound = 2 * torch.finfo(y.dtype).eps * size + 1e-5 * size
+    # SDPA rounds probabilities to 16 bits. Numbers below the normal ones have a spacing of their own.
+    numbers = torch.finfo(y.dtype)
+    bound = 2 * numbers.eps * size + 1e-5 * size + numbers.eps * numbers.tiny
     assert y.shape == expected.shape and y.dtype == query.dtype
     assert ((y.double() - expected).abs() <= bound).all()
 
@@ -73,6 +84,30 @@ def test_matches_float64(seed: int, shape: tuple[int, ...], dtype: torch.dtype, 
     out = torch.empty_like(query)
     assert decode_attention(query, key, value, scale=0.3, out=out, **scales) is out
     assert_close(out, query, exact_key, exact_value, None, 0.3)
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 2, 8, 9000, 64), *ODD])
+def test_sinks(seed: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: str) -> None:
+    """One score more, larger and smaller than the others, and none."""
+    query, key, value, scales, exact_key, exact_value = cache_of(shape, dtype, kind, device)
+    batch, tokens = shape[0], shape[3]
+    sinks = 5 * torch.randn(query.shape[1], device=device).to(dtype)
+    sinks[0], sinks[-1] = -torch.inf, 40
+    mask = torch.rand(batch, tokens, device=device) < 0.6
+    mask[0] = False
+    for seen in (None, mask):
+        y = decode_attention(query, key, value, seen, sinks=sinks, **scales)
+        assert_close(y, query, exact_key, exact_value, seen, shape[4] ** -0.5, sinks)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
+    none = torch.full_like(sinks, -torch.inf)
+    assert_close(
+        decode_attention(query, key, value, sinks=none, **scales), query, exact_key, exact_value, None, shape[4] ** -0.5
+    )
+    sinks[0] = torch.nan
+    y = decode_attention(query, key, value, mask, sinks=sinks, **scales)
+    assert y[1:, 0].isnan().all() and y[:, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["float", "int8"])
@@ -147,7 +182,7 @@ def test_long_context_with_and_without_workspace(seed: int) -> None:
     count = _core.decode_attention_workspace(1, 8, 2, 9000, 128, 0)
     assert count > 0
     out = torch.empty_like(query)
-    arguments = (out, query, key, value, None, None, None, 128**-0.5)
+    arguments = (out, query, key, value, None, None, None, 128**-0.5, None)
     for workspace in (None, torch.full((count,), torch.nan, device="cuda")):
         assert _core.decode_attention(*arguments, workspace)
         assert_close(out, query, exact_key, exact_value, None, 128**-0.5)
@@ -169,6 +204,9 @@ def test_refusals(seed: int) -> None:
         ((query, key, key, torch.ones(2, 8, dtype=torch.bool)), {}, "mask: expected"),
         ((query, key, key, torch.ones(2, 9)), {}, "mask: expected torch.bool, got torch.float32"),
         ((query[0], key, key), {}, r"query: expected \[B, H, D\]"),
+        ((query, key, key), {"sinks": torch.randn(3)}, "sinks: expected"),
+        ((query, key, key), {"sinks": torch.randn(4).half()}, "sinks: expected"),
+        ((query, key, key), {"sinks": torch.randn(8)[::2]}, "sinks: expected"),
         ((query, key[0], key), {}, r"key: expected \[B, H, T, D\]"),
     ]
     for arguments, options, message in cases:
@@ -180,9 +218,11 @@ def test_refusals(seed: int) -> None:
 def test_compiles_and_is_a_proper_operator(seed: int, device: str) -> None:
     query, key, value, scales, *_ = cache_of((2, 2, 4, 37, 64), torch.float32, "int8", device)
     mask = torch.rand(2, 37, device=device) < 0.7
-    arguments = (query, key, value, mask, scales["key_scale"], scales["value_scale"], 0.2)
+    sinks = torch.randn(8, device=device)
+    arguments = (query, key, value, mask, scales["key_scale"], scales["value_scale"], 0.2, sinks)
     torch.library.opcheck(torch.ops.epiloq.decode_attention, arguments)
     compiled = torch.compile(
-        lambda *a: decode_attention(*a[:4], key_scale=a[4], value_scale=a[5], scale=0.2), fullgraph=True
+        lambda *a: decode_attention(*a[:4], key_scale=a[4], value_scale=a[5], scale=0.2, sinks=a[7]), fullgraph=True
     )
-    assert torch.equal(compiled(*arguments), decode_attention(query, key, value, mask, **scales, scale=0.2))
+    expected = decode_attention(query, key, value, mask, **scales, scale=0.2, sinks=sinks)
+    assert torch.equal(compiled(*arguments), expected)

@@ -53,6 +53,30 @@ def test_same_bits(
     assert position is None or int(position) == (first or 0) + tokens
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["float", "int8"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_angles_of_half_a_head(seed: int, shared: bool, kind: str, dtype: torch.dtype, device: str) -> None:
+    """They are those of both halves; bit for bit also GPT-OSS's own rotation."""
+    batch, tokens, heads, keys, width = 2, 3, 5, 2, 64
+    some = torch.randn(batch, tokens, heads + 2 * keys, width, device=device).to(dtype)
+    cos, sin = (torch.randn(1 if shared else batch, tokens, width // 2, device=device).to(dtype) for _ in range(2))
+    found = []
+    for angles in ((cos, sin), (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))):
+        caches = [torch.zeros(batch, keys, 9, width, device=device, dtype=dtype) for _ in range(2)]
+        scales = [torch.zeros(batch, keys, 9, device=device, dtype=dtype) for _ in range(2 if kind == "int8" else 0)]
+        if kind == "int8":
+            caches = [cache.to(torch.int8) for cache in caches]
+        norms = (None, None, 0.0) if kind == "int8" else ()
+        found.append([rotate_and_store(some, heads, *angles, *caches, None, *norms, *scales), *caches, *scales])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    first, second = some[:, :, :heads].chunk(2, -1)
+    c, s = cos.unsqueeze(2), sin.unsqueeze(2)
+    assert torch.equal(found[0][0], torch.cat((first * c - second * s, second * c + first * s), -1))
+    with pytest.raises(ValueError, match="sin: expected"):
+        rotate_and_store(some, heads, cos, torch.cat((sin, sin), -1), *caches)
+
+
 def turned(heads: Tensor) -> Tensor:
     first, second = heads.chunk(2, -1)
     return torch.cat((-second, first), -1)

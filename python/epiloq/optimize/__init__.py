@@ -14,7 +14,6 @@ from epiloq.optimize import forms, fused, rotary, structure
 from epiloq.optimize.attention import models_by_sdpa
 from epiloq.optimize.registered import switch_
 from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
-from epiloq.optimize.sinks import NAME as SINKS
 from epiloq.optimize.sinks import models_with_sinks
 from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
@@ -106,7 +105,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     for name, module in reversed(modules):
         _fuse(name, module, report)
     chain_(model)
-    attending = [*models_by_sdpa(model, report.left), *((each, SINKS) for each in models_with_sinks(model))]
+    attending = [*models_by_sdpa(model, report.left), *models_with_sinks(model)]
     for each, attention in attending:
         switch_(each, attention)
     report.grouped_attention = bool(attending)
@@ -146,7 +145,7 @@ def _take_alone(module: nn.Module, child: str) -> None:
     layer = module._modules.get(child)
     if not isinstance(layer, FrozenLinear) or siblings_of(layer) or reason_against([layer]) is not None:
         return
-    if structure.attends_by_rotary(type(module)) or structure.has_form(module, forms.GATED_MLP_IN_ONE):
+    if structure.rotary_form_of(type(module)) is not None or structure.has_form(module, forms.GATED_MLP_IN_ONE):
         Alone([layer], [child])
 
 

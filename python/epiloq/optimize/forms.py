@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 # Keywords that hand an argument on under its own name are left out, for they differ between versions of transformers
 # (`past_key_values`, `cache`) and mean nothing here.
@@ -116,9 +117,18 @@ _NORMED = (
 )
 
 
-def _rotary_forms() -> Iterator[tuple[str, bool]]:
-    """Forms of attention equal to Llama's in evaluation mode, and whether query and key heads are normed: at once as in
-    Qwen3, or after all projections as in Gemma 3."""
+class RotaryForm(NamedTuple):
+    """A form of attention."""
+
+    norms_heads: bool
+    """Query and key heads are normed."""
+    has_sinks: bool = False
+    """As in GPT-OSS, whose angles are those of half a head."""
+
+
+def _rotary_forms() -> Iterator[tuple[str, RotaryForm]]:
+    """Forms of attention equal to Llama's in evaluation mode, with query and key heads normed at once as in Qwen3, or
+    after all projections as in Gemma 3."""
     heads = (("query", "q"), ("key", "k"))
     at_once, later = ROTARY_ATTENTION, ROTARY_ATTENTION
     for names in heads:
@@ -129,14 +139,13 @@ def _rotary_forms() -> Iterator[tuple[str, bool]]:
     in_one = ROTARY_ATTENTION.replace(separate, _PROJECTED_IN_ONE)
     dropout = "0.0 if not self.training else self.attention_dropout"
     for form, norms in ((ROTARY_ATTENTION, False), (in_one, False), (at_once, True), (later, True)):
-        yield form, norms
-        yield form.replace(dropout, "self.attention_dropout if self.training else 0.0"), norms
+        yield form, RotaryForm(norms)
+        yield form.replace(dropout, "self.attention_dropout if self.training else 0.0"), RotaryForm(norms)
 
-
-ROTARY_FORMS = dict(_rotary_forms())
 
 # GPT-OSS's attention, which hands its mask on as it is, and its `eager` function.
 ATTENTION_WITH_SINKS = ROTARY_ATTENTION.replace("scaling=self.scaling)", "scaling=self.scaling, s_aux=self.sinks)")
+ROTARY_FORMS = {**dict(_rotary_forms()), ATTENTION_WITH_SINKS: RotaryForm(False, has_sinks=True)}
 SINK_ATTENTION = """\
 key_states = repeat_kv(key, module.num_key_value_groups)
 value_states = repeat_kv(value, module.num_key_value_groups)
@@ -175,3 +184,24 @@ ROTATED_HALF = """\
 x1 = x[..., :x.shape[-1] // 2]
 x2 = x[..., x.shape[-1] // 2:]
 return torch.cat((-x2, x1), dim=-1)"""
+
+# GPT-OSS's, by angles of half a head.
+HALF_ANGLE_ROTARY = """\
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = _apply_rotary_emb(q, cos, sin)
+k_embed = _apply_rotary_emb(k, cos, sin)
+return (q_embed, k_embed)"""
+
+ROTATED_BY_HALF_ANGLES = """\
+first_half, second_half = torch.chunk(x, 2, dim=-1)
+first_ = first_half * cos - second_half * sin
+second_ = second_half * cos + first_half * sin
+return torch.cat((first_, second_), dim=-1)"""
+
+ROTARIES = {
+    ROTARY: ("rotate_half", ROTATED_HALF),
+    PARTIAL_ROTARY: ("rotate_half", ROTATED_HALF),
+    HALF_ANGLE_ROTARY: ("_apply_rotary_emb", ROTATED_BY_HALF_ANGLES),
+}
+"""By the form of ``apply_rotary_pos_emb``: the function that it calls, and that one's form."""

@@ -36,13 +36,9 @@ def replacement(module: Any) -> Callable[..., Any] | str | None:
             if siblings is None or len({*siblings.sizes}) != 1:
                 return None
             return partial(gated_mlp, module, siblings, act_of(module))
-    if "forward" not in vars(module) and structure.attends_by_rotary(type(module)):
+    if "forward" not in vars(module) and (rotary := structure.rotary_form_of(type(module))) is not None:
         siblings = group_of(module, ATTENTION) or group_of(module, ATTENTION_IN_ONE)
-        return (
-            None
-            if siblings is None
-            else partial(rotary_attention, module, siblings, structure.norms_heads(type(module)))
-        )
+        return None if siblings is None else partial(rotary_attention, module, siblings, rotary)
     around = structure.norms_around(module)
     return None if around is None else _decoder(module, around)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from epiloq.optimize.attention import NAMES, causal_mask, grouped_sdpa
-from epiloq.optimize.sinks import NAME as SINKS
-from epiloq.optimize.sinks import sink_attention, sink_mask
+from epiloq.optimize import attention, sinks
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **dict.fromkeys(attention.NAMES, (attention.grouped_sdpa, attention.causal_mask)),
+    **dict.fromkeys(sinks.NAMES, (sinks.sink_attention, sinks.sink_mask)),
+}
+"""By name: attention, and what makes its mask."""
 
 # Attribute of the modules whose configuration names one of the functions.
 _REGISTERED = "_epiloq_attention"
@@ -26,10 +31,9 @@ def registered() -> Registered:
     """Register the functions."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for names, attend, mask in ((NAMES, grouped_sdpa, causal_mask), ((SINKS,), sink_attention, sink_mask)):
-        for name in names:
-            AttentionInterface.register(name, attend)
-            AttentionMaskInterface.register(name, mask)
+    for name, (attend, mask) in FUNCTIONS.items():
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
     return Registered()
 
 

@@ -1,4 +1,4 @@
-"""Llama's and Qwen3's attention with one product for query, key and value, and query and key heads rotated together."""
+"""Attention as in Llama, Qwen3 and GPT-OSS, with one product for query, key and value, and heads rotated together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.compiler import is_compiling
 from epiloq._torch.calls import direct
 from epiloq._torch.tracing import is_exporting
 from epiloq.ops.attention.rotate_and_store import rotate_and_store, rotated
-from epiloq.optimize.attention import NAMES, grouped_sdpa
+from epiloq.optimize import attention as by_sdpa
+from epiloq.optimize import sinks
+from epiloq.optimize.forms import RotaryForm
 from epiloq.optimize.guards import are_plain, untouched, wants_gradient
 from epiloq.optimize.norms import NORMS, eps_of, factor_of, factor_of_graph
 from epiloq.optimize.siblings import Siblings
@@ -25,12 +27,12 @@ CACHES = ("cache", "past_key_values")
 
 
 def rotary_attention(
-    attention: Any, siblings: Siblings, norms_heads: bool, *args: Any, **kwargs: Any
+    attention: Any, siblings: Siblings, form: RotaryForm, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """``forward`` of a module that `structure.attends_by_rotary` recognised. The module's own runs if this one is not
+    """``forward`` of a module that `structure.rotary_form_of` recognised. The module's own runs if this one is not
     applicable at run time: a gradient, an adapter or a hook, another attention, a call of another form."""
     x = kwargs.get("hidden_states")
-    if args or x is None or not _fits(attention, siblings, x):
+    if args or x is None or not _fits(attention, siblings, form, x):
         return type(attention).forward(attention, *args, **kwargs)  # type: ignore[no-any-return]
     rest = dict(kwargs)
     del rest["hidden_states"]
@@ -39,14 +41,21 @@ def rotary_attention(
     for name in CACHES:  # one of them
         held = rest.pop(name, held)
     shape, width = x.shape[:-1], attention.head_dim
-    if cos.shape[-1] != width:  # which rotates a part of each head
+    if cos.shape[-1] != angle_width_of(attention, form):  # which rotates a part of each head
         return type(attention).forward(attention, *args, **kwargs)  # type: ignore[no-any-return]
     counts = counts_of(attention, siblings)
     heads = siblings.whole(x).view(*shape, -1, width)
-    query, key, value = rotated_heads(attention, norms_heads, heads, counts, cos, sin, held)
+    query, key, value = rotated_heads(attention, form.norms_heads, heads, counts, cos, sin, held)
     query = query.transpose(1, 2)
-    attended, weights = grouped_sdpa(attention, query, key, value, mask, scaling=attention.scaling, **rest)
+    attend = sinks.sink_attention if form.has_sinks else by_sdpa.grouped_sdpa
+    attended, weights = attend(attention, query, key, value, mask, scaling=attention.scaling, **rest)
     return attention.o_proj(attended.reshape(*shape, -1).contiguous()), weights
+
+
+def angle_width_of(attention: Any, form: RotaryForm) -> int:
+    """Angles of a head that is rotated as a whole."""
+    width: int = attention.head_dim
+    return width // 2 if form.has_sinks else width
 
 
 def counts_of(attention: Any, siblings: Siblings) -> list[int]:
@@ -184,7 +193,12 @@ def _scales_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if key_scale is None or value_scale is None else (key_scale[..., 0], value_scale[..., 0])
 
 
-def _fits(attention: Any, siblings: Siblings, x: Tensor) -> bool:
-    if attention.training or attention.config._attn_implementation not in NAMES or is_exporting():
+def names_of(form: RotaryForm) -> tuple[str, ...]:
+    """The names by which a model asks for the attention of this form."""
+    return sinks.NAMES if form.has_sinks else by_sdpa.NAMES
+
+
+def _fits(attention: Any, siblings: Siblings, form: RotaryForm, x: Tensor) -> bool:
+    if attention.training or attention.config._attn_implementation not in names_of(form) or is_exporting():
         return False
     return siblings.unchanged_in(attention) and not wants_gradient(x)

@@ -1,9 +1,9 @@
 """Attention with sinks (GPT-OSS): each head has a number that takes part in the softmax as one more score, of no value.
 
 transformers computes it with ``eager``: it repeats keys and values for each query head, and writes scores to memory
-several times. Here a new token's query heads of a key head are rows of one product. Of several tokens torch's fused
-attention gives the result without the sink and the logarithm s of the sum of its weights. That result, multiplied by
-``1 / (1 + exp(sink - s))``, is the one with the sink.
+several times. Here one new token uses `decode_attention`, which also reads a quantised cache. Of several tokens torch's
+fused attention gives the result without the sink and the logarithm s of the sum of its weights. That result, multiplied
+by ``1 / (1 + exp(sink - s))``, is the one with the sink.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.optimize import structure
 from epiloq.optimize.guards import wants_gradient
 
 NAME = "epiloq_sinks"
+READS_STORED = "epiloq_sinks_of_stored"
+NAMES = (NAME, READS_STORED)
 # torch's fused attention reads rows of a mask from multiples of 16 bytes.
 _ROW_MULTIPLE = 8
 
@@ -25,27 +28,30 @@ _ROW_MULTIPLE = 8
 def sink_attention(
     module: Any,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, a mask
-    ``[B, 1, T, L]`` that is true where a token is seen; result ``[B, T, H, D]``. The model's own function runs with
-    gradients, with dropout, if the weights of attention are wanted, for a mask of another kind, and for several tokens
-    on a CPU."""
+    """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, or `Stored`
+    for a quantised cache, a mask ``[B, 1, T, L]`` that is true where a token is seen; result ``[B, T, H, D]``. The
+    model's own function runs with gradients, with dropout, if the weights of attention are wanted, for a mask of
+    another kind, and for several tokens on a CPU."""
     sinks, scale = module.sinks, query.shape[-1] ** -0.5 if scaling is None else scaling
+    is_stored = not isinstance(key, Tensor)
     is_ours = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
     is_ours = is_ours and not (
         dropout or kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     )
-    if is_ours and not wants_gradient(query, key, value, sinks):
-        if query.shape[2] == 1:
-            return _of_one_token(query, key, value, attention_mask, sinks, scale), None
-        if attention_mask is not None and _has_fused(query):
-            return _of_tokens(query, key, value, attention_mask, sinks, scale), None
+    is_ours = is_ours and not wants_gradient(query, sinks, *(() if is_stored else (key, value)))
+    if is_ours and query.shape[2] == 1 and sinks.dtype == query.dtype:
+        return _of_one_token(query, key, value, attention_mask, sinks, scale), None
+    if is_stored:
+        key, value = key.dequantize(), value.dequantize()
+    if is_ours and attention_mask is not None and query.shape[2] > 1 and _has_fused(query):
+        return _of_tokens(query, key, value, attention_mask, sinks, scale), None
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = _added(attention_mask, query.dtype)
     own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -65,20 +71,16 @@ def _has_fused(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in widths and query.shape[-1] % widths[query.dtype] == 0
 
 
-def _of_one_token(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
-) -> Tensor:
-    """Scores are rounded to the type of query, as by `eager`; their softmax is in float32."""
-    batch, heads, _, width = query.shape
-    rows = query.reshape(batch, key.shape[1], -1, width)
-    scores = (rows @ key.transpose(2, 3)).float() * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    sink = sinks.float().view(1, key.shape[1], -1, 1)
-    largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
-    weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True) + (sink - largest).exp()
-    return ((weights / total).to(value.dtype) @ value).reshape(batch, 1, heads, value.shape[-1])
+def _of_one_token(query: Tensor, key: Any, value: Any, mask: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
+    row = None if mask is None else mask[:, 0, 0]
+    if row is not None and row.stride(-1) != 1:
+        row = row.contiguous()
+    scales: dict[str, Tensor] = {}
+    if not isinstance(key, Tensor):
+        scales = {"key_scale": key.scale[..., 0], "value_scale": value.scale[..., 0]}
+        key, value = key.q, value.q
+    result = decode_attention(query[:, :, 0], key, value, row, scale=scale, sinks=sinks, **scales)
+    return result.unsqueeze(1)
 
 
 def _of_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
@@ -102,11 +104,17 @@ def sink_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def models_with_sinks(model: nn.Module) -> list[nn.Module]:
-    """The transformers models in `model` that attend as GPT-OSS by ``eager``."""
+def models_with_sinks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The transformers models in `model` that attend as GPT-OSS by ``eager``, and the name of the function that is to
+    replace it."""
     # Of the models that share a configuration, the outermost decides.
     found: dict[int, Any] = {id(m.config): m for m in reversed(list(model.modules())) if _attends_by_eager(m)}
-    return [m for m in found.values() if _is_of_sinks({type(module) for module in m.modules()})]
+    switched: list[tuple[nn.Module, str]] = []
+    for each in found.values():
+        kinds = {type(module) for module in each.modules()}
+        if _is_of_sinks(kinds):
+            switched.append((each, READS_STORED if structure.attends_to_what_is_stored(kinds) else NAME))
+    return switched
 
 
 def _attends_by_eager(module: Any) -> bool:

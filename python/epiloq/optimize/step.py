@@ -18,11 +18,12 @@ from torch.nn.modules import module as torch_module
 from epiloq._torch.calls import direct
 from epiloq._torch.tracing import is_exporting
 from epiloq.optimize import forms
-from epiloq.optimize.attention import NAMES, attend_plainly
+from epiloq.optimize.attention import attend_plainly
 from epiloq.optimize.guards import are_plain, untouched
 from epiloq.optimize.norms import factor_of, normed_by, sum_normed_by
-from epiloq.optimize.rotary import CACHES, counts_of, rotated_heads
+from epiloq.optimize.rotary import CACHES, angle_width_of, counts_of, names_of, rotated_heads
 from epiloq.optimize.siblings import Siblings, member
+from epiloq.optimize.sinks import sink_attention
 from epiloq.optimize.tokens import Quantized, activated, gated, measure_of, multiply, normed, quantises
 
 GATED = ("gate_proj", "up_proj")
@@ -80,6 +81,8 @@ class _Parts(NamedTuple):
     activate: Any
     counts: list[int]
     """Heads of query, key and value."""
+    angles: int
+    """Of a head."""
     norms: list[Any]
     """In order, by their ``forward``."""
     halves: tuple[_Half, _Half]
@@ -98,8 +101,8 @@ class _Prepared(NamedTuple):
 
 
 class Step:
-    """A decode step of a decoder layer in Llama's or Gemma 2's form whose attention and norms are fused. So may be the
-    MLP; another one, such as a mixture of experts, is called.
+    """A decode step of a decoder layer in Llama's, GPT-OSS's or Gemma 2's form whose attention and norms are fused. So
+    may be the MLP; another one, such as a mixture of experts, is called.
 
     A layer ends with a sum, of which the next layer first computes the norm: one kernel does both, if the layers are
     chained (`chain_`). Whoever else reads the sum, or changes it, gets what it would have without.
@@ -113,9 +116,10 @@ class Step:
         ours: tuple[Callable[..., Any], ...],
     ) -> None:
         self._block, self._around, self._takes_quantized, self._ours = block, around, takes_quantized, ours
-        self._heads, self._norms_heads = vars(block.self_attn)["forward"].args[1:3]
+        self._heads, self._form = vars(block.self_attn)["forward"].args[1:3]
         gated: Any = vars(block.mlp)["forward"].args[1:3] if _is(block.mlp, ours[1]) else (None, None)
         self._gated, self._act = gated
+        self._names = names_of(self._form)
         self._parts: _Parts | None = None
         # Steps of a model's layers in order, of which this one has the index. A list, since references from each to the
         # next would make copying recursive.
@@ -140,7 +144,7 @@ class Step:
         parts, angles = self._checked(), arguments.get("position_embeddings")
         if parts is None or angles is None or any(t.dtype != x.dtype for t in angles):
             return None
-        if not are_plain(*angles) or angles[0].shape[-1] != parts.attention.head_dim:
+        if not are_plain(*angles) or angles[0].shape[-1] != parts.angles:
             return None
         factors: list[Tensor] = []
         for norm in parts.norms:
@@ -160,7 +164,9 @@ class Step:
         before = 1 if first.after is None else 2
         if parts.down is None:
             y, residual = sum_normed_by(second.norm, factors[before], attended, residual)
-            projected: Tensor = parts.mlp(y)
+            projected = parts.mlp(y)
+            if isinstance(projected, tuple):  # with its router's scores
+                projected = projected[0]
         else:
             tokens, residual = _normed(second, factors[before], attended, residual)
             projected = _project(parts.down, parts.activate, _product(second, tokens))
@@ -191,7 +197,7 @@ class Step:
         state = vars(parts.attention)
         # Configurations have a slow __getattribute__ of their own.
         config = object.__getattribute__(state["config"], "__dict__")
-        if state["training"] or config.get("_attn_implementation_internal") not in NAMES:
+        if state["training"] or config.get("_attn_implementation_internal") not in self._names:
             return None
         if torch_module._has_any_global_hook() or vars(self._block)["_modules"] != parts.children:
             return None
@@ -238,6 +244,7 @@ class Step:
             down=down,
             activate=activate,
             counts=counts,
+            angles=angle_width_of(attention, self._form),
             norms=forwards,
             halves=halves,
             children=dict(block._modules),
@@ -252,9 +259,13 @@ class Step:
         cache = None
         for name in CACHES:  # one of them
             cache = arguments.get(name, cache)
-        query, key, value = rotated_heads(attention, self._norms_heads, heads, counts, cos, sin, cache, True)
+        query, key, value = rotated_heads(attention, self._form.norms_heads, heads, counts, cos, sin, cache, True)
         mask = arguments.get("attention_mask")
-        attended = attend_plainly(attention, query, key, value, mask, attention.scaling)
+        if self._form.has_sinks:
+            heads = query.transpose(1, 2)
+            attended, _ = sink_attention(attention, heads, key, value, mask, scaling=attention.scaling)
+        else:
+            attended = attend_plainly(attention, query, key, value, mask, attention.scaling)
         return parts.output.forward(attended.reshape(batch, 1, -1).contiguous())  # type: ignore[no-any-return]
 
 

@@ -69,21 +69,21 @@ def has_form(module: nn.Module, form: str) -> bool:
     return "forward" not in vars(module) and body_of(type(module)) == form
 
 
-def attends_by_rotary(kind: Any) -> bool:
-    """Whether a class's ``forward`` is attention of Llama's form, with Llama's rotary embedding in its module."""
-    if body_of(kind) not in forms.ROTARY_FORMS:
-        return False
+def rotary_form_of(kind: Any) -> forms.RotaryForm | None:
+    """The form of a class whose ``forward`` is attention of Llama's or GPT-OSS's form, with that model's rotary
+    embedding in its module."""
+    form = forms.ROTARY_FORMS.get(body_of(kind) or "")
+    if form is None:
+        return None
     names = vars(sys.modules[kind.__module__])
-    rotary, half = (
-        None if (function := names.get(name)) is None else body_of_function(function)
-        for name in ("apply_rotary_pos_emb", "rotate_half")
-    )
-    return rotary in (forms.ROTARY, forms.PARTIAL_ROTARY) and half == forms.ROTATED_HALF
 
+    def body_of_name(name: str) -> str:
+        return "" if (function := names.get(name)) is None else body_of_function(function) or ""
 
-def norms_heads(kind: Any) -> bool:
-    """Whether an attention that `attends_by_rotary` norms query and key heads."""
-    return forms.ROTARY_FORMS.get(body_of(kind) or "", False)
+    rotary = body_of_name("apply_rotary_pos_emb")
+    called, called_form = forms.ROTARIES.get(rotary, ("", ""))
+    stands = called != "" and body_of_name(called) == called_form
+    return form if stands and form.has_sinks == (rotary == forms.HALF_ANGLE_ROTARY) else None
 
 
 def norms_in_float32(kind: Any) -> bool:

@@ -9,14 +9,15 @@ void register_decode_attention(py::module_& module) {
         name,
         [action](TensorArg const& out, TensorArg const& query, TensorArg const& key, TensorArg const& value,
                  std::optional<TensorArg> const& mask, std::optional<TensorArg> const& key_scale,
-                 std::optional<TensorArg> const& value_scale, float scale, std::optional<TensorArg> const& workspace) {
+                 std::optional<TensorArg> const& value_scale, float scale, std::optional<TensorArg> const& sinks,
+                 std::optional<TensorArg> const& workspace) {
           DecodeAttention const call{
-              out.view,           query.view,           key.view, value.view,        view_of(mask),
-              view_of(key_scale), view_of(value_scale), scale,    view_of(workspace)};
+              out.view,           query.view,           key.view, value.view,         view_of(mask),
+              view_of(key_scale), view_of(value_scale), scale,    view_of(workspace), view_of(sinks)};
           return action(call, query);
         },
         py::arg("out"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("mask"), py::arg("key_scale"),
-        py::arg("value_scale"), py::arg("scale"), py::arg("workspace") = py::none());
+        py::arg("value_scale"), py::arg("scale"), py::arg("sinks") = py::none(), py::arg("workspace") = py::none());
   };
   module.def(
       "decode_attention_workspace",

@@ -59,9 +59,13 @@ unsigned char* memory_at(Address address, int bytes) {
 Address dsmem_address(Address address, int rank) { return address | (rank + 1) << kRankBit; }
 int rank_in_cluster() { return static_cast<int>(Machine::now().thread().block->rank); }
 
-void copy_small(Address to, void const* from, int bytes) {
+void copy_small(Address to, void const* from, int bytes, int filled) {
   Machine& machine = Machine::now();
-  auto const copy = [=, to = machine.global(to)] { std::memcpy(Machine::now().memory(to, bytes), from, bytes); };
+  auto const copy = [=, to = machine.global(to)] {
+    unsigned char* const place = Machine::now().memory(to, std::max(bytes, filled));
+    std::memset(place, 0, filled);
+    std::memcpy(place, from, bytes);
+  };
   machine.issue({Kind::kSmallCopy, copy, &machine.thread().copies});
 }
 void commit_small_copies() {

@@ -55,7 +55,7 @@ void make_fiber(ucontext_t& context, char* stack, void (*enter)()) {
 void reseed(std::uint32_t seed) { g_random.seed(seed); }
 
 void run(Launch const& launch, std::function<void()> const& kernel) {
-  for (unsigned first = 0; first < launch.blocks; first += launch.cluster) {
+  for (unsigned first = 0; first < launch.blocks * launch.rows * launch.planes; first += launch.cluster) {
     Machine machine(launch, first, kernel);
     g_machine = &machine;
     machine.run();
@@ -169,7 +169,9 @@ void Machine::resume(Thread* thread) {
   current_ = thread;
   thread->waits_for = nullptr;
   threadIdx = {thread->index, 0, 0}, blockDim = {launch_.threads, 1, 1};
-  blockIdx = {thread->block->index, 0, 0}, gridDim = {launch_.blocks, 1, 1};
+  unsigned const index = thread->block->index, row = index / launch_.blocks;
+  blockIdx = {index % launch_.blocks, row % launch_.rows, row / launch_.rows};
+  gridDim = {launch_.blocks, launch_.rows, launch_.planes};
   swapcontext(&scheduler_, &thread->context);
 }
 

@@ -23,8 +23,9 @@ class Failure : public std::runtime_error {
 };
 
 struct Launch {
-  unsigned blocks, threads, cluster;  // of the grid, a block, and blocks a cluster
+  unsigned blocks, threads, cluster;  // of the grid along x, a block, and blocks a cluster
   std::size_t shared_bytes;           // a block
+  unsigned rows = 1, planes = 1;      // of the grid, along y and z
 };
 // Runs a kernel in a schedule that the next of the seed's random numbers say, one cluster after the other.
 void run(Launch const& launch, std::function<void()> const& kernel);
@@ -57,8 +58,8 @@ void arrive_at_distant_barrier(Address barrier);      // of a cluster's block, a
 void mbarrier_expect_tx(Address barrier, int bytes);  // and arrives
 void mbarrier_wait(Address barrier, unsigned parity);
 
-// cp.async.
-void copy_small(Address to, void const* from, int bytes);
+// cp.async, and zeros up to so many bytes.
+void copy_small(Address to, void const* from, int bytes, int filled = 0);
 void commit_small_copies();
 void wait_for_small_copies(int pending);
 void arrive_after_small_copies(Address barrier);

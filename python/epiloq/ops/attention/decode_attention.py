@@ -12,7 +12,7 @@ from epiloq._torch.calls import direct, dispatched, mark_written
 from epiloq._torch.library import register_product
 
 _NAME = "decode_attention"
-# Tokens of an 8-bit cache that are in float32 at a time where there is no kernel.
+# Tokens of a cache that are in float32 at a time where there is no kernel, and torch's own attention does not do.
 _AT_ONCE = 1024
 
 
@@ -25,6 +25,7 @@ def decode_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q @ k.T) @ v`` for one token per sequence, without dequantising the cache to memory.
@@ -32,7 +33,7 @@ def decode_attention(
     With G = H / H_kv, query heads ``h G`` to ``h G + G - 1`` share key head ``h``. On CUDA, for heads of 64, 128 or 256
     elements of 16 bits, a kernel reads keys and values once for all of them and splits the tokens among CTAs; scores,
     softmax and sums are in fp32. Scales are applied to scores and probabilities, so that an 8-bit cache is never copied
-    to 16 bits. Otherwise torch computes it, for an 8-bit cache a few tokens at a time.
+    to 16 bits. Otherwise torch computes it, for an 8-bit cache and with sinks a few tokens at a time in float32.
 
     Args:
         query: ``[B, H, D]`` float16, bfloat16 or float32, contiguous along D.
@@ -40,6 +41,8 @@ def decode_attention(
         mask: bool ``[B, T]`` or ``[1, T]``, contiguous along T: tokens to attend to. If there are none the result is 0.
         key_scale, value_scale: ``[B, H_kv, T]`` of query's dtype, contiguous along T, for an 8-bit cache.
         scale: 1 / sqrt(D) by default.
+        sinks: ``[H]`` of query's dtype, contiguous, as in GPT-OSS: one more score of each head in its softmax, without
+            a value; minus infinity is none.
         out: ``[B, H, D]``, contiguous, sharing no memory with inputs; written and returned.
 
     Returns:
@@ -51,10 +54,10 @@ def decode_attention(
         NotImplementedError: in a backward pass; the operation has no derivative.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    arguments = (query, key, value, mask, key_scale, value_scale, scale)
-    if direct((query, key, value), (mask, key_scale, value_scale, out)):
+    arguments = (query, key, value, mask, key_scale, value_scale, scale, sinks)
+    if direct((query, key, value), (mask, key_scale, value_scale, sinks, out)):
         return run(*arguments, out=out)
-    optional = {"mask": mask, "key_scale": key_scale, "value_scale": value_scale, "out": out}
+    optional = {"mask": mask, "key_scale": key_scale, "value_scale": value_scale, "sinks": sinks, "out": out}
     return dispatched(_NAME, {"query": query, "key": key, "value": value}, optional, arguments)
 
 
@@ -66,6 +69,7 @@ def run(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    sinks: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -74,15 +78,15 @@ def run(
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"epiloq.{_NAME}: mask: expected torch.bool, got {mask.dtype}")
     of_bytes = None if mask is None else mask.view(torch.uint8)
-    arguments = (result, query, key, value, of_bytes, key_scale, value_scale, scale)
+    arguments = (result, query, key, value, of_bytes, key_scale, value_scale, scale, sinks)
     if not query.is_cuda:
         _core.check_decode_attention(*arguments)
     if query.is_cuda and _core.decode_attention(*arguments, _workspace(query, key)):
         pass
-    elif key_scale is None:
+    elif key_scale is None and sinks is None:
         _by_sdpa(result, query, key, value, mask, scale)
     else:
-        _by_torch(result, query, key, value, mask, key_scale, value_scale, scale)
+        _by_torch(result, query, key, value, mask, key_scale, value_scale, scale, sinks)
     if out is not None:
         mark_written(out)
     return result
@@ -120,23 +124,29 @@ def _by_torch(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    key_scale: Tensor,
+    key_scale: Tensor | None,
     value_scale: Tensor | None,
     scale: float,
+    sinks: Tensor | None,
 ) -> None:
-    """An 8-bit cache, in float32."""
+    """In float32."""
     (batch, heads, width), tokens = query.shape, key.shape[2]
     if out.numel() == 0:
         return
-    assert value_scale is not None
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width).float() * scale
     scores = grouped.new_empty((*grouped.shape[:3], tokens))
     for some in _token_chunks(tokens):
         torch.matmul(grouped, _widened(key[:, :, some]).transpose(-1, -2), out=scores[..., some])
-    scores *= key_scale[:, :, None].float()
+    if key_scale is not None:
+        scores *= key_scale[:, :, None].float()
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
-    weights = torch.softmax(scores, -1).mul_(value_scale[:, :, None].float())
+    if sinks is not None:
+        of_heads = sinks.float().view(1, key.shape[1], -1, 1).expand(batch, -1, -1, -1)
+        scores = torch.cat((scores, of_heads), -1)
+    weights = torch.softmax(scores, -1)[..., :tokens]
+    if value_scale is not None:
+        weights = weights * value_scale[:, :, None].float()
     total = torch.zeros_like(grouped)
     for some in _token_chunks(tokens):
         total += weights[..., some] @ _widened(value[:, :, some])
@@ -158,5 +168,5 @@ def _fake(query: Tensor, *_: Any) -> Tensor:
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_scale, Tensor? value_scale"
 register_product(
-    _NAME, f"{_TENSORS}, float scale", run, _fake, depth=lambda query, key, *_: 2 * key.shape[-2]
+    _NAME, f"{_TENSORS}, float scale, Tensor? sinks=None", run, _fake, depth=lambda query, key, *_: 2 * key.shape[-2]
 )  # scores, and weighted sums

@@ -37,7 +37,8 @@ def rotate_and_store(
     Args:
         heads: ``[B, T, H + 2 H_kv, D]`` float16, bfloat16 or float32, contiguous along D: query, key, value heads.
         query_heads: H.
-        cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens.
+        cos, sin: ``[B, T, D]`` or ``[1, T, D]`` of that dtype, contiguous: the angles of the tokens; or of half the
+            width, ``D / 2``, if both halves have the same, as in GPT-OSS.
         key_cache, value_cache: ``[B, H_kv, L, D]`` of that dtype, or int8, or float8_e4m3fn viewed as uint8, contiguous
             along D; written.
         position: int64, one element on the same device: the first token's position, 0 by default; ``position + T`` is
@@ -121,7 +122,10 @@ register(
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads ``[B, T, H, D]`` rotated by tokens' angles ``[B, T, D]``, each product rounded as in transformers."""
+    """Heads ``[B, T, H, D]`` rotated by tokens' angles ``[B, T, D]``, or ``[B, T, D / 2]`` for both halves, each
+    product rounded as in transformers."""
+    if cos.shape[-1] != heads.shape[-1]:
+        cos, sin = (torch.cat((angles, angles), -1) for angles in (cos, sin))
     first, second = heads.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     return heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)

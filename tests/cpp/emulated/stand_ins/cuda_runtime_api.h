@@ -24,14 +24,26 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (order >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
-inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(emulated::shuffle(value, lane)); }
+inline unsigned __vcmpne4(unsigned a, unsigned b) {
+  unsigned result = 0;
+  for (int byte = 0; byte < 32; byte += 8) result |= ((a ^ b) >> byte & 0xff) != 0 ? 0xffu << byte : 0;
+  return result;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return std::bit_cast<T>(emulated::shuffle(std::bit_cast<std::uint32_t>(value), lane));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ bits);
+}
 inline int __shfl_up_sync(unsigned mask, int value, int offset) {
   int const lane = static_cast<int>(threadIdx.x % 32);
   return __shfl_sync(mask, value, lane < offset ? lane : lane - offset);
 }
 inline unsigned __ballot_sync(unsigned mask, bool is_set) {
   unsigned set = 0;
-  for (int lane = 0; lane < 32; ++lane) set |= static_cast<unsigned>(__shfl_sync(mask, is_set, lane)) << lane;
+  for (int lane = 0; lane < 32; ++lane) set |= static_cast<unsigned>(__shfl_sync(mask, int{is_set}, lane)) << lane;
   return set;
 }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }

@@ -78,8 +78,9 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
   auto const* const factor = is_value ? nullptr : static_cast<Factor const*>(is_query ? p.query_norm : p.key_norm);
   float const inverse = factor != nullptr ? inverse_size(from, p.width, p.epsilon) : 1.f;
   if (!is_query && position >= p.length) __trap();  // as torch asserts
-  std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.width;
+  std::int64_t const angles = batch * p.angle_batch + std::int64_t{token} * p.angle_width;
   T const *const cos = static_cast<T const*>(p.cos) + angles, *const sin = static_cast<T const*>(p.sin) + angles;
+  int const second = p.angle_width - half;  // where the angles of a head's second half are
   auto const element_at = [&](int i) {
     if (factor == nullptr) return from[i];
     return static_cast<T>(static_cast<float>(from[i]) * inverse * static_cast<float>(factor[i]));
@@ -90,7 +91,7 @@ __global__ __launch_bounds__(kThreads) void rotate_kernel(__grid_constant__ Rota
   auto const pair_at = [&](int i) -> Pair {
     T const x = element_at(i), y = element_at(i + half);
     if (is_value) return {x, y};
-    return {rotated(x, cos[i], y, sin[i], -1.f), rotated(y, cos[i + half], x, sin[i + half], 1.f)};
+    return {rotated(x, cos[i], y, sin[i], -1.f), rotated(y, cos[i + second], x, sin[i + second], 1.f)};
   };
   auto const store = [&](T* to) {
     for (int i = threadIdx.x % kLanes; i < half; i += kLanes) {

@@ -1,3 +1,5 @@
+#pragma once
+
 // Attention of one query token per sequence (flash decoding) on tensor cores.
 //
 // A CTA multiplies up to eight query heads of a key head, so that keys and values are read once for all of them. The
@@ -14,24 +16,21 @@
 #include <cfloat>
 #include <climits>
 
-#include "core/cuda_check.h"
-#include "epiloq/device.h"
 #include "kernels/common/device_code.cuh"
 #include "kernels/common/ptx/cluster.cuh"
 #include "kernels/common/ptx/cta.cuh"
+#include "kernels/common/ptx/exp2.cuh"
 #include "kernels/common/ptx/ldmatrix.cuh"
 #include "kernels/common/w4a16/convert.cuh"
-#include "kernels/generic/decode_attention_merge.cuh"
+#include "kernels/generic/attention/merge.cuh"
 #include "problems/decode_attention.h"
 
 namespace epiloq::ops::decode_attention {
-namespace {
 
 using weight_only_mm::mma;
 using Word = std::uint32_t;
 
-constexpr int kStep = 16;       // tokens of a stage
-constexpr float kRaise = 12.f;  // weights are 2^12 times as large, so that small ones are normal float16 numbers
+constexpr int kStep = 16;  // tokens of a stage
 constexpr int kMaxStages = 8;
 
 // Compile-time shape and shared-memory layout; `Operand` is the type that tensor cores multiply.
@@ -97,13 +96,6 @@ __device__ __forceinline__ void widen(Word four, Word (&pairs)[2]) {
       pairs[i] = bits_of(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
     }
   }
-}
-
-// Numbers below 2^-126 are 0: weights are relative to 2^12.
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 // Iterates over a warp's steps that have an unmasked token. Masks of 32 steps are read at a time, one step per lane.
@@ -228,7 +220,6 @@ struct Attention {
 
   // The query of head `row`, in the order of keys.
   __device__ __forceinline__ void load_query() {
-    constexpr float kLog2E = 1.44269504f;
     int const head = key_head * p.group + min(first_head + row, p.group - 1);
     T const* const query = static_cast<T const*>(p.query) + batch * p.of_query.batch + head * p.of_query.head;
     factor = p.scale * kLog2E;
@@ -280,11 +271,11 @@ struct Attention {
       constexpr int kAtOnce = 32 / L::kChunks;  // tokens
       auto const to_key = [&](int t) {
         int const at = L::key_slot(t, 0);
-        return (to + key_slot ^ at % 512) + at / 512 * 512;
+        return ((to + key_slot) ^ at % 512) + at / 512 * 512;
       };
       auto const to_value = [&](int t) {
         int const at = L::value_slot(t, 0), low = at % 256;
-        return (to + L::kKeyBytes + value_slot ^ low) + (at - low);
+        return ((to + L::kKeyBytes + value_slot) ^ low) + (at - low);
       };
       if (is_dense && valid == (1u << kStep) - 1) {
         std::int64_t const first = std::int64_t{token} * L::kRow;
@@ -515,16 +506,15 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
                              1) void attention_kernel(__grid_constant__ Problem const p) {
   using A = Attention<T, kKind, kWidth>;
   constexpr int kThreads = A::L::kThreads, kInRow = kWidth / 4;
-  auto& shared = *reinterpret_cast<typename A::Shared*>(dynamic_smem);
+  auto& shared = *reinterpret_cast<typename A::Shared*>(static_cast<unsigned char*>(dynamic_smem));
   int const split = gridDim.x, rank = blockIdx.x;
   pdl_wait();
   A attention(p, shared);
   attention.run();
   attention.put();
   __syncthreads();
-  int const fours = attention.heads() * kInRow;
-  std::int64_t const first_row =
-      (std::int64_t{attention.batch} * p.key_heads + attention.key_head) * p.group + attention.first_head;
+  int const fours = attention.heads() * kInRow, first_head = attention.key_head * p.group + attention.first_head;
+  std::int64_t const first_row = std::int64_t{attention.batch} * p.key_heads * p.group + first_head;
   float* const own = attention.numerators(0);
   for (int i = threadIdx.x; i < fours; i += kThreads) {
     int const h = i / kInRow, element = i % kInRow * 4;
@@ -534,7 +524,7 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
           return *reinterpret_cast<float4 const*>(attention.numerators(of) + h * A::kHeadStride + element);
         });
     if (split == 1) {
-      store<T>(four, p.out, (first_row + h) * kWidth + element);
+      store<T>(with_sink<T>(four, p.sinks, first_head + h), p.out, (first_row + h) * kWidth + element);
     } else if (p.workspace != nullptr) {
       Partials<kWidth> const partials(p.workspace, std::int64_t{p.batches} * p.key_heads * p.group * split);
       std::int64_t const row = (first_row + h) * split + rank;
@@ -559,48 +549,9 @@ __global__ __launch_bounds__(Layout<T, kKind, kWidth>::kThreads,
           uint4 const raw = load_dsmem(shared_address(own + h * A::kHeadStride + element), of);
           return float4{__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
         });
-    store<T>(four, p.out, (first_row + h) * kWidth + element);
+    store<T>(with_sink<T>(four, p.sinks, first_head + h), p.out, (first_row + h) * kWidth + element);
   }
   cluster_sync();  // no CTA ends while another reads its sums
-}
-
-template <class T, Kind kKind, int kWidth>
-void launch_kernel(Problem const& p, int split, int device, Stream stream) {
-  using A = Attention<T, kKind, kWidth>;
-  auto* const kernel = &attention_kernel<T, kKind, kWidth>;
-  constexpr int kShared = sizeof(typename A::Shared);
-  static PerDevice prepared;
-  prepared.allow_shared(kernel, kShared, device);
-  int const parts = (p.group + kHeadsPerCta - 1) / kHeadsPerCta;
-  bool const merges = split > 1 && p.workspace != nullptr;
-  dim3 const grid(split, p.key_heads * parts, p.batches), cluster(merges ? 1 : split);
-  char const* const doing = "launching epiloq.decode_attention";
-  cuda_check(launch_pdl_clusters(kernel, grid, cluster, A::L::kThreads, kShared, stream, p), doing);
-  if (!merges) return;
-  dim3 const heads(p.key_heads * p.group, p.batches);
-  cuda_check(launch_pdl(&merge_kernel<T, kWidth>, heads, 32 * kMergeWarps, 0, stream, p, split), doing);
-}
-
-template <class T, Kind kKind>
-void launch_kind(Problem const& p, int split, int device, Stream stream) {
-  if (p.width == 64) return launch_kernel<T, kKind, 64>(p, split, device, stream);
-  if (p.width == 128) return launch_kernel<T, kKind, 128>(p, split, device, stream);
-  launch_kernel<T, kKind, 256>(p, split, device, stream);
-}
-
-template <class T>
-void launch_typed(Problem const& p, Kind kind, int split, int device, Stream stream) {
-  if (kind == Kind::kInt8) return launch_kind<T, Kind::kInt8>(p, split, device, stream);
-  if (kind == Kind::kFloat8) return launch_kind<T, Kind::kFloat8>(p, split, device, stream);
-  launch_kind<T, Kind::kHalf>(p, split, device, stream);
-}
-
-}  // namespace
-
-void launch(Problem const& problem, DType query, Kind kind, int split, int device, Stream stream) {
-  DeviceGuard const guard(device);
-  if (query == DType::kFloat16) return launch_typed<__half>(problem, kind, split, device, stream);
-  launch_typed<__nv_bfloat16>(problem, kind, split, device, stream);
 }
 
 }  // namespace epiloq::ops::decode_attention

@@ -4,11 +4,15 @@
 // wrote them to a workspace.
 
 #include "kernels/common/device_code.cuh"
+#include "kernels/common/ptx/cta.cuh"
 #include "problems/decode_attention.h"
 
 namespace epiloq::ops::decode_attention {
 
-// Running maximum of the scores (base 2) and sum of the weights, which are relative to 2^maximum.
+constexpr float kLog2E = 1.44269504f;
+constexpr float kRaise = 12.f;  // weights are 2^12 times as large, so that small ones are normal float16 numbers
+
+// Running maximum of the scores (base 2) and sum of the weights, which are relative to 2^(maximum - kRaise).
 struct State {
   float maximum, sum, unused[2];
 };
@@ -45,6 +49,16 @@ __device__ __forceinline__ Four merged(int parts, StateOf state, ValuesOf values
   return whole;
 }
 
+// With the head's sink, if there are any: one more score in its softmax, of no value.
+template <class T>
+__device__ __forceinline__ Four with_sink(Four four, void const* sinks, int head) {
+  float const sink = sinks == nullptr ? -INFINITY : static_cast<float>(static_cast<T const*>(sinks)[head]) * kLog2E;
+  if (sink == -INFINITY) return four;
+  float const whole = fmaxf(four.maximum, sink), kept = weight_of_part(four.maximum, whole);
+  float4 const values{four.values.x * kept, four.values.y * kept, four.values.z * kept, four.values.w * kept};
+  return {values, whole, fmaf(kept, four.sum, exp2f(sink - whole + kRaise))};
+}
+
 // If all tokens are masked the result is 0.
 template <class T>
 __device__ __forceinline__ void store(Four const& four, void* out, std::int64_t element) {
@@ -67,15 +81,17 @@ struct Partials {
 
 constexpr int kMergeWarps = 8;
 
+template <int kWidth>
+struct MergeShared {
+  alignas(16) float values[kMergeWarps][kWidth];
+  State states[kMergeWarps];
+};
+
 // Merges the partial results of a head: warps take splits round-robin, lanes elements.
 template <class T, int kWidth>
 __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant__ Problem const p, int split) {
   constexpr int kPerLane = kWidth / 32, kAtOnce = 4;
-  struct Shared {
-    alignas(16) float values[kMergeWarps][kWidth];
-    State states[kMergeWarps];
-  };
-  __shared__ Shared shared;
+  auto& shared = *reinterpret_cast<MergeShared<kWidth>*>(static_cast<unsigned char*>(dynamic_smem));
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   std::int64_t const heads = std::int64_t{gridDim.x} * gridDim.y;
   std::int64_t const head = std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
@@ -119,7 +135,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_kernel(__grid_constant
     Four const four = merged(
         kMergeWarps, [&](int of) { return shared.states[of]; },
         [&](int of) { return *reinterpret_cast<float4 const*>(&shared.values[of][4 * i]); });
-    store<T>(four, p.out, head * kWidth + 4 * i);
+    store<T>(with_sink<T>(four, p.sinks, blockIdx.x), p.out, head * kWidth + 4 * i);
   }
 }
 
