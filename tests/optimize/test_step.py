@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from typing import Any
 
@@ -120,6 +121,30 @@ def test_fewer_calls(seed: int, monkeypatch: pytest.MonkeyPatch, scheme: str) ->
     a_step = calls()
     monkeypatch.setattr(Step, "__call__", lambda *_: None)
     assert 0 < a_step < 0.9 * calls()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3"])
+def test_attention_in_floating_point(
+    seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], family: str, kind: str
+) -> None:
+    """Its heads are rotated together, though its layers are not merged; adapters of it are trained as before."""
+    model, x = quantised(family, "w4a16-g32", ignore="*self_attn*"), tokens()
+    plain = copy.deepcopy(model)
+    optimize_(model)
+    result = decoded(model, x, kind)
+    assert steps == [False] * 2 + [True] * 6 and relative(result, decoded(plain, x, kind)) <= 1e-5
+    monkeypatch.setattr(Step, "__call__", lambda *_: None)
+    assert torch.equal(result, decoded(model, x, kind))
+    weights = [each.model.layers[0].self_attn.o_proj.weight for each in (model, plain)]
+    gradients = []
+    for each, weight in zip((model, plain), weights, strict=True):
+        loss = each(x).logits.square().sum()
+        first = next(p for name, p in each.named_parameters() if "self_attn.q" in name and p.is_floating_point())
+        gradients.append(torch.autograd.grad(loss, [weight, first]))
+    assert all(relative(*pair) <= 1e-4 and pair[1].norm() > 0 for pair in zip(*gradients, strict=True))
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(decoded(copied, x, kind), result) and copied.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_captured_outputs(seed: int, steps: list[bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -13,7 +14,7 @@ from epiloq.nn.base.w4a8_layer import W4A8Layer
 from epiloq.optimize import forms, fused, rotary, structure
 from epiloq.optimize.attention import models_by_sdpa
 from epiloq.optimize.registered import switch_
-from epiloq.optimize.siblings import Alone, Siblings, reason_against, siblings_of
+from epiloq.optimize.siblings import Alone, Apart, Siblings, reason_against, replaced, siblings_of
 from epiloq.optimize.sinks import models_with_sinks
 from epiloq.optimize.step import GATED, GATED_IN_ONE, chain_
 
@@ -128,7 +129,11 @@ def _set_weight_only_below(model: nn.Module, below: int) -> None:
 def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report) -> None:
     children = [module._modules.get(child) for child in names]
     layers = [child for child in children if child is not None]
-    if len(layers) < len(names) or not any(isinstance(layer, FrozenLinear) for layer in layers) or siblings_of(*layers):
+    if len(layers) < len(names) or siblings_of(*layers):
+        return
+    if not any(isinstance(layer, FrozenLinear) for layer in layers):
+        if names == rotary.ATTENTION and _are_rotated_in_floating_point(module, layers):
+            Apart(layers, names)
         return
     group = f"{name}.{{{','.join(names)}}}" if name else f"{{{','.join(names)}}}"
     reason = reason_against(layers)
@@ -141,8 +146,18 @@ def _merge(name: str, module: nn.Module, names: tuple[str, ...], report: Report)
     report.merged.append(group)
 
 
+def _are_rotated_in_floating_point(module: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether these are torch's own layers, as they are, in attention of a known form."""
+    plain = all(type(layer) is nn.Linear for layer in layers) and replaced(layers) is None
+    return plain and structure.rotary_form_of(type(module)) is not None
+
+
 def _take_alone(module: nn.Module, child: str) -> None:
     layer = module._modules.get(child)
+    if layer is not None and child in rotary.ATTENTION_IN_ONE and _are_rotated_in_floating_point(module, [layer]):
+        if not siblings_of(layer):
+            Alone([layer], [child])
+        return
     if not isinstance(layer, FrozenLinear) or siblings_of(layer) or reason_against([layer]) is not None:
         return
     if structure.rotary_form_of(type(module)) is not None or structure.has_form(module, forms.GATED_MLP_IN_ONE):

@@ -27,8 +27,8 @@ from epiloq.optimize.merged_layers import concatenated, reason_against_layers, r
 from epiloq.optimize.tokens import Quantized, multiply
 
 
-def reason_against(layers: Sequence[Any]) -> str | None:
-    """Return why layers cannot be merged, or None if they can."""
+def replaced(layers: Sequence[Any]) -> str | None:
+    """Return what else happens in calls of layers than their classes define, or None."""
     forwards = [forward for layer in layers if (forward := vars(layer).get("forward")) is not None]
     if any(isinstance(forward, partial) and forward.func is member for forward in forwards):
         return "a layer is merged already, with others"
@@ -36,7 +36,12 @@ def reason_against(layers: Sequence[Any]) -> str | None:
         return "a layer's forward was replaced"
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return "a layer has hooks"
-    return reason_against_layers(layers)
+    return None
+
+
+def reason_against(layers: Sequence[Any]) -> str | None:
+    """Return why layers cannot be merged, or None if they can."""
+    return replaced(layers) or reason_against_layers(layers)
 
 
 # Attribute of an input tensor with its quantised tokens; while a graph is traced, they are in its `Siblings`.
@@ -203,6 +208,13 @@ class Siblings:
         self._product = product if any(column is not None for column in columns) else None
         assert result is not None
         return result
+
+
+class Apart(Siblings):
+    """Layers in floating point, whose products are joined: what reads them finds them in one tensor."""
+
+    def merged(self) -> Any:
+        return None
 
 
 class Alone(Siblings):

@@ -249,7 +249,7 @@ def decode_attentions(batch: int, tokens: int, device: str) -> Calls:
     for arguments in ((*cached, None, None, None), (*cached, mask, None, None), (*quantised, mask, *scale)):
         yield OPS.decode_attention, (query, *arguments, 0.125), {}
         yield OPS.decode_attention_out, (query, *arguments, 0.125), {"out": torch.zeros_like(query)}
-        yield OPS.decode_attention, (query, *arguments, 0.125, torch.zeros_like(query[0, :, 0])), {}
+        yield OPS.decode_attention, (query, *arguments, 0.125, query.new_zeros(4)), {}
 
 
 def convolutions(batch: int, n: int, device: str) -> Calls:

@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
 }
 
 
-def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> Any:
+def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32, ignore: str = "") -> Any:
     config, model, _, _ = FAMILIES[family]
     sizes = SIZES | ({"head_dim": 32} if family in ("gemma", "gemma3", "qwen3") else {})
     sizes |= {"pad_token_id": 0} if family == "phi3" else {}
@@ -45,7 +45,7 @@ def quantised(family: str, scheme: str, dtype: torch.dtype = torch.float32) -> A
     for name, parameter in made.named_parameters():
         if "norm" in name:  # all one in a new model, or zero
             parameter.data.uniform_(0.5, 1.5)
-    return epiloq.quantize_(made, scheme)
+    return epiloq.quantize_(made, scheme, ignore=ignore or ())
 
 
 def tokens(sequences: int = 2) -> Tensor:
