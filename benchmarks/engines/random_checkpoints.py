@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from epiloq.bench.models.plan import SHAPES
+
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
@@ -28,41 +30,27 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 KINDS = [*COMPRESSED, "fp8-block", "mxfp4"]
 """How matrices are quantised; mxfp4 is the format of GPT-OSS, and only its."""
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
+    "llama-3-8b": SHAPES["llama-3-8b"]
+    | {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "head_dim": 128,
+        "rope_theta": 500000.0,
     },
-    "qwen3-30b-a3b": {
+    "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b"]
+    | {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 48,
-        "vocab_size": 151936,
-        "rope_theta": 1000000.0,
-        "hidden_size": 2048,
         "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
+        "rope_theta": 1000000.0,
     },
-    "gpt-oss-20b": {
+    "gpt-oss-20b": SHAPES["gpt-oss-20b"]
+    | {
         "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 24,
-        "vocab_size": 201088,
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0,
         "rope_theta": 150000.0,
         "rope_scaling": {
             "rope_type": "yarn",
@@ -72,18 +60,6 @@ MODELS: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
     },
 }
 BLOCK = 128
