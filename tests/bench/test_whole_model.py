@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_a_mixture_of_experts(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     before, after = (r.layer_megabytes for r in results[::2])
     assert after < before / 2  # so the experts are quantised
+    without = run_plan(replace(plan, ignore=["*self_attn*"]), "cpu", lambda _: None)
+    assert after < without[2].layer_megabytes < before
+    assert [r.ignore for r in without] == [(), (), ("*self_attn*",), ("*self_attn*",)]
 
 
 @pytest.mark.slow
@@ -245,6 +249,7 @@ def test_bitsandbytes_layers(seed: int) -> None:
         ({"model": "tiny", "form": ["fast"]}, "bench: --form: expected one of plain, optimised, got 'fast'"),
         ({"model": "tiny", "prompt": -1}, "bench: --prompt: expected at least 1, got -1"),
         ({"model": "tiny", "shares": -1}, "bench: --shares: expected at least 0, got -1"),
+        ({"model": "tiny", "ignore": ["lm_tail"]}, "ignore: expected"),
         ({"model": "tiny", "batch": [0]}, "bench: --batch: expected at least 1, got 0"),
         ({"model": "tiny", "json": Path("/no/such/m.json")}, "bench: --json: expected a file in a folder that exists"),
     ],

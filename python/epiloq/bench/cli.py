@@ -76,6 +76,10 @@ def bench(
     batch: Annotated[list[int] | None, option("With --model: sequences that are decoded together. [1]")] = None,
     head: Annotated[str, option("With --model: a scheme for the output head of quantised models.")] = "",
     cache: Annotated[str, option(f"With --model: their key-value cache in {' or '.join(CACHES)}.")] = "",
+    ignore: Annotated[
+        list[str] | None,
+        option("With --model: layers that quantised models leave in floating point, as '*self_attn*'."),
+    ] = None,
     shares: Annotated[int, option("With --model: list this many kernels of a decode step by share of time.")] = 0,
     context: Annotated[int, option("With --model: tokens in the cache before a decode step.")] = 512,
     prompt: Annotated[int, option("With --model: tokens of a prefill, by default those of --context.")] = 0,
@@ -93,7 +97,12 @@ def bench(
     if model:
         schemes, modes, batches = scheme or ["w4a16-g128"], mode or ["eager"], batch or [1]
         plan = Plan(model, schemes, modes, batches, context, layers or None, shares=shares > 0)
-        options: dict[str, Any] = {"head": head or None, "cache": cache or None, "peers": peer or ()}
+        options: dict[str, Any] = {
+            "head": head or None,
+            "cache": cache or None,
+            "peers": peer or (),
+            "ignore": ignore or (),
+        }
         options |= {"prompt": prompt or None, "generate": generate or None, "forms": form or tuple(FORMS)}
         return _bench_model(replace(plan, **options), device, json, plot, shares)
     try:

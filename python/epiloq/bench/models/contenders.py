@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,12 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = None) -> nn.Module:
+def prepare(
+    model: nn.Module, scheme: str, optimized: bool, head: str | None = None, ignore: Sequence[str] = ()
+) -> nn.Module:
     """Quantise the model by `scheme` (or by the package of that name, or not at all for "none") and optimise it.
 
-    Raises Unavailable if the package is not installed or fails.
+    Raises Unavailable if the package is not installed or fails, ValueError if `ignore` names no layer.
     """
     if scheme in PEERS:
         try:
@@ -54,7 +57,7 @@ def prepare(model: nn.Module, scheme: str, optimized: bool, head: str | None = N
         except Exception as error:
             raise Unavailable(reason_of(error)) from error
     if scheme != "none":
-        epiloq.quantize_(model, scheme, head=head)
+        epiloq.quantize_(model, scheme, head=head, ignore=ignore)
         if optimized:
             epiloq.optimize_(model)
     return model

@@ -250,7 +250,7 @@ def run_plan(
             progress(f"{name}, {what}")
 
         try:
-            model = prepare(model, scheme, optimized, plan.head)
+            model = prepare(model, scheme, optimized, plan.head, plan.ignore)
             for row in _measured(plan, model, scheme, optimized, tell):
                 results.append(row)
             if plan.shares:
@@ -279,20 +279,20 @@ def _cache_of(plan: Plan, scheme: str) -> str | None:
 def _measured(plan: Plan, model: Any, scheme: str, optimized: bool, tell: Callable[[str], None]) -> Iterator[Measured]:
     """Measure a contender in each mode and phase; `tell` receives what comes next."""
     ours, cache = scheme != "none" and scheme not in PEERS, _cache_of(plan, scheme)
-    head = plan.head if ours else None
+    of_ours: dict[str, Any] = {"head": plan.head, "ignore": tuple(plan.ignore)} if ours else {}
     for mode in plan.modes:
         prompt = plan.context if plan.prompt is None else plan.prompt
         phases = [("prefill", 1, prompt), *(("decode", batch, plan.context) for batch in plan.batches)]
         for phase, batch, tokens in phases:
             tell(f"{mode}, {phase}, batch {batch}")
-            yield replace(measure(model, scheme, optimized, mode, phase, batch, tokens, cache), head=head)
+            yield replace(measure(model, scheme, optimized, mode, phase, batch, tokens, cache), **of_ours)
         if plan.generate is None or mode == "graph":  # `generate` cannot use a captured step
             continue
         for batch in plan.batches:
             for loop in LOOPS:
                 tell(f"{mode}, {loop}, batch {batch}")
                 row = measure_generate(model, scheme, optimized, mode, batch, plan.context, plan.generate, cache, loop)
-                yield replace(row, head=head)
+                yield replace(row, **of_ours)
 
 
 def _shares(plan: Plan, model: Any, scheme: str, optimized: bool) -> list[Share]:

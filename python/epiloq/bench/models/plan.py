@@ -105,6 +105,7 @@ class Measured:
     """Weights of one decoder layer."""
     head: str | None = None
     cache: str | None = None
+    ignore: tuple[str, ...] = ()
 
     def of_layers(self, layers: int) -> Measured:
         """Extrapolate to this number of layers from the time and size of one; the peak memory becomes NaN."""
@@ -139,6 +140,8 @@ class Plan:
     """A scheme for the output head of every quantised model (and the embedding that it is tied to)."""
     cache: str | None = None
     """The type of a quantised key-value cache, "int8" or "fp8", of every quantised model."""
+    ignore: Sequence[str] = ()
+    """Layers that every quantised model leaves in floating point, as for `epiloq.quantize_`."""
     peers: Sequence[str] = ()
     """Other packages' models, keys of `whole_models.PEERS`."""
     shares: bool = False
