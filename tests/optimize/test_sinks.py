@@ -171,5 +171,7 @@ def test_another_eager_attention_is_kept(seed: int, monkeypatch: pytest.MonkeyPa
     name = "eager_attention_forward"
     monkeypatch.setattr(transformers.models.gpt_oss.modeling_gpt_oss, name, lambda *a, **k: None)
     structure._attends_with_sinks.cache_clear()
-    assert not optimize_(model).grouped_attention and model.config._attn_implementation == "eager"
+    report = optimize_(model)
+    assert not report.grouped_attention and model.config._attn_implementation == "eager"
+    assert report.left["attention"] == "attention with sinks of another form"
     structure._attends_with_sinks.cache_clear()

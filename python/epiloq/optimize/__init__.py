@@ -106,7 +106,7 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
     for name, module in reversed(modules):
         _fuse(name, module, report)
     chain_(model)
-    attending = [*models_by_sdpa(model, report.left), *models_with_sinks(model)]
+    attending = [*models_by_sdpa(model, report.left), *models_with_sinks(model, report.left)]
     for each, attention in attending:
         switch_(each, attention)
     report.grouped_attention = bool(attending)

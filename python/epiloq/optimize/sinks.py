@@ -104,16 +104,18 @@ def sink_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def models_with_sinks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def models_with_sinks(model: nn.Module, left: dict[str, str]) -> list[tuple[nn.Module, str]]:
     """The transformers models in `model` that attend as GPT-OSS by ``eager``, and the name of the function that is to
-    replace it."""
+    replace it; `left` gets those whose sinks are used otherwise."""
     # Of the models that share a configuration, the outermost decides.
-    found: dict[int, Any] = {id(m.config): m for m in reversed(list(model.modules())) if _attends_by_eager(m)}
+    found = {id(m.config): (name, m) for name, m in reversed(list(model.named_modules())) if _attends_by_eager(m)}
     switched: list[tuple[nn.Module, str]] = []
-    for each in found.values():
+    for name, each in found.values():
         kinds = {type(module) for module in each.modules()}
-        if _is_of_sinks(kinds):
+        if structure.attends_with_sinks(kinds) and structure.asks_for_sdpa(kinds) is None:
             switched.append((each, READS_STORED if structure.attends_to_what_is_stored(kinds) else NAME))
+        elif any("s_aux=" in (structure.body_of(kind) or "") for kind in kinds):
+            left[f"{name}.attention" if name else "attention"] = "attention with sinks of another form"
     return switched
 
 
@@ -122,7 +124,3 @@ def _attends_by_eager(module: Any) -> bool:
         return False
     can_switch = getattr(type(module), "_can_set_attn_implementation", None)
     return can_switch is not None and bool(can_switch())
-
-
-def _is_of_sinks(kinds: set[Any]) -> bool:
-    return structure.attends_with_sinks(kinds) and structure.asks_for_sdpa(kinds) is None
