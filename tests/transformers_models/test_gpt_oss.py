@@ -21,6 +21,7 @@ import epiloq.integrations.transformers as integration
 from epiloq.formats.io import model as models
 from epiloq.formats.layouts.base import FormatError
 from epiloq.nn import Fp4Experts, GatedExperts, WeightOnlyLinear
+from epiloq.optimize.rotary import rotary_attention
 from gloo_ranks import Ranks
 
 # Other tests want transformers as it is.
@@ -247,8 +248,14 @@ def test_opened_without_from_pretrained_and_converted(folder: Path, tmp_path: Pa
 def test_optimised(folder: Path) -> None:
     model = opened(folder)
     wanted = logits(model)
+    ids = torch.arange(5)[None]
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
     epiloq.optimize_(model)
     assert relative(logits(model), wanted) < 0.02
+    # Attention, in floating point in these files, has its heads rotated together.
+    attention = model.model.layers[0].self_attn
+    assert vars(attention)["forward"].func is rotary_attention
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), tokens)
 
 
 @pytest.mark.usefixtures("epiloq_in_transformers")
