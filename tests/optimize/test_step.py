@@ -128,7 +128,7 @@ def test_fewer_calls(seed: int, monkeypatch: pytest.MonkeyPatch, scheme: str) ->
 def test_attention_in_floating_point(
     seed: int, monkeypatch: pytest.MonkeyPatch, steps: list[bool], family: str, kind: str
 ) -> None:
-    """Its heads are rotated together, though its layers are not merged; adapters of it are trained as before."""
+    """Its heads are rotated together, though its layers are not merged; its weights are trained as before."""
     model, x = quantised(family, "w4a16-g32", ignore="*self_attn*"), tokens()
     plain = copy.deepcopy(model)
     optimize_(model)

@@ -57,12 +57,12 @@ def optimize_(model: nn.Module, *, weight_only_below: int | None = None) -> Repo
       So do the activation and the quantiser of the down projection in gated MLPs. This applies to the schemes
       ``w8a8-int8``, ``fp8-token``, ``fp8-block``, ``w4a8-fp8``, ``w4a8-int8``, ``w4a8-mxfp4-fp8`` and
       ``w4a8-nvfp4-fp8``. With other schemes, in eager mode, the residual and the norm are one kernel, and SiLU and the
-      multiplication by the gate another. Decode steps of layers of Llama's or Gemma's form are one function in eager
-      mode.
+      multiplication by the gate another. Decode steps of layers of Llama's, Gemma's or GPT-OSS's form are one function
+      in eager mode.
     - On a GPU a router of a mixture of experts computes scores, choice and weights in one kernel.
     - During decoding, attention by ``sdpa`` reads keys and values once for all query heads that share them; so does
-      GPT-OSS's, whose prompts also use torch's fused attention on a GPU. In Llama's form query and key heads are
-      rotated together.
+      GPT-OSS's, whose prompts also use torch's fused attention on a GPU. In attention of Llama's and
+      GPT-OSS's form query and key heads are rotated together.
 
     Forms are recognised by the source of ``forward``, not by class names; modules of other forms are not changed.
     Results equal those of the separate layers, except that norms and activations are rounded once, where the model

@@ -14,6 +14,7 @@ namespace epiloq::ops::grouped_packed_mm {
 #if EPILOQ_HAS_CUDA
 namespace {
 
+constexpr bool has_type(DType x) { return x == DType::kFloat16 || EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90; }
 // MXFP4's WGMMA kernels fold scales into weights, which takes bfloat16's exponents.
 constexpr bool has_exponents(DType x, Format format) { return format != Format::kMxfp4 || x == DType::kBFloat16; }
 
@@ -21,15 +22,14 @@ constexpr bool has_exponents(DType x, Format format) { return format != Format::
 struct Tiles {
   template <int kRow, DType kX, Format kOf>
   static constexpr Launch of() {
-    if constexpr (kX == DType::kFloat16 || EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90) return &launch_grouped<kRow, kX, kOf>;
+    if constexpr (has_type(kX)) return &launch_grouped<kRow, kX, kOf>;
     return nullptr;
   }
 };
 struct Gemv {
   template <int kRow, DType kX, Format kOf>
   static constexpr Launch of() {
-    constexpr bool kHasType = kX == DType::kFloat16 || EPILOQ_HAS_SM80 || EPILOQ_HAS_SM90;
-    if constexpr (kHasType && is_fp4(kOf)) return &launch_gemv<kRow, kX, kOf>;
+    if constexpr (has_type(kX) && is_fp4(kOf)) return &launch_gemv<kRow, kX, kOf>;
     return nullptr;
   }
 };

@@ -135,7 +135,8 @@ def _by_torch(
         return
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width).float() * scale
     scores = grouped.new_empty((*grouped.shape[:3], tokens))
-    for some in _token_chunks(tokens):
+    chunks = [slice(0, tokens)] if key.dtype == torch.float32 else _token_chunks(tokens)
+    for some in chunks:
         torch.matmul(grouped, _widened(key[:, :, some]).transpose(-1, -2), out=scores[..., some])
     if key_scale is not None:
         scores *= key_scale[:, :, None].float()
@@ -148,7 +149,7 @@ def _by_torch(
     if value_scale is not None:
         weights = weights * value_scale[:, :, None].float()
     total = torch.zeros_like(grouped)
-    for some in _token_chunks(tokens):
+    for some in chunks:
         total += weights[..., some] @ _widened(value[:, :, some])
     total = total.reshape(out.shape)
     out.copy_(total if mask is None else torch.where(mask.any(-1)[:, None, None], total, 0))
