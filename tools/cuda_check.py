@@ -27,7 +27,7 @@ import wheels
 FOLDER = wheels.ROOT / "build" / "cuda-check"
 ARCHS = {"sm75": "sm_75", "sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a"}
 ENVIRONMENT = {"EPILOQ_CUDA": "ON", "EPILOQ_ARCHS": "75;80;89;90", "EPILOQ_OLD_ON_NEW": "OFF"}
-MMA_KERNELS = ("decode_kernel",)  # use mma.sync on SM90 too, which is faster for the smallest M
+MMA_KERNELS = ("decode_kernel", "gemv_kernel")  # use mma.sync on SM90 too, which is faster for the smallest M
 
 
 def build(log: Path) -> Path:

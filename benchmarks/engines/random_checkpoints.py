@@ -18,7 +18,9 @@ from epiloq.bench.models.plan import SHAPES
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
+FP4: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
 PER_GROUP: dict[str, Any] = {"strategy": "group", "group_size": 128, "dynamic": False}
+NVFP4_GROUPS: dict[str, Any] = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 PER_CHANNEL: dict[str, Any] = {"strategy": "channel", "dynamic": False}
 PER_TOKEN: dict[str, Any] = {"strategy": "token", "dynamic": True}
 # Format, weights and input activations, as compressed-tensors describes them.
@@ -28,7 +30,12 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "int8": ("int-quantized", INT8 | PER_CHANNEL, INT8 | PER_TOKEN),
 }
 KINDS = [*COMPRESSED, "fp8-block", "mxfp4"]
-"""How matrices are quantised; mxfp4 is the format of GPT-OSS, and only its."""
+"""How matrices of models are quantised; mxfp4 is the format of GPT-OSS, and only its."""
+LAYERS_ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "w8a16": ("pack-quantized", INT8 | PER_GROUP, None),
+    "nvfp4": ("nvfp4-pack-quantized", FP4 | NVFP4_GROUPS, None),
+}
+"""Further kinds for `experts.py`, which writes no checkpoints."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": SHAPES["llama-3-8b"]
     | {
@@ -77,37 +84,42 @@ def config_of(model: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expected mxfp4 for gpt-oss-20b and another kind for other models, got {kind} for {model}")
     config: dict[str, Any] = {**MODELS[model], **sizes}
     config |= {"max_position_embeddings": 4096, "dtype": "bfloat16", "tie_word_embeddings": False}
+    experts = number_of_experts(config)
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])] if experts else []
+    return config | {"quantization_config": quantisation(kind, routers)}
+
+
+def quantisation(kind: str, routers: list[str]) -> dict[str, Any]:
+    """A checkpoint's ``quantization_config``; `routers` are the names of floating-point layers."""
     if kind == "fp8-block":
-        routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
-        quantisation: dict[str, Any] = {
+        return {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head", *(routers if number_of_experts(config) else [])],
+            "modules_to_not_convert": ["lm_head", *routers],
         }
-    elif kind == "mxfp4":
+    if kind == "mxfp4":
         floating = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": floating}
-    else:
-        form, weights, inputs = COMPRESSED[kind]
-        quantisation = {
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-            "format": form,
-            "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs},
-            },
-        }
-    return config | {"quantization_config": quantisation}
+        return {"quant_method": "mxfp4", "modules_to_not_convert": floating}
+    form, weights, inputs = (COMPRESSED | LAYERS_ALONE)[kind]
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form},
+        },
+    }
 
 
 def fill_weights(layer: Any) -> None:
     """Random numbers for a layer's own parameters in an engine, in place of those of a checkpoint.
 
     FP8 numbers are from 0.25 to 1 of either sign, so that products with their scales have about the variance 1 / K.
-    Bytes of MXFP4 weights are any, those of scales are E8M0 powers from 2^-7 to 2^-4.
+    Bytes of MXFP4 and NVFP4 weights are any. Scales of MXFP4 are E8M0 powers from 2^-7 to 2^-4; those of NVFP4 are FP8
+    numbers from 0.25 to 1, divided by a global scale of 64.
     """
     import torch
 
@@ -115,11 +127,14 @@ def fill_weights(layer: Any) -> None:
         values, is_scale = parameter.data, "scale" in name
         if values.dtype == torch.float8_e4m3fn:
             codes = values.view(torch.uint8).random_(0x28, 0x38)
-            codes.bitwise_or_(torch.empty_like(codes).random_(2).mul_(0x80))
+            if not is_scale:
+                codes.bitwise_or_(torch.empty_like(codes).random_(2).mul_(0x80))
         elif values.dtype == torch.uint8:
             values.random_(120, 124) if is_scale else values.random_(256)
         elif not values.is_floating_point():
             values.random_()
+        elif "global_scale" in name:
+            values.fill_(64)
         elif is_scale:
             values.uniform_(0.02, 0.04)
         elif "bias" in name:

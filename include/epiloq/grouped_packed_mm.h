@@ -11,8 +11,8 @@
 namespace epiloq {
 
 // A kernel by name, for tests and tuning: a row of kRows in src/kernels/launch/grouped_packed_mm.h or, counted on, of
-// kExpertRows and kExpertDecodeRows in expert_tiles.h; and the number of slices that K is split into (one CTA of a
-// cluster each, on SM90).
+// kExpertRows and kExpertDecodeRows in expert_tiles.h and kExpertGemvRows in expert_gemv.h; and the number of slices
+// that K is split into (one CTA of a cluster each, on SM90).
 struct GroupedPackedMmKernel {
   int row = 0;
   int split = 1;

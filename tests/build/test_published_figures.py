@@ -65,10 +65,8 @@ def test_w4a8_and_experts_beside_vllm() -> None:
         assert peer != "vllm_us" or f"{min(means):.2f} to {max(means):.2f} times vLLM" in readme
     ratios: dict[tuple[str, str], list[float]] = {}
     record = load("nvidia-h200/mixtures/vllm_experts")
-    later = {(row["experts"], row["kind"], row["tokens"]): row["epiloq_us"] for row in record["later"]["rows"]}
-    for row in record["rows"]:
-        us = later.get((row["experts"], row["kind"], row["tokens"]), row["epiloq_us"])
-        ratios.setdefault((row["experts"], row["kind"]), []).append(row["vllm_us"] / us)
+    for row in record["rows"] + record["earlier"]["rows"]:
+        ratios.setdefault((row["experts"], row["kind"]), []).append(row["vllm_us"] / row["epiloq_us"])
     for layer, of_layer in ratios.items():
         assert is_published([f"{ratio:.2f}" for ratio in of_layer], "docs/guide/engines.md"), layer
     every = [ratio for of_layer in ratios.values() for ratio in of_layer]
@@ -76,14 +74,22 @@ def test_w4a8_and_experts_beside_vllm() -> None:
 
 
 def test_whole_engines_with_experts() -> None:
-    found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+    found: dict[tuple[str, str, int], dict[str, dict[str, float]]] = {}
     for row in load("nvidia-h200/engines")["mixtures"]["rows"]:
-        found.setdefault((row["model"], row["batch"]), {})[row["contender"]] = row
+        found.setdefault((row["model"], row["kind"], row["batch"]), {})[row["contender"]] = row
     for of_batch in found.values():
         vllm, own = of_batch["vllm"], of_batch["epiloq"]
         rates = [f"{vllm['tok_s']:,.0f}", f"{own['tok_s']:,.0f} ({own['tok_s'] / vllm['tok_s']:.2f}x)"]
         steps = [f"{vllm['step_ms']:.2f}", f"{own['step_ms']:.2f} ({vllm['step_ms'] / own['step_ms']:.2f}x)"]
         assert is_published([*rates, *steps], "docs/guide/engines.md"), of_batch
+
+
+def test_gemv_for_experts() -> None:
+    for row in load("nvidia-h200/mixtures/many_experts")["gemv"]["rows"]:
+        if "chosen" in row:
+            before, us = row["us"]["before"], row["us"][row["chosen"]]
+            numbers = [f"{before:.1f}", f"{us:.1f}", f"{100 * row['bytes_us'] / us:.0f} %"]
+            assert is_published([str(row["tokens"]), *numbers]), row
 
 
 def test_tiles_for_experts_with_few_rows() -> None:

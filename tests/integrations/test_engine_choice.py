@@ -33,8 +33,9 @@ def test_the_variable(monkeypatch: pytest.MonkeyPatch, message: str | None, expe
     assert chosen_layers() == expected
     for kind in KERNELS:
         possible, reason = runs_on(kind, None)
-        assert possible == (kind in expected)
-        assert possible or reason == f"{VARIABLE} leaves out {kind}"
+        on_hopper = message is None and kind.endswith("-experts") and "fp8" not in kind
+        assert possible == (kind in expected and not on_hopper)
+        assert possible or on_hopper or reason == f"{VARIABLE} leaves out {kind}"
 
 
 @pytest.mark.parametrize("message", ["int4", "int8 fp8"])
@@ -72,6 +73,18 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, kind: str, capability: int, reaso
     monkeypatch.setattr(_core, "built_archs", lambda: ["sm90"])
     assert runs_on("int8", 80) == (False, "this build of epiloq has no kernels for sm75, sm80")
     assert runs_on("int8", 90) == (True, None)
+
+
+@pytest.mark.parametrize("kind", ["w4a16-experts", "w8a16-experts", "int8-experts", "mxfp4-experts", "nvfp4-experts"])
+@pytest.mark.parametrize("capability", [80, 89, None])
+def test_experts_run_by_default_where_they_were_compared(
+    monkeypatch: pytest.MonkeyPatch, kind: str, capability: int | None
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(_core, "built_archs", lambda: ["sm75", "sm80", "sm89", "sm90"])
+    assert runs_on(kind, 90) == (True, None)
+    message = f"{kind} was compared on compute capability 9.0 alone; {VARIABLE}={kind} selects epiloq's"
+    assert runs_on(kind, capability) == (False, message)
 
 
 def test_the_entry_points_are_functions_that_bring_no_engine_along() -> None:

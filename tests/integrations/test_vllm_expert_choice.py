@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
+from epiloq.integrations.engines.choice import VARIABLE
 from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
 from epiloq.integrations.vllm import expert_offers
 from epiloq.integrations.vllm import experts as plugin
@@ -72,6 +73,22 @@ def test_unsupported_layers_are_left_to_the_engine(
     assert not isinstance(method, plugin.EpiloqExperts)
     left = f"epiloq leaves {form.kind} to vLLM's {type(method).__name__}: {reason}"
     assert [message for message in messages if message.startswith(left)], messages
+
+
+@pytest.mark.parametrize(
+    ("name", "fewest"),
+    [("words of 4 bits", 16), ("words of 8 bits", 16), ("NVFP4", 16), ("MXFP4", 0), ("int8", 0), ("FP8 in blocks", 0)],
+)
+def test_few_experts_are_left_to_the_engine_by_default(name: str, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "supported", lambda _: (True, None))
+    for chosen in (True, False):
+        if not chosen:
+            monkeypatch.delenv(VARIABLE)
+        for count in (15, 16):
+            with vllm_on_cpu.engine():
+                layer = vllm_on_cpu.experts(FORMATS[name].config(), count, 2, HIDDEN, INTERMEDIATE)
+            own = isinstance(layer.routed_experts.quant_method, plugin.EpiloqExperts)
+            assert own == (chosen or count >= fewest)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def choice(experts: int, n: int, k: int, rows: int, arch: str = "sm90") -> tuple
     ("experts", "n", "k", "rows", "expected"),
     [
         # CTAs of 128 weight rows by a tile, on 132 SMs with four each; the K steps of the SM with the most CTAs.
-        (128, 1536, 2048, 8, (8, 4)),  # 96: three of 4 steps, rather than four of 4 with five slices
+        (128, 1536, 2048, 9, (8, 8)),  # 108: eighths follow each other, 6.5 of 2, rather than four of 4
         (8, 4096, 7168, 8, (8, 4)),  # 256: two of 56; quarters follow each other, 7.8 of 14
         (8, 28672, 4096, 2, (8, 2)),  # 448: four of 32 on some SMs; halves follow each other, 6.8 of 16
         (8, 32768, 4096, 2, (8, 2)),  # 512: four of 32, 7.8 of 16
@@ -63,8 +63,9 @@ def test_older_architectures_do_not_split() -> None:
         assert choice(*sizes, arch="sm80") == (8, 1)
 
 
-SPLIT, TILES, NARROW, WIDE, WGMMA = (
-    "^grouped mma.sync, .* split-K [248]$",
+GEMV, SMALL_GEMV, TILES, NARROW, WIDE, WGMMA = (
+    "^grouped GEMV, .*x 8 warps",
+    "^grouped GEMV, .*x 4 warps",
     "^grouped sm90 mma.sync, 64 weight rows x 8 to 24 tokens",
     "^grouped sm90 mma.sync, 128 weight rows x 8 to 16 tokens",
     "^grouped sm90 mma.sync, 128 weight rows x 8 to 24 tokens",
@@ -76,15 +77,22 @@ SPLIT, TILES, NARROW, WIDE, WGMMA = (
     ("format", "experts", "n", "k", "rows", "expected"),
     [
         # 132 SMs with three CTAs each of 64 rows, three of 128 rows, four with fewer tokens, or one of WGMMA's 256.
-        ("int", 128, 1536, 2048, 8, TILES),
+        # GEMV: 264 CTAs of 8 warps at a time, or 528 of 4, each with 32 rows, for at most 8 rows of x.
+        ("int", 128, 1536, 2048, 8, SMALL_GEMV),
+        ("int", 128, 2048, 768, 8, SMALL_GEMV),  # 498
+        ("int", 128, 2176, 768, 8, TILES),  # 529
+        ("int", 128, 1536, 2048, 9, TILES),
         ("int", 128, 1536, 2048, 32, WIDE),  # three quarters of a wave, where TILES needs two
         ("int", 128, 1536, 2048, 128, NARROW),
         ("int", 128, 1536, 2048, 1024, NARROW),
         ("int", 128, 1536, 2048, 1152, WGMMA),
-        ("int", 8, 4096, 7168, 2, SPLIT),  # two experts, 128 tiles of 64 rows
+        ("int", 8, 4096, 7168, 2, GEMV),  # 240
+        ("int", 8, 4096, 7168, 4, SMALL_GEMV),  # 424
         ("int", 8, 4096, 7168, 8, TILES),
         ("int", 8, 4096, 7168, 32, WGMMA),  # 128 tiles
-        ("mxfp4", 32, 5760, 2880, 4, TILES),
+        ("mxfp4", 32, 5760, 2880, 4, TILES),  # 687 CTAs
+        ("mxfp4", 32, 2880, 2880, 4, SMALL_GEMV),
+        ("nvfp4", 8, 4096, 14336, 2, GEMV),
         ("mxfp4", 32, 5760, 2880, 8, WIDE),
         ("mxfp4", 32, 5760, 2880, 64, NARROW),
         ("mxfp4", 32, 2880, 2880, 64, WIDE),

@@ -83,19 +83,24 @@ def test_against_float64(
         assert torch.equal(out[sum(rows) :].view(torch.int16), before[sum(rows) :].view(torch.int16))
 
 
-# Of GroupedPackedMmKernel: tiles, persistent WGMMA (in the second row with rounded weights), persistent mma.sync.
-MMA_SYNC_ROWS, WGMMA_ROWS, DECODE_ROWS = (0, 1, 2, 3), (4, 5), (6, 7, 8)
-PERSISTENT_ROWS = WGMMA_ROWS + DECODE_ROWS
+# Of GroupedPackedMmKernel: tiles, persistent WGMMA (in the second row with rounded weights), persistent mma.sync, GEMV.
+MMA_SYNC_ROWS, WGMMA_ROWS, DECODE_ROWS, GEMV_ROWS = (0, 1, 2, 3), (4, 5), (6, 7, 8), (9, 10)
+SM90_ROWS = WGMMA_ROWS + DECODE_ROWS + GEMV_ROWS
 
 
 def skip_unless_compiled(row: int) -> None:
-    if row in PERSISTENT_ROWS and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("WGMMA and TMA are SM90's")
+    if row in SM90_ROWS and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for SM90 alone")
+
+
+def kernel_of(row: int, k: int) -> tuple[int, int]:
+    """Row and slices of K, of which GEMV's second row has three."""
+    return row, min(3, -(-k // 128)) if row == GEMV_ROWS[1] else 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 256), (8, -1)])
-@pytest.mark.parametrize("row", MMA_SYNC_ROWS + PERSISTENT_ROWS)
+@pytest.mark.parametrize("row", MMA_SYNC_ROWS + SM90_ROWS)
 def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dtype) -> None:
     """Whatever dispatch chooses; also of experts whose matrices are apart from tiles, and with a bias."""
     skip_unless_compiled(row)
@@ -107,7 +112,7 @@ def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dt
         out, w = poisoned((len(x), n), dtype, "cuda"), weight.packed
         before, ends = out.clone(), ends_of(counts)
         arguments = (out, x, w.q, w.scale, w.zero, None, bias, None, ends, False, "int", bits, w.n, k, w.group_size)
-        assert _core.grouped_packed_mm(*arguments, (row, 1))
+        assert _core.grouped_packed_mm(*arguments, kernel_of(row, k))
         for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
             if end > begin:
                 of, rounded = of_expert(weight, expert, n), row == WGMMA_ROWS[-1]
@@ -117,7 +122,7 @@ def test_each_kernel(seed: int, row: int, bits: int, group: int, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", ["symmetric", "zero"])
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (384, 128), (1032, 128)])
-@pytest.mark.parametrize("row", PERSISTENT_ROWS)
+@pytest.mark.parametrize("row", SM90_ROWS)
 def test_ctas_with_many_tiles(seed: int, row: int, k: int, group: int, kind: str) -> None:
     """Of several experts each, with few and many K steps: barriers, buffers and sums of one tile after the other."""
     skip_unless_compiled(row)
@@ -128,11 +133,11 @@ def test_ctas_with_many_tiles(seed: int, row: int, k: int, group: int, kind: str
     for _ in range(3):
         out = poisoned((len(x), n), dtype, "cuda")
         arguments = (out, x, w.q, w.scale, w.zero, None, None, None, ends, False, "int", 4, w.n, w.k, w.group_size)
-        assert _core.grouped_packed_mm(*arguments, (row, 1))
+        assert _core.grouped_packed_mm(*arguments, kernel_of(row, k))
         assert_experts_close(out, x, weight, counts, n, rounded_weights=row == WGMMA_ROWS[-1])
 
 
-@pytest.mark.parametrize("row", (0, WGMMA_ROWS[0], *DECODE_ROWS))
+@pytest.mark.parametrize("row", (0, WGMMA_ROWS[0], *DECODE_ROWS, *GEMV_ROWS))
 def test_masked_experts_of_each_kernel(seed: int, row: int) -> None:
     skip_unless_compiled(row)
     rows, n, k, most = (3, 0, 20, 33, 1), 144, 136, 33
@@ -142,7 +147,7 @@ def test_masked_experts_of_each_kernel(seed: int, row: int) -> None:
     out = poisoned((len(rows), most, n), torch.bfloat16, "cuda")
     before = out.clone()
     arguments = (out, x, w.q, w.scale, w.zero, None, None, None, counts, True, "int", 4, w.n, w.k, w.group_size)
-    assert _core.grouped_packed_mm(*arguments, (row, 1))
+    assert _core.grouped_packed_mm(*arguments, kernel_of(row, k))
     for expert, count in enumerate(rows):
         if count:
             assert_close(out[expert, :count], x[expert, :count], of_expert(weight, expert, n))
@@ -165,7 +170,7 @@ def test_masked_and_strided(seed: int, scale_dtype: torch.dtype) -> None:
             assert torch.equal(out[expert, count:].view(torch.int16), before[expert, count:].view(torch.int16))
 
 
-@pytest.mark.parametrize("row", [0, *PERSISTENT_ROWS])
+@pytest.mark.parametrize("row", [0, *SM90_ROWS])
 def test_invalid_expert_ends_do_not_write_elsewhere(seed: int, row: int) -> None:
     """Beside the rows of the output; compute-sanitizer sees reads, too."""
     skip_unless_compiled(row)
@@ -270,7 +275,7 @@ def test_fp4(seed: int, m: int, kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
-@pytest.mark.parametrize("row", (0, *PERSISTENT_ROWS))
+@pytest.mark.parametrize("row", (0, *SM90_ROWS))
 def test_each_kernel_of_fp4(seed: int, row: int, kind: str, dtype: torch.dtype) -> None:
     skip_unless_compiled(row)
     if row in WGMMA_ROWS and (kind, dtype) == ("mxfp4", torch.float16):
@@ -285,7 +290,7 @@ def test_each_kernel_of_fp4(seed: int, row: int, kind: str, dtype: torch.dtype) 
         out, ends = poisoned((len(x), n), dtype, "cuda"), ends_of(counts)
         before, numbers = out.clone(), (4, len(dense), k, 32 if kind == "mxfp4" else 16)
         assert _core.grouped_packed_mm(
-            out, x, q, scale, None, None, bias, factor, ends, False, kind, *numbers, (row, 1)
+            out, x, q, scale, None, None, bias, factor, ends, False, kind, *numbers, kernel_of(row, k)
         )
         for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
             w, of = dense[expert * n : (expert + 1) * n] * factor[expert].double(), x[begin:end].double()
@@ -296,7 +301,7 @@ def test_each_kernel_of_fp4(seed: int, row: int, kind: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("byte", [0, 1, 127, 128, 252, 254, 255])
-@pytest.mark.parametrize("row", (0, *PERSISTENT_ROWS))
+@pytest.mark.parametrize("row", (0, *SM90_ROWS))
 def test_smallest_and_largest_scales_of_mxfp4(seed: int, row: int, byte: int) -> None:
     """The byte is of one row and block, beside others of up to 1: products that float32 represents, or NaN for 255."""
     skip_unless_compiled(row)
@@ -318,7 +323,8 @@ def test_smallest_and_largest_scales_of_mxfp4(seed: int, row: int, byte: int) ->
         x[:, 96:128] *= 2.0**-60  # sums in the range of bfloat16
     out, ends = poisoned((len(x), n), torch.bfloat16, "cuda"), ends_of(counts)
     numbers = (4, len(dense), k, 32)
-    assert _core.grouped_packed_mm(out, x, q, scale, None, None, None, None, ends, False, "mxfp4", *numbers, (row, 1))
+    arguments = (out, x, q, scale, None, None, None, None, ends, False, "mxfp4", *numbers)
+    assert _core.grouped_packed_mm(*arguments, kernel_of(row, k))
     for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
         w, of = dense[expert * n : (expert + 1) * n], x[begin:end].double()
         exact, size = of @ w.t(), of.abs() @ w.abs().t()

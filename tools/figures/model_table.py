@@ -40,6 +40,7 @@ def label(row: Measured) -> str:
     """Label of a contender in tables."""
     parts = [] if row.head is None else [f"head `{row.head}`"]
     parts += [] if row.cache is None else [f"{row.cache} cache"]
+    parts += [f"`{pattern}` in bf16" for pattern in row.ignore]
     name = "bf16" if row.scheme == "none" else f"`{row.scheme}`"
     return ", ".join((name, *parts))
 

@@ -55,6 +55,14 @@ struct ExpertDecode {
   }
 };
 
+struct ExpertGemv {
+  template <int kRow, DType kX, Format kOf>
+  static constexpr Launch of() {
+    if constexpr (EPILOQ_HAS_SM90) return &launch_expert_gemv<kRow, kX, kOf>;
+    return nullptr;
+  }
+};
+
 using ByFormat = std::array<Launch, kFormats>;
 using ByType = std::array<ByFormat, 2>;
 
@@ -81,6 +89,8 @@ ByType const& row_of(Choice const& choice) {
       return kTable<Experts, kExpertRows.size()>[choice.row];
     case Family::kExpertDecode:
       return kTable<ExpertDecode, kExpertDecodeRows.size()>[choice.row];
+    case Family::kExpertGemv:
+      return kTable<ExpertGemv, kExpertGemvRows.size()>[choice.row];
     default:
       return kTable<Tiles, kRows.size()>[choice.row];
   }

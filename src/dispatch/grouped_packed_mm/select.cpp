@@ -72,11 +72,32 @@ Choice expert_decode_of(Problem const& p, Format format, int row) {
   return {format, row, most_tiles(p, decode_config(row, format).tokens), 1, Family::kExpertDecode};
 }
 
+bool has_expert_gemv(Problem const& p, Target const& target) { return target.has_wgmma && p.counts != nullptr; }
+Choice expert_gemv_of(Problem const& p, Format format, int row, int split) {
+  return {format, row, most_tiles(p, weight_only_mm::kGemvTokens), split, Family::kExpertGemv};
+}
+
 // Tiles of `rows` weight rows of the experts that have tokens, if each token's expert is random and a tile holds all
 // tokens of its expert.
 double tiles_of_experts(Problem const& p, int rows) {
   double const with_tokens = p.masked ? p.experts : p.experts * (1 - std::pow(1 - 1. / p.experts, p.product.m));
   return with_tokens * ceil_div(p.product.weight.n, rows);
+}
+
+// The GEMV of experts whose CTAs are likely to be all resident at the same time: with the most warps of these. For more
+// CTAs, whose K steps are few, the persistent kernels are faster.
+std::optional<Choice> expert_gemv_of(Problem const& p, Format format, Target const& target) {
+  int const most_tokens = weight_only_mm::kGemvTokens;
+  if (p.product.m > most_tokens || !has_expert_gemv(p, target)) return std::nullopt;
+  double const ctas = tiles_of_experts(p, kExpertGemvTileRows);
+  int const stage = panel_bytes(p.product.weight, format, kExpertGemvPanels) + token_bytes(p.product.m);
+  for (int row = 0; row < static_cast<int>(kExpertGemvRows.size()); ++row) {
+    ExpertGemvConfig const& c = kExpertGemvRows[row];
+    int const bytes = kExpertWorkBytes + c.warps * kExpertGemvStages * stage + kReservedPerCta;
+    int const resident = std::min(c.blocks, (target.shared_bytes + kReservedPerCta) / bytes);
+    if (ctas <= resident * target.sm_count) return expert_gemv_of(p, format, row, 1);
+  }
+  return std::nullopt;
 }
 
 // The persistent kernel for experts with few tokens each that takes the shortest time. None for many tokens, or where
@@ -203,6 +224,7 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (p.batch_invariant) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
+  if (std::optional<Choice> const gemv = expert_gemv_of(p, format, target)) return *gemv;
   if (std::optional<Choice> const few = few_tokens_of(p, x, format, target)) return *few;
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
     // Masked experts have room for many rows, but usually few.
@@ -229,10 +251,15 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target, Gr
       has_expert_decode(p, x, format, target)) {
     return expert_decode_of(p, format, of_decode);
   }
+  int const of_gemv = of_decode - static_cast<int>(kExpertDecodeRows.size());
+  int const most = most_split(p.product.weight.padded_k / kPadding, target);
+  if (of_gemv >= 0 && of_gemv < static_cast<int>(kExpertGemvRows.size()) && kernel.split >= 1 && kernel.split <= most &&
+      has_expert_gemv(p, target)) {
+    return expert_gemv_of(p, format, of_gemv, kernel.split);
+  }
   if (kernel.row < 0 || kernel.row >= rows || !fits(p, format, kRows[kernel.row], target)) {
     check.fail("kernel", "expected a row below ", rows, " that fits shared memory, got ", kernel.row);
   }
-  int const most = most_split(p.product.weight.padded_k / kPadding, target);
   if (kernel.split < 1 || kernel.split > most) {
     check.fail("kernel", "expected 1 to ", most, " slices of K, got ", kernel.split);
   }
@@ -258,6 +285,11 @@ std::string describe(Choice const& choice) {
     weight_only_mm::DecodeConfig const c = decode_config(choice.row, choice.format);
     text << "grouped sm90 mma.sync, " << c.rows() << " weight rows x " << kDecodeChunk << " to " << c.tokens
          << " tokens, " << choice.tiles << " tiles of tokens at most";
+    return text.str();
+  }
+  if (choice.family == Family::kExpertGemv) {
+    text << "grouped GEMV, mma.sync, " << kExpertGemvTileRows << " weight rows x " << kExpertGemvRows[choice.row].warps
+         << " warps, " << choice.tiles << " tiles of tokens at most, split-K " << choice.split;
     return text.str();
   }
   if (choice.family == Family::kGemv) {

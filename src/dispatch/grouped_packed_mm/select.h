@@ -5,16 +5,17 @@
 
 #include "core/target.h"
 #include "epiloq/grouped_packed_mm.h"
+#include "kernels/launch/expert_gemv.h"
 #include "kernels/launch/expert_tiles.h"
 #include "kernels/launch/fp4_wgmma.h"
 
 namespace epiloq::ops::grouped_packed_mm {
 
-enum class Family { kTiles, kGemv, kWgmma, kExperts, kExpertDecode };
+enum class Family { kTiles, kGemv, kWgmma, kExperts, kExpertDecode, kExpertGemv };
 
 struct Choice {
   Format format;
-  int row;    // of the family's table: kRows, kGemvRows, kWgmmaRows, kExpertRows or kExpertDecodeRows
+  int row;    // of the family's table: kRows, kGemvRows, kWgmmaRows, kExpertRows, kExpertDecodeRows, kExpertGemvRows
   int tiles;  // of tokens, at most
   int split;
   Family family = Family::kTiles;
@@ -38,8 +39,9 @@ inline constexpr int kMostExpertDecodeRows = 8, kMostFp4ExpertDecodeRows = 12;
 inline constexpr int kWgmmaFromRows = 17, kDenseFromRows = 65;
 
 // For one matrix of FP4 weights a GEMV at small M and WGMMA at large M, unless batch invariance is on.
-// For experts the persistent kernels, WGMMA at many rows per expert, unless they have too few tiles for the SMs.
-// Otherwise the narrowest tile that holds an expert's rows on average. K is split so that the CTAs fill the device.
+// For experts the GEMV at few tokens, while its CTAs fit the device; then the persistent kernels, WGMMA at many rows
+// per expert, unless they have too few tiles for the SMs. Otherwise the narrowest tile that holds an expert's rows on
+// average. K is split so that the CTAs fill the device.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target);
 // The given kernel. Throws InvalidArgument if it does not exist or does not fit.
 Choice choose(Problem const& problem, DType x, Format format, Target const& target,

@@ -4,6 +4,7 @@
 // alternate K steps, each with its own pipeline of weights and tokens: the main loop has no barrier, and enough loads
 // are in flight to saturate memory. The CTAs of a cluster split K if there are few rows.
 
+#include "kernels/common/ptx/cta.cuh"
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
 #include "kernels/common/w4a16/split_k.cuh"
@@ -18,7 +19,7 @@ struct GemvPipeline {
   int stages;
   int scratch;                    // bytes behind the stages, for Products
   int received;                   // before all pipelines, for other CTAs' sums
-  float const* factor = nullptr;  // of all sums of FP4 weights; null: 1
+  float const* factor = nullptr;  // of all sums, of each expert's; null: 1
 
   __host__ __device__ int warp_bytes() const { return stages * bytes + scratch; }
 };
@@ -79,8 +80,8 @@ struct HalfProducts {
     W::multiply(sums, p.weight, layout, stage, [&](int, int block) { return load_tokens(tokens + read_at.at(block)); });
   }
 
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, GemvPipeline const&) {
-    W::store(target, stride, sums, Fragment<T, kBits>::kUnit);
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, float factor) {
+    W::store(target, stride, sums, Fragment<T, kBits>::kUnit * factor);
   }
 };
 
@@ -132,13 +133,13 @@ __device__ void reduce_and_store(Problem const& p, float* sums, int first_row, S
   });
 }
 
-// A CTA per kRows weight rows along x; the CTAs along y, a cluster, split K. Weights are loaded before pdl_wait
-// (problems/weight_only.h). A warp's pipeline: `to` is its first stage; `read` and `write` are the byte offsets of the
-// stage to multiply and of the one to refill.
+// A CTA's tile of S::kRows weight rows by all tokens; the CTAs along y, a cluster, split K. Weights are loaded before
+// pdl_wait (problems/weight_only.h), unless the caller has waited. `memory`: the CTA's from there on. A warp's
+// pipeline: `to` is its first stage; `read` and `write` are the byte offsets of the stage to multiply and of the one to
+// refill.
 template <class S, class T>
-__global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
-                                                                       __grid_constant__ GemvPipeline const pipeline) {
-  extern __shared__ __align__(kSharedLine) std::uint8_t memory[];
+__device__ __forceinline__ void multiply_gemv(Problem const& p, GemvPipeline const& pipeline, int row_tile,
+                                              float const* factor, std::uint8_t* memory) {
   using Products = typename S::Products;
   std::uint8_t* const shared = memory + pipeline.received;
   constexpr int kWarps = S::kWarps, kAhead = S::kStages - 1;
@@ -149,7 +150,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   // CTAs begin at different steps, so that they read different tokens from L2 at a time. A prime, of which the number
   // of steps is unlikely to be a multiple.
   constexpr int kApart = 23;
-  int const begin = blockIdx.x * kApart % steps;
+  int const begin = row_tile * kApart % steps;
   auto const step_of = [&](int iteration) {
     int const step = begin + warp + iteration * kWarps;
     return first_step + (step < steps ? step : step - steps);
@@ -162,7 +163,7 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
     cluster_arrive();
   }
   pdl_trigger();
-  typename Products::W::Source const source(p.weight, pipeline.weights, blockIdx.x * (S::kRows / kPanelRows));
+  typename Products::W::Source const source(p.weight, pipeline.weights, row_tile * (S::kRows / kPanelRows));
   std::uint8_t* const stages = shared + warp * pipeline.warp_bytes();
   SharedAddress const to = shared_address(stages), scratch = to + S::kStages * pipeline.bytes;
   int const tokens_at = pipeline.weights.bytes, early = min(kAhead, iterations);
@@ -202,8 +203,15 @@ __global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_co
   cp_async_wait<0>();
   __syncthreads();  // the sums replace the pipelines
   auto* const all_sums = reinterpret_cast<float*>(shared);
-  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums, pipeline);
-  reduce_and_store<T, S>(p, all_sums, blockIdx.x * S::kRows, reduction);
+  Products::store(all_sums + warp * S::kWarpSums, S::kSumStride, sums, factor != nullptr ? __ldg(factor) : 1.f);
+  reduce_and_store<T, S>(p, all_sums, row_tile * S::kRows, reduction);
+}
+
+// A CTA per S::kRows weight rows along x.
+template <class S, class T>
+__global__ __launch_bounds__(S::kThreads, S::kBlocks) void gemv_kernel(__grid_constant__ Problem const p,
+                                                                       __grid_constant__ GemvPipeline const pipeline) {
+  multiply_gemv<S, T>(p, pipeline, blockIdx.x, pipeline.factor, dynamic_smem);
 }
 
 }  // namespace epiloq::ops::weight_only_mm

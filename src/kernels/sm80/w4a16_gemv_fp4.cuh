@@ -74,9 +74,8 @@ struct Fp4Products {
                 [&](int tile, int block) { return load_tokens(tokens + read_at[tile].at(block)); });
   }
 
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums,
-                                               GemvPipeline const& pipeline) {
-    W::store(target, stride, sums, W::F::kUnit * (pipeline.factor != nullptr ? __ldg(pipeline.factor) : 1.f));
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, float factor) {
+    W::store(target, stride, sums, W::F::kUnit * factor);
   }
 };
 

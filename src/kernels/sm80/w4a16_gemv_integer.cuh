@@ -260,14 +260,14 @@ struct IntegerProducts {
   }
 
   // To shared memory, [token][row], tokens `stride` apart.
-  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, GemvPipeline const&) {
+  static __device__ __forceinline__ void store(float* target, int stride, Sums const& sums, float factor) {
     int const t = W::lane() % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kPanels; ++i) {
       float const* const two = sums[i / 2] + i % 2 * 2;
       float of_token = fmaf(two[0], 0x1p-8f, two[1]) * (t % 2 == 0 ? 0x1p-16f : 1.f);
       of_token += __shfl_xor_sync(~0u, of_token, 1);
-      if (t % 2 == 0) target[t / 2 * stride + 8 * i + W::lane() / 4] = of_token;
+      if (t % 2 == 0) target[t / 2 * stride + 8 * i + W::lane() / 4] = of_token * factor;
     }
   }
 };

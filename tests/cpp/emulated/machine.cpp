@@ -171,6 +171,7 @@ void Machine::resume(Thread* thread) {
   threadIdx = {thread->index, 0, 0}, blockDim = {launch_.threads, 1, 1};
   unsigned const index = thread->block->index, row = index / launch_.blocks;
   blockIdx = {index % launch_.blocks, row % launch_.rows, row / launch_.rows};
+  if (launch_.clusters_along_y) blockIdx = {index / launch_.rows % launch_.blocks, index % launch_.rows, 0};
   gridDim = {launch_.blocks, launch_.rows, launch_.planes};
   swapcontext(&scheduler_, &thread->context);
 }

@@ -26,6 +26,7 @@ struct Launch {
   unsigned blocks, threads, cluster;  // of the grid along x, a block, and blocks a cluster
   std::size_t shared_bytes;           // a block
   unsigned rows = 1, planes = 1;      // of the grid, along y and z
+  bool clusters_along_y = false;      // of one plane
 };
 // Runs a kernel in a schedule that the next of the seed's random numbers say, one cluster after the other.
 void run(Launch const& launch, std::function<void()> const& kernel);

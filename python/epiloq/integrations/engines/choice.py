@@ -26,10 +26,11 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "nvfp4-experts": (90,),
 }
 """Kinds of layers, with the architectures that have tensor-core kernels for them."""
-BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16", "fp8-block-experts", "fp8-experts")
+_ON_HOPPER = ("w4a16-experts", "w8a16-experts", "int8-experts", "mxfp4-experts", "nvfp4-experts")
+"""Kinds that epiloq runs by default on compute capability 9.0 alone, as they were compared on no other GPU."""
+BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16", "fp8-block-experts", "fp8-experts", *_ON_HOPPER)
 """The kinds that epiloq runs by default. Other linear layers dequantise the whole weight in each call with more than 64
-tokens, so the engine's own kernels may be faster for long prompts. Some of the other experts are slower than vLLM's for
-few tokens; those of 4 and 8 bits with 16-bit activations were not compared (docs/guide/engines.md)."""
+tokens, so the engine's own kernels may be faster for long prompts."""
 _NEWEST = 90
 
 
@@ -62,6 +63,9 @@ def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
     """
     if kind not in chosen_layers():
         return False, f"{VARIABLE} leaves out {kind}"
+    is_asked_for = VARIABLE in os.environ
+    if kind in _ON_HOPPER and capability != _NEWEST and not is_asked_for:
+        return False, f"{kind} was compared on compute capability 9.0 alone; {VARIABLE}={kind} selects epiloq's"
     if capability is None:
         return True, None
     if capability // 10 > _NEWEST // 10:

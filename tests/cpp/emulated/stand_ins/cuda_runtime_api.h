@@ -29,9 +29,11 @@ inline unsigned __vcmpne4(unsigned a, unsigned b) {
   for (int byte = 0; byte < 32; byte += 8) result |= ((a ^ b) >> byte & 0xff) != 0 ? 0xffu << byte : 0;
   return result;
 }
+// Lanes count from the first of `width` that the caller's lane is in.
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  return std::bit_cast<T>(emulated::shuffle(std::bit_cast<std::uint32_t>(value), lane));
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+  int const first = static_cast<int>(threadIdx.x % 32) / width * width;
+  return std::bit_cast<T>(emulated::shuffle(std::bit_cast<std::uint32_t>(value), first + lane % width));
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits) {
@@ -52,6 +54,11 @@ inline int __any_sync(unsigned, int predicate) {
   for (int lane = 0; lane < 32; ++lane) any |= emulated::shuffle(predicate != 0, lane);
   return any;
 }
+template <class T>
+T __ldg(T const* from) {
+  return *from;
+}
+inline void* __cvta_generic_to_global(void* at) { return at; }
 inline void __syncwarp() { emulated::sync_warp(); }
 inline void __syncthreads() { emulated::sync_threads(); }
 

@@ -17,10 +17,20 @@ inline uint4 load_dsmem(SharedAddress address, int rank) {
   std::memcpy(&value, emulated::memory_at(emulated::dsmem_address(address, rank), sizeof value), sizeof value);
   return value;
 }
+inline float load_dsmem_float(float const* shared, int rank) {
+  float value;
+  SharedAddress const there = emulated::dsmem_address(emulated::address_of(shared), rank);
+  std::memcpy(&value, emulated::memory_at(there, sizeof value), sizeof value);
+  return value;
+}
 inline SharedAddress dsmem_address(SharedAddress here, int rank) { return emulated::dsmem_address(here, rank); }
 template <class T>
 void st_async(SharedAddress to, T const& value, SharedAddress barrier) {
   emulated::st_async(to, &value, sizeof value, barrier);
+}
+inline void init_dsmem_barrier(SharedAddress barrier, int bytes) {
+  emulated::mbarrier_init(barrier, 1);
+  emulated::mbarrier_expect_tx(barrier, bytes);
 }
 inline void wait_dsmem_barrier(SharedAddress barrier) { emulated::mbarrier_wait(barrier, 0); }
 

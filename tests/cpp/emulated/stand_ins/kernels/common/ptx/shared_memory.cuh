@@ -14,6 +14,7 @@ T load_from(SharedAddress from) {
 }
 inline float load_shared(SharedAddress from) { return load_from<float>(from); }
 inline float2 load_shared_pair(SharedAddress from) { return load_from<float2>(from); }
+inline float4 load_shared_four(SharedAddress from) { return load_from<float4>(from); }
 inline std::uint32_t load_shared_bits(SharedAddress from) { return load_from<std::uint32_t>(from); }
 inline void load_shared(std::uint32_t (&bits)[4], SharedAddress from) {
   std::memcpy(bits, emulated::memory_at(from, sizeof bits), sizeof bits);

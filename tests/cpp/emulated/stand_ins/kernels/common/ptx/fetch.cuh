@@ -1,0 +1,7 @@
+#pragma once
+
+namespace epiloq {
+
+inline void fetch_sector(void const*) {}
+
+}  // namespace epiloq
