@@ -88,15 +88,15 @@ ACCESSES = {
     "sm80/groupwise_gemm.cuh": (2, REFUSED + " The other is an atomic."),
     "sm80/online_quant_gemm.cuh": (3, SHARED),
     "sm80/online_quant_mainloop.cuh": (1, WORKSPACE),
-    "sm80/w4a16_gemm.cuh": (1, TOKENS),
-    "sm80/w4a16_gemv.cuh": (5, TOKENS + " The sums: " + SHARED),
-    "sm80/w4a16_gemv_fp4.cuh": (3, TOKENS),
-    "sm80/w4a16_gemv_integer.cuh": (7, TOKENS + " The rest: " + SHARED),
-    "sm80/w4a16_warp_tile.cuh": (
+    "sm80/w4a16/gemm.cuh": (1, TOKENS),
+    "sm80/w4a16/gemv.cuh": (5, TOKENS + " The sums: " + SHARED),
+    "sm80/w4a16/gemv_fp4.cuh": (3, TOKENS),
+    "sm80/w4a16/gemv_integer.cuh": (7, TOKENS + " The rest: " + SHARED),
+    "sm80/w4a16/warp_tile.cuh": (
         9,
         PACKED + " Parameters of a group are 16 rows of at least a byte. The rest: " + SHARED,
     ),
-    "sm80/w4a16_warp_tile_fp4.cuh": (3, PACKED + " Scales of a group are 16 bytes."),
+    "sm80/w4a16/warp_tile_fp4.cuh": (3, PACKED + " Scales of a group are 16 bytes."),
     "sm90/conv2d_w4a16_gemm.cuh": (2, "`has_chunks` and `image_map_of`: pointer and strides of x."),
     "sm90/groupwise_epilogue.cuh": (
         12,

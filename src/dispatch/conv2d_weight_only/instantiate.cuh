@@ -7,7 +7,7 @@
 #include "core/cuda_check.h"
 #include "dispatch/conv2d_weight_only/tables.h"
 #include "kernels/sm80/conv2d_w4a16_gemm.cuh"
-#include "kernels/sm80/w4a16_launch.cuh"
+#include "kernels/sm80/w4a16/launch.cuh"
 
 namespace epiloq::ops::conv2d_weight_only {
 

@@ -7,9 +7,9 @@
 #include "core/ceil_div.h"
 #include "core/cuda_check.h"
 #include "kernels/launch/grouped_packed_mm.h"
-#include "kernels/sm80/w4a16_expert_gemm.cuh"
-#include "kernels/sm80/w4a16_gemv_fp4.cuh"
-#include "kernels/sm80/w4a16_launch.cuh"
+#include "kernels/sm80/w4a16/expert_gemm.cuh"
+#include "kernels/sm80/w4a16/gemv_fp4.cuh"
+#include "kernels/sm80/w4a16/launch.cuh"
 
 namespace epiloq::ops::grouped_packed_mm {
 

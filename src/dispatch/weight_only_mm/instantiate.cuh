@@ -8,10 +8,10 @@
 #include "core/cuda_check.h"
 #include "dispatch/weight_only_mm/tables.h"
 #include "kernels/launch/weight_only_mm.h"
-#include "kernels/sm80/w4a16_gemm.cuh"
-#include "kernels/sm80/w4a16_gemv.cuh"
-#include "kernels/sm80/w4a16_gemv_integer.cuh"
-#include "kernels/sm80/w4a16_launch.cuh"
+#include "kernels/sm80/w4a16/gemm.cuh"
+#include "kernels/sm80/w4a16/gemv.cuh"
+#include "kernels/sm80/w4a16/gemv_integer.cuh"
+#include "kernels/sm80/w4a16/launch.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 

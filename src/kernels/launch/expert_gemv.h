@@ -1,7 +1,7 @@
 #pragma once
 
 // The launches of grouped_packed_mm's GEMV for experts (SM90): declared for dispatch/grouped_packed_mm, defined in
-// sm90/w4a16/expert_gemv.cuh, and instantiated a format at a time in sources that CMake expands from kernels.cu.in.
+// sm80/w4a16/expert_gemv.cuh, and instantiated a format at a time in sources that CMake expands from kernels.cu.in.
 
 #include "kernels/launch/grouped_packed_mm.h"
 

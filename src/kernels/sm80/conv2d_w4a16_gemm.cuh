@@ -4,7 +4,7 @@
 // time, zeros outside.
 
 #include "kernels/launch/conv2d_weight_only.h"
-#include "kernels/sm80/w4a16_gemm.cuh"
+#include "kernels/sm80/w4a16/gemm.cuh"
 
 namespace epiloq::ops::conv2d_weight_only {
 

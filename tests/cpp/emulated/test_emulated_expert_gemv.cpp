@@ -8,7 +8,7 @@
 
 #include "check.h"
 #include "core/half.h"
-#include "kernels/sm90/w4a16/expert_gemv.cuh"
+#include "kernels/sm80/w4a16/expert_gemv.cuh"
 #include "packed_values.h"
 
 using namespace epiloq;

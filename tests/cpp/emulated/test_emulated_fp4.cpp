@@ -9,7 +9,7 @@
 #include "check.h"
 #include "core/half.h"
 #include "kernels/common/ptx/cta.cuh"
-#include "kernels/sm80/w4a16_warp_tile_fp4.cuh"
+#include "kernels/sm80/w4a16/warp_tile_fp4.cuh"
 #include "packed_values.h"
 
 using namespace epiloq;

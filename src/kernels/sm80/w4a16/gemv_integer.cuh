@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "kernels/common/w4a16/config.h"
-#include "kernels/sm80/w4a16_warp_tile.cuh"
+#include "kernels/sm80/w4a16/warp_tile.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -136,7 +136,7 @@ struct TokenDigits {
   }
 };
 
-// See HalfProducts (w4a16_gemv.cuh).
+// See HalfProducts (gemv.cuh).
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct IntegerProducts {
   static constexpr int kTokens = kIntegerTokens;

@@ -6,8 +6,8 @@
 // slice of K.
 
 #include "kernels/common/w4a16/convert_fp4.cuh"
-#include "kernels/sm80/w4a16_expert_work.cuh"
-#include "kernels/sm80/w4a16_gemm.cuh"
+#include "kernels/sm80/w4a16/expert_work.cuh"
+#include "kernels/sm80/w4a16/gemm.cuh"
 
 namespace epiloq::ops::grouped_packed_mm {
 

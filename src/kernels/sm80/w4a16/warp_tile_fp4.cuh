@@ -4,7 +4,7 @@
 
 #include "core/ceil_div.h"
 #include "kernels/common/w4a16/fp4_step.cuh"
-#include "kernels/sm80/w4a16_warp_tile.cuh"
+#include "kernels/sm80/w4a16/warp_tile.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 

@@ -8,7 +8,7 @@
 #include "core/cuda_check.h"
 #include "epiloq/device.h"
 #include "kernels/common/occupancy.h"
-#include "kernels/sm80/w4a16_gemv.cuh"
+#include "kernels/sm80/w4a16/gemv.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 

@@ -1,11 +1,11 @@
 #pragma once
 
-// Products policy of the GEMV kernel for FP4 weights: up to 16 tokens of 16 bits. See HalfProducts in w4a16_gemv.cuh.
+// Products policy of the GEMV kernel for FP4 weights: up to 16 tokens of 16 bits. See HalfProducts in gemv.cuh.
 
 #include <utility>
 
-#include "kernels/sm80/w4a16_gemv.cuh"
-#include "kernels/sm80/w4a16_warp_tile_fp4.cuh"
+#include "kernels/sm80/w4a16/gemv.cuh"
+#include "kernels/sm80/w4a16/warp_tile_fp4.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 

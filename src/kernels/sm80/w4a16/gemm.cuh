@@ -6,7 +6,7 @@
 
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
-#include "kernels/sm80/w4a16_warp_tile.cuh"
+#include "kernels/sm80/w4a16/warp_tile.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 

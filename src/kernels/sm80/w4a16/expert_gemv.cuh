@@ -1,15 +1,15 @@
 #pragma once
 
-// SM90: the weight-only GEMV for a mixture of experts of which few have tokens, each up to 8 at a time
-// (grouped_packed_mm, packed_fp4_mm): the GEMV of one matrix, of an expert that each CTA finds. A CTA's warps alternate
-// K steps, so that few weight rows occupy the device. blockIdx.x enumerates the weight-row tiles of one token tile
-// after the other; CTAs without a tile come last.
+// Weight-only GEMV for a mixture of experts of which few have tokens, each up to 8 at a time (grouped_packed_mm,
+// packed_fp4_mm): the GEMV of one matrix, of an expert that each CTA finds. A CTA's warps alternate K steps, so that
+// few weight rows occupy the device. blockIdx.x enumerates the weight-row tiles of one token tile after the other; CTAs
+// without a tile come last. Compiled for SM90 alone, where it was measured.
 
 #include "core/ceil_div.h"
 #include "kernels/launch/expert_gemv.h"
-#include "kernels/sm80/w4a16_expert_work.cuh"
-#include "kernels/sm80/w4a16_gemv_fp4.cuh"
-#include "kernels/sm80/w4a16_launch.cuh"
+#include "kernels/sm80/w4a16/expert_work.cuh"
+#include "kernels/sm80/w4a16/gemv_fp4.cuh"
+#include "kernels/sm80/w4a16/launch.cuh"
 
 namespace epiloq::ops::grouped_packed_mm {
 

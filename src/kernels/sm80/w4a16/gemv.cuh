@@ -8,7 +8,7 @@
 #include "kernels/common/w4a16/config.h"
 #include "kernels/common/w4a16/epilogue.cuh"
 #include "kernels/common/w4a16/split_k.cuh"
-#include "kernels/sm80/w4a16_warp_tile.cuh"
+#include "kernels/sm80/w4a16/warp_tile.cuh"
 
 namespace epiloq::ops::weight_only_mm {
 
@@ -26,7 +26,7 @@ struct GemvPipeline {
 
 // Policy of a warp's products: the type of its sums, the largest number of tokens, the bytes of tokens in a stage and
 // of scratch, how tokens are loaded and multiplied, and how sums are stored. Here 16-bit tokens on 16-bit tensor cores;
-// for one or two tokens see w4a16_gemv_integer.cuh.
+// for one or two tokens see gemv_integer.cuh.
 template <class T, int kBits, int kGroups, bool kOffsets, int kPanels>
 struct HalfProducts {
   static constexpr int kTokens = kGemvTokens;
