@@ -20,6 +20,7 @@ FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
 FP4: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
 PER_GROUP: dict[str, Any] = {"strategy": "group", "group_size": 128, "dynamic": False}
+MXFP4_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NVFP4_GROUPS: dict[str, Any] = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 PER_CHANNEL: dict[str, Any] = {"strategy": "channel", "dynamic": False}
 PER_TOKEN: dict[str, Any] = {"strategy": "token", "dynamic": True}
@@ -33,9 +34,11 @@ KINDS = [*COMPRESSED, "fp8-block", "mxfp4"]
 """How matrices of models are quantised; mxfp4 is the format of GPT-OSS, and only its."""
 LAYERS_ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "w8a16": ("pack-quantized", INT8 | PER_GROUP, None),
+    "w8a16-fp8": ("float-quantized", FP8 | PER_CHANNEL, None),
     "nvfp4": ("nvfp4-pack-quantized", FP4 | NVFP4_GROUPS, None),
+    "mxfp4-linear": ("mxfp4-pack-quantized", FP4 | MXFP4_GROUPS, None),
 }
-"""Further kinds for `experts.py`, which writes no checkpoints."""
+"""Further kinds for `layers.py`, which writes no checkpoints."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": SHAPES["llama-3-8b"]
     | {

@@ -30,7 +30,7 @@ _ON_HOPPER = ("w4a16-experts", "w8a16-experts", "int8-experts", "mxfp4-experts",
 """Kinds that epiloq runs by default on compute capability 9.0 alone, as they were compared on no other GPU."""
 BY_DEFAULT = ("int8", "fp8", "fp8-block", "w4a16", "w8a16", "fp8-block-experts", "fp8-experts", *_ON_HOPPER)
 """The kinds that epiloq runs by default. Other linear layers dequantise the whole weight in each call with more than 64
-tokens, so the engine's own kernels may be faster for long prompts."""
+tokens (FP4 on compute capability 9.0 does not), so the engine's own kernels may be faster for long prompts."""
 _NEWEST = 90
 
 
