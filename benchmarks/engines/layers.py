@@ -19,6 +19,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ VARIABLE = "EPILOQ_ENGINE_LAYERS"
 CONTENDERS = {"vllm": "none", "epiloq": "all"}
 CALLS = 16
 REPLAYS = 20
+WARM_UP = 0.3  # seconds
 COLD_BYTES = 200_000_000  # of linear layers that follow each other: several times the L2 cache
 
 
@@ -176,6 +178,11 @@ def time_of(calls: list[Call], config: Any, tokens: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(calls, config, tokens)
+    # Clocks may be low after weights were packed on the host.
+    warm = time.perf_counter() + WARM_UP
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(8):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from epiloq.bench.models.plan import SHAPES
 
@@ -54,6 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "rope_theta": 1000000.0,
     },
+    "mixtral-8x7b": SHAPES["mixtral-8x7b"]
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+    },
     "gpt-oss-20b": SHAPES["gpt-oss-20b"]
     | {
         "architectures": ["GptOssForCausalLM"],
@@ -76,6 +82,18 @@ BLOCK = 128
 GROUP = 128
 
 
+class Names(NamedTuple):
+    """Of a decoder layer's MLP or experts, and their matrices."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+NAMES = {"mixtral": Names("block_sparse_moe", "w1", "w3", "w2")}
+
+
 def number_of_experts(config: dict[str, Any]) -> int:
     """0 for a dense model."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
@@ -88,7 +106,8 @@ def config_of(model: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {**MODELS[model], **sizes}
     config |= {"max_position_embeddings": 4096, "dtype": "bfloat16", "tie_word_embeddings": False}
     experts = number_of_experts(config)
-    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])] if experts else []
+    mlp = NAMES.get(config["model_type"], Names()).mlp
+    routers = [f"model.layers.{layer}.{mlp}.gate" for layer in range(config["num_hidden_layers"])] if experts else []
     return config | {"quantization_config": quantisation(kind, routers)}
 
 
@@ -110,7 +129,7 @@ def quantisation(kind: str, routers: list[str]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": form,
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "ignore": ["lm_head", r"re:.*\.gate$"],
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form},
         },
@@ -220,14 +239,16 @@ def _layer(config: dict[str, Any], kind: str, prefix: str) -> Iterator[tuple[str
     for name, (n, k) in attention.items():
         yield from _matrices(kind, [f"{prefix}.self_attn.{name}"], n, k)
     experts = number_of_experts(config)
-    intermediate = config["moe_intermediate_size" if experts else "intermediate_size"]
-    parents = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts)] if experts else [f"{prefix}.mlp"]
+    intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
+    names = NAMES.get(config["model_type"], Names())
+    mlp = f"{prefix}.{names.mlp}"
+    parents = [f"{mlp}.experts.{expert}" for expert in range(experts)] if experts else [mlp]
     if experts:
         # Wide logits: the last expert of a token has a small weight, so that rounding that changes it changes little.
-        yield f"{prefix}.mlp.gate.weight", _normal(experts, hidden, scale=2 * hidden**-0.5)
-    for name in ("gate_proj", "up_proj"):
+        yield f"{mlp}.gate.weight", _normal(experts, hidden, scale=2 * hidden**-0.5)
+    for name in (names.gate, names.up):
         yield from _matrices(kind, [f"{parent}.{name}" for parent in parents], intermediate, hidden)
-    yield from _matrices(kind, [f"{parent}.down_proj" for parent in parents], hidden, intermediate)
+    yield from _matrices(kind, [f"{parent}.{names.down}" for parent in parents], hidden, intermediate)
 
 
 def _scales(*shape: int, scale: float) -> Any:

@@ -41,6 +41,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 48,
         "vocab_size": 151936,
     },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,
