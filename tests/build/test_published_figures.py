@@ -73,6 +73,19 @@ def test_w4a8_and_experts_beside_vllm() -> None:
     assert f"experts {min(every):.2f} to {max(every):.2f} times vLLM" in readme
 
 
+def test_4_bit_checkpoints_in_vllm() -> None:
+    """Dense and with experts, compiled by vLLM or not; the smallest and the largest ratio."""
+    record = load("nvidia-h200/engines")
+    rates: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in (*record["rows"], *record["mixtures"]["rows"]):
+        if row["kind"] == "w4a16":
+            case = row.get("model"), row.get("compile"), row["batch"]
+            rates.setdefault(case, {})[row["contender"]] = row["tok_s"]
+    ratios = [of_case["epiloq"] / of_case["vllm"] for of_case in rates.values()]
+    readme = (documents.ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(ratios) == 7 and f"{min(ratios):.2f} to {max(ratios):.2f} times as many tokens" in readme
+
+
 def test_whole_engines_with_experts() -> None:
     found: dict[tuple[str, str, int], dict[str, dict[str, float]]] = {}
     for row in load("nvidia-h200/engines")["mixtures"]["rows"]:
