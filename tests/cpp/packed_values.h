@@ -2,8 +2,12 @@
 
 // Reads a packed weight value by value, as packed_layout.h and narrow_codes.h define it.
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
+#include <vector>
 
+#include "core/half.h"
 #include "problems/packed_layout.h"
 
 namespace epiloq::ops::weight_only_mm {
@@ -25,6 +29,32 @@ constexpr int value_at(std::uint8_t const* lane, int bits, int i) {
   auto const half_word = [&](int word) { return lane[4 * word + byte] | lane[4 * word + byte + 1] << 8; };
   if (bits == 2) return half_word(block) >> (2 * pair) & 3;
   return three_bits(half_word(block), half_word(2) >> (8 * block) & 0xff, pair);
+}
+
+// FP4, by scale groups per K step.
+constexpr int kMxfp4 = 4, kNvfp4 = 8;
+constexpr int kNanPower = 255, kNanScale = 0x7e00 >> 7;
+
+constexpr double e2m1(int code) {
+  constexpr double kNumbers[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+  return code & 8 ? -kNumbers[code & 7] : kNumbers[code];
+}
+
+// What a stored scale means: 2^(byte - 127); or bits 7 to 14 of 128 times the scale as a half.
+inline double fp4_scale(int kind, int byte) {
+  if (kind == kMxfp4) return byte == kNanPower ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1., byte - 127);
+  return float_of_float16(static_cast<std::uint16_t>(byte << 7)) / 128.;
+}
+
+// The stored bytes of all E4M3 numbers above 0: 2^-9 to 448.
+inline std::vector<int> nvfp4_bytes() {
+  std::vector<int> bytes;
+  for (int code = 1; code < 127; ++code) {
+    int const exponent = code >> 3, fraction = code & 7;
+    double const scale = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+    bytes.push_back(float16_of_float(static_cast<float>(128 * scale)) >> 7);
+  }
+  return bytes;
 }
 
 }  // namespace epiloq::ops::weight_only_mm

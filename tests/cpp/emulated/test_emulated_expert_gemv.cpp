@@ -26,20 +26,26 @@ struct Sizes {
 };
 
 // Experts' stacked weights, as packed_layout.h defines them.
-template <class T, int kBits>
+template <class T, Format kFormat>
 struct Weights {
+  static constexpr int kBits = bits_of(kFormat), kScaleBytes = is_fp4(kFormat) ? 1 : 2;
   Sizes sizes;
   int panels = sizes.n / wo::kPanelRows, padded_k = (sizes.k + wo::kPadding - 1) / wo::kPadding * wo::kPadding;
   int group = sizes.group < 0 ? padded_k : sizes.group, groups = padded_k / group;
-  std::vector<std::uint8_t> q, zero;
-  std::vector<std::uint16_t> scale;
+  std::vector<std::uint8_t> q, zero, scale;
 
   Weights(std::mt19937& random, Sizes const& sizes_) : sizes(sizes_) {
     int const all_rows = sizes.experts * sizes.n;
+    std::vector<int> const nvfp4 = wo::nvfp4_bytes();
     for (int i = 0; i < all_rows * padded_k * kBits / 8; ++i) q.push_back(static_cast<std::uint8_t>(random()));
     for (int i = 0; i < all_rows * groups; ++i) {
-      scale.push_back(bits_of(T{}, static_cast<float>(random() % 2001) / 1000.F - 1.F));
       if (sizes.has_zeros) zero.push_back(static_cast<std::uint8_t>(random() % (1 << kBits)));
+      // A power of two from 2^-7 to 1; any scale of up to 448; or any number of the type from -1 to 1.
+      std::uint16_t const any = bits_of(T{}, static_cast<float>(random() % 2001) / 1000.F - 1.F);
+      int const bits = kFormat == Format::kMxfp4   ? 120 + static_cast<int>(random() % 8)
+                       : kFormat == Format::kNvfp4 ? nvfp4[random() % nvfp4.size()]
+                                                   : any;
+      for (int byte = 0; byte < kScaleBytes; ++byte) scale.push_back(static_cast<std::uint8_t>(bits >> 8 * byte));
     }
   }
 
@@ -48,8 +54,17 @@ struct Weights {
     w.n = sizes.n, w.k = sizes.k, w.padded_k = padded_k, w.bits = kBits, w.group = group, w.groups = groups;
     for (int columns = wo::kStep; columns < group; columns *= 2) ++w.group_shift;
     w.q = q.data(), w.scale = scale.data(), w.zero = zero.empty() ? nullptr : zero.data();
-    w.scale_dtype = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    w.scale_dtype = is_fp4(kFormat)             ? DType::kFloat8E4M3
+                    : std::is_same_v<T, __half> ? DType::kFloat16
+                                                : DType::kBFloat16;
     return w;
+  }
+
+  // The value of a code with the scale and the zero point at `p`.
+  double value(int code, int p) const {
+    if (is_fp4(kFormat)) return wo::e2m1(code) * wo::fp4_scale(groups_of(kFormat), scale[p]);
+    double const unit = static_cast<float>(T(static_cast<std::uint16_t>(scale[2 * p] | scale[2 * p + 1] << 8)));
+    return unit * (code - (zero.empty() ? 1 << (kBits - 1) : zero[p]));
   }
 
   // Rows of an expert, [n][padded k].
@@ -61,11 +76,9 @@ struct Weights {
         for (int l = 0; l < wo::kLanes; ++l, lane += wo::lane_bytes(kBits)) {
           for (int i = 0; i < wo::lane_values(kBits); ++i) {
             auto const at = wo::tile_coord_of(kBits, l, i);
-            int const k = tile + at.column;
+            int const row = panel * wo::kPanelRows + at.row, k = tile + at.column;
             int const p = ((expert * panels + panel) * groups + k / group) * wo::kPanelRows + wo::parameter_of(at.row);
-            double const middle = zero.empty() ? 1 << (kBits - 1) : zero[p];
-            double const unit = static_cast<float>(T(scale[p]));
-            found[(panel * wo::kPanelRows + at.row) * padded_k + k] = unit * (wo::value_at(lane, kBits, i) - middle);
+            found[row * padded_k + k] = value(wo::value_at(lane, kBits, i), p);
           }
         }
       }
@@ -76,10 +89,10 @@ struct Weights {
 
 template <int kRow, class T, Format kFormat>
 void check(std::mt19937& random, Sizes const& sizes, std::vector<int> const& rows) {
-  constexpr int kBits = bits_of(kFormat), kGap = 8;
+  constexpr int kGap = 8;
   using S = ExpertGemv<kRow, T, kFormat>;
 
-  Weights<T, kBits> const weights(random, sizes);
+  Weights<T, kFormat> const weights(random, sizes);
   int const all = std::accumulate(rows.begin(), rows.end(), 0);
   int const most = sizes.masked ? *std::max_element(rows.begin(), rows.end()) + 1 : all + 2;  // rows of x, of an expert
   int const stride = weights.padded_k + kGap, out_stride = sizes.n + kGap;
@@ -95,7 +108,7 @@ void check(std::mt19937& random, Sizes const& sizes, std::vector<int> const& row
       float const value = static_cast<float>(random() % 2001) / 1000.F - 1.F;
       x[(first[e] + i / sizes.k) * stride + i % sizes.k] = T(value);
     }
-    if (sizes.has_factor) factor.push_back(static_cast<float>(1 + random() % 8) / 4);
+    if (sizes.has_factor) factor.push_back(static_cast<float>(1 + random() % 8) / 8);
     for (int i = 0; sizes.has_bias && i < sizes.n; ++i) bias.push_back(T(static_cast<float>(random() % 9) - 4));
   }
 
@@ -153,7 +166,8 @@ void check_format(std::mt19937& random) {
   for (int experts : {3, 40}) {
     bool const is_wide = groups_of(kFormat) == 1 && coin();
     int const n = experts == 3 ? 48 : 16, k = coin() ? 384 : 1032, split = 1 + static_cast<int>(random() % 3);
-    Sizes const sizes{experts, n, k, is_wide ? -1 : kGroup, split, coin(), coin(), coin(), coin()};
+    bool const has_zeros = !is_fp4(kFormat) && coin();
+    Sizes const sizes{experts, n, k, is_wide ? -1 : kGroup, split, coin(), has_zeros, coin(), coin()};
     std::vector<int> rows(experts);
     for (int& count : rows) count = random() % (experts == 3 ? 2 : 8) == 0 ? 1 + random() % 3 : 0;
     rows[random() % experts] = coin() ? 0 : 11;
@@ -167,6 +181,8 @@ void check_row(std::mt19937& random) {
   check_format<kRow, T, Format::kInt4Of64>(random);
   check_format<kRow, T, Format::kInt4Of32>(random);
   check_format<kRow, T, Format::kInt8Wide>(random);
+  check_format<kRow, T, Format::kMxfp4>(random);
+  check_format<kRow, T, Format::kNvfp4>(random);
 }
 
 template <class T>

@@ -17,33 +17,8 @@ using namespace epiloq::ops::weight_only_mm;
 
 namespace {
 
-constexpr int kMxfp4 = 4, kNvfp4 = 8;  // by scale groups per K step
-constexpr int kNanPower = 255, kNanScale = 0x7e00 >> 7;
-
 std::uint16_t bits_of(__half, float value) { return float16_of_float(value); }
 std::uint16_t bits_of(__nv_bfloat16, float value) { return bfloat16_of_float(value); }
-
-double e2m1(int code) {
-  constexpr double kNumbers[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
-  return code & 8 ? -kNumbers[code & 7] : kNumbers[code];
-}
-
-// What a stored byte means: 2^(byte - 127); or bits 7 to 14 of 128 times the scale as a half.
-double scale_of(int kind, int byte) {
-  if (kind == kMxfp4) return byte == kNanPower ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1., byte - 127);
-  return float_of_float16(static_cast<std::uint16_t>(byte << 7)) / 128.;
-}
-
-// The stored bytes of all E4M3 numbers above 0: 2^-9 to 448.
-std::vector<int> nvfp4_bytes() {
-  std::vector<int> bytes;
-  for (int code = 1; code < 127; ++code) {
-    int const exponent = code >> 3, fraction = code & 7;
-    double const scale = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
-    bytes.push_back(float16_of_float(static_cast<float>(128 * scale)) >> 7);
-  }
-  return bytes;
-}
 
 // Both halves of each register are the nibble of its number; times a factor, code times scale.
 template <class T, int kGroups>
@@ -74,7 +49,7 @@ void every_code_by_every_scale(std::mt19937& random) {
         Word const product = multiply_pairs(T{}, a[p], Scales::factor(byte));
         for (int half = 0; half < 2; ++half) {
           double const found = emulation::value_of<T>(product, half) * Scales::F::kUnit;
-          CHECK_EQUAL(found, e2m1(w >> (4 * p + 16 * half) & 15) * scale_of(kGroups, byte));
+          CHECK_EQUAL(found, e2m1(w >> (4 * p + 16 * half) & 15) * fp4_scale(kGroups, byte));
         }
       }
     }
@@ -144,7 +119,7 @@ void products(std::mt19937& random, int tokens, Bytes kind) {
           if (of.row != row % kPanelRows) continue;
           int const k = tile + of.column;
           int const byte = scale[(panel * kAllGroups + k / kColumns) * kPanelRows + parameter_of(of.row)];
-          weights[k] = e2m1(value_at(lane, 4, i)) * scale_of(kGroups, byte);
+          weights[k] = e2m1(value_at(lane, 4, i)) * fp4_scale(kGroups, byte);
         }
       }
     }
