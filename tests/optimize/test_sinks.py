@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,23 @@ def test_numbers_and_tokens_are_those_of_before(seed: int, device: str) -> None:
     compiled = ({"cache_implementation": "static"}, {"custom_generate": epiloq.decode}) if device == "cpu" else ()
     for how in ({}, *compiled):
         assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False, **how), tokens), how
+
+
+@torch.no_grad()
+def test_windows_of_one_token(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' growing cache keeps all tokens there, with a mask of one."""
+    monkeypatch.setattr(sys.modules[__name__], "WINDOW", 1)
+    model, given = gpt_oss(device), padded(device)
+    caches: tuple[Callable[[], dict[str, Any]], ...] = (
+        dict,
+        lambda: {"past_key_values": epiloq.QuantizedCache(config=model.config)},
+    )
+    expected = [model.generate(**given, max_new_tokens=6, do_sample=False, **cache()) for cache in caches]
+    optimize_(model)
+    for cache, tokens in zip(caches, expected, strict=True):
+        for how in ({}, {"custom_generate": epiloq.decode} if device == "cpu" else {}):
+            result = model.generate(**given, max_new_tokens=6, do_sample=False, **cache(), **how)
+            assert torch.equal(result, tokens)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic", "int8"])

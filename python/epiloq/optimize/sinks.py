@@ -41,7 +41,11 @@ def sink_attention(
     another kind, and for several tokens on a CPU."""
     sinks, scale = module.sinks, query.shape[-1] ** -0.5 if scaling is None else scaling
     is_stored = not isinstance(key, Tensor)
-    is_ours = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1)
+    # A window of one token has a mask of one, which transformers applies to all tokens that a growing cache keeps.
+    length = (key.q if is_stored else key).shape[2]
+    is_ours = attention_mask is None or (
+        attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1 and attention_mask.shape[-1] == length
+    )
     is_ours = is_ours and not (
         dropout or kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     )
