@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from random_checkpoints import KINDS, LAYERS_ALONE, fill_weights, quantisation, write_config
+from random_checkpoints import KINDS, LAYERS_ALONE, MODELS, fill_weights, number_of_experts, quantisation, write_config
 from torch import Tensor
 
 VARIABLE = "EPILOQ_ENGINE_LAYERS"
@@ -45,11 +45,12 @@ class Experts(NamedTuple):
     intermediate: int
 
 
-EXPERTS = {
-    "qwen3-30b-a3b": Experts(128, 8, 2048, 768),
-    "mixtral-8x7b": Experts(8, 2, 4096, 14336),
-    "gpt-oss-20b": Experts(32, 4, 2880, 2880),
-}
+def sizes_of(config: dict[str, Any]) -> Experts:
+    intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return Experts(number_of_experts(config), config["num_experts_per_tok"], config["hidden_size"], intermediate)
+
+
+EXPERTS = {name: sizes_of(config) for name, config in MODELS.items() if number_of_experts(config)}
 OPTIONS: dict[str, dict[str, Any]] = {"gpt-oss-20b": {"has_bias": True, "activation": "swigluoai"}}
 LINEAR = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")
 """N x K: Llama-3-8B's."""

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from epiloq.integrations.engines.choice import VARIABLE
 from epiloq.integrations.engines.experts import Sizes, reason_against_graphs
-from epiloq.integrations.vllm import expert_offers
+from epiloq.integrations.vllm import device, expert_offers
 from epiloq.integrations.vllm import experts as plugin
 from vllm_checkpoints import arguments, compressed_tensors
 from vllm_expert_formats import (
@@ -80,7 +80,7 @@ def test_unsupported_layers_are_left_to_the_engine(
     [("words of 4 bits", 16), ("words of 8 bits", 16), ("NVFP4", 16), ("MXFP4", 0), ("int8", 0), ("FP8 in blocks", 0)],
 )
 def test_few_experts_are_left_to_the_engine_by_default(name: str, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "supported", lambda _: (True, None))
+    monkeypatch.setattr(device, "runs_on", lambda *_: (True, None))
     for chosen in (True, False):
         if not chosen:
             monkeypatch.delenv(VARIABLE)

@@ -86,9 +86,8 @@ double tiles_of_experts(Problem const& p, int rows) {
 
 // The GEMV of experts whose CTAs are likely to be all resident at the same time: with the most warps of these. For more
 // CTAs, whose K steps are few, the persistent kernels are faster.
-std::optional<Choice> expert_gemv_of(Problem const& p, Format format, Target const& target) {
-  int const most_tokens = weight_only_mm::kGemvTokens;
-  if (p.product.m > most_tokens || !has_expert_gemv(p, target)) return std::nullopt;
+std::optional<Choice> few_rows_of(Problem const& p, Format format, Target const& target) {
+  if (p.product.m > weight_only_mm::kGemvTokens || !has_expert_gemv(p, target)) return std::nullopt;
   double const ctas = tiles_of_experts(p, kExpertGemvTileRows);
   int const stage = panel_bytes(p.product.weight, format, kExpertGemvPanels) + token_bytes(p.product.m);
   for (int row = 0; row < static_cast<int>(kExpertGemvRows.size()); ++row) {
@@ -224,7 +223,7 @@ Choice choose(Problem const& p, DType x, Format format, Target const& target) {
   if (p.batch_invariant) return {format, kAnyM, most_tiles(p, kRows[kAnyM].tokens), 1};
   if (std::optional<Choice> const gemv = gemv_of(p, format, target)) return *gemv;
   if (p.product.m >= kWgmmaFromRows && has_wgmma(p, x, format, target)) return wgmma_of(p, format, target);
-  if (std::optional<Choice> const gemv = expert_gemv_of(p, format, target)) return *gemv;
+  if (std::optional<Choice> const gemv = few_rows_of(p, format, target)) return *gemv;
   if (std::optional<Choice> const few = few_tokens_of(p, x, format, target)) return *few;
   for (int row = static_cast<int>(kExpertRows.size()) - 1; row >= 0; --row) {
     // Masked experts have room for many rows, but usually few.

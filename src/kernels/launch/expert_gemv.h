@@ -8,8 +8,7 @@
 namespace epiloq::ops::grouped_packed_mm {
 
 // CTAs of `warps` warps, which alternate K steps of kExpertGemvPanels panels of 16 weight rows; `blocks` of them on an
-// SM. As experts are read whole, and K steps of a warp are few, shorter chains count more than rows per CTA: neither
-// twice as many panels nor split-K was faster on an H200, but for ties.
+// SM. On an H200 neither twice as many panels nor split-K was faster, where the GEMV is chosen.
 inline constexpr int kExpertGemvPanels = 2, kExpertGemvStages = 3;
 inline constexpr int kExpertGemvTileRows = kExpertGemvPanels * weight_only_mm::kPanelRows;
 struct ExpertGemvConfig {

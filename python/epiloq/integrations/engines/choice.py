@@ -34,6 +34,11 @@ tokens (FP4 on compute capability 9.0 does not), so the engine's own kernels may
 _NEWEST = 90
 
 
+def is_chosen() -> bool:
+    """Whether the user chose layers, rather than the defaults."""
+    return VARIABLE in os.environ
+
+
 def chosen_layers() -> tuple[str, ...]:
     """The kinds of layers of other formats that epiloq may run: those in ``EPILOQ_ENGINE_LAYERS``, by default
     `BY_DEFAULT`. The variable contains kinds separated by commas, or "all" or "none" alone. Layers of epiloq's own
@@ -63,8 +68,7 @@ def runs_on(kind: str, capability: int | None) -> tuple[bool, str | None]:
     """
     if kind not in chosen_layers():
         return False, f"{VARIABLE} leaves out {kind}"
-    is_asked_for = VARIABLE in os.environ
-    if kind in _ON_HOPPER and capability != _NEWEST and not is_asked_for:
+    if kind in _ON_HOPPER and capability != _NEWEST and not is_chosen():
         return False, f"{kind} was compared on compute capability 9.0 alone; {VARIABLE}={kind} selects epiloq's"
     if capability is None:
         return True, None

@@ -6,7 +6,6 @@ vLLM's own method creates and loads the weights. After loading they become an ``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
@@ -22,7 +21,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
 
-from epiloq.integrations.engines.choice import VARIABLE
 from epiloq.integrations.engines.experts import Sizes, routed_to_part
 from epiloq.integrations.vllm.device import supported
 from epiloq.integrations.vllm.expert_offers import GATES, OFFERS, Offer
@@ -31,10 +29,6 @@ from epiloq.nn.experts.gated_experts import GatedExperts
 
 # Below "vllm", so that it has the level and the handler of vLLM's loggers.
 logger = init_logger("vllm.epiloq.experts")
-
-_SLOWER_IF_FEW, _FEW = ("w4a16-experts", "w8a16-experts", "nvfp4-experts"), 16
-"""Kinds that vLLM runs by default in layers of fewer experts than so many. With Mixtral's 8 on an H200 one token took
-1.1 to 1.3 times as long as with Marlin, 16 tokens and more 0.42 to 0.88 times; 128 experts were faster for all."""
 
 
 class EpiloqRoutedExperts(RoutedExperts):
@@ -48,9 +42,7 @@ class EpiloqRoutedExperts(RoutedExperts):
         sizes = Sizes(moe_config.num_local_experts, moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
         offer, name = describe(method, sizes), type(method).__name__
         sizes = replace(sizes, intermediate=round_up(sizes.intermediate, offer.multiple))
-        possible, reason = supported(offer.kind)
-        if possible and offer.kind in _SLOWER_IF_FEW and moe_config.num_experts < _FEW and VARIABLE not in os.environ:
-            possible, reason = False, f"vLLM's {offer.kind} are faster for one token; {VARIABLE} selects epiloq's"
+        possible, reason = supported(offer.kind, experts=moe_config.num_experts)
         if not possible:
             logger.debug_once("epiloq leaves experts to vLLM's %s: %s", name, reason)
             return method
