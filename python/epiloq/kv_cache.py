@@ -155,10 +155,10 @@ class QuantizedStaticLayer(_Scaled, StaticLayer):  # type: ignore[no-untyped-cal
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate zeroed tensors; type, device and heads are those of the first states."""
         super().lazy_initialization(key_states[:, :, :0], value_states[:, :, :0])
-        scales = key_states.new_zeros((*self.keys.shape[:3], 1))
         dtype = torch.int8 if self.kind == "int8" else torch.uint8
         self.keys, self.values = (torch.zeros_like(held, dtype=dtype) for held in (self.keys, self.values))
-        self.key_scale, self.value_scale = scales, scales.clone()
+        shape = (*self.keys.shape[:3], 1)
+        self.key_scale, self.value_scale = key_states.new_zeros(shape), value_states.new_zeros(shape)
         if not is_compiling():
             for tensor in (self.keys, self.values, self.key_scale, self.value_scale):
                 torch._dynamo.mark_static_address(tensor)

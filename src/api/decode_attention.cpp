@@ -134,6 +134,9 @@ RotateProblem checked(RotateAndStore const& call) {
   if (batches * tokens > kMostTokens || (heads + 2 * key_heads) * width > kMostTokens) {
     check.fail("heads", "expected fewer tokens and heads, got ", describe(call.heads));
   }
+  if (tokens > length) {
+    check.fail("heads", "expected at most the ", length, " tokens of key_cache, got ", describe(call.heads));
+  }
   if (length > kMostTokens) {
     check.fail("key_cache", "expected at most ", kMostTokens, " tokens, got ", describe(call.key_cache));
   }

@@ -182,6 +182,7 @@ def test_refusals(seed: int) -> None:
         ({"value_cache": cache}, "key_cache: .*value_cache"),
         ({"position": torch.tensor(0.0)}, "position: expected int64"),
         ({"heads": heads[..., :7], "cos": angles[..., :7]}, "heads: expected an even width"),
+        ({"key_cache": cache[:, :, :1], "value_cache": cache[:, :, :1]}, "heads: expected at most the 1 tokens of key"),
         ({"query_norm": torch.ones(8)}, "key_norm: expected both norms or none, got one"),
         ({"query_norm": torch.ones(7), "key_norm": torch.ones(8)}, "query_norm: expected"),
         ({"query_norm": torch.ones(8), "key_norm": torch.ones(8).half()}, "key_norm: expected float32"),

@@ -48,14 +48,13 @@ def grouped_sdpa(
     """Attention in transformers' convention: query ``[B, H, T, D]``, key and value ``[B, H / G, L, D]``, or `Stored`
     for a quantised cache; result ``[B, T, H, D]``. Unless T = 1, transformers' own ``sdpa`` is used."""
     is_stored = not isinstance(key, Tensor)
-    keys = key.q if is_stored else key
     plain = all(kwargs.get(name) is None for name in _OF_SCORES)
-    if plain and _decodes(query, keys, value, attention_mask, is_stored):
+    if plain and _decodes(query, key, value, attention_mask):
         mask = None if attention_mask is None else attention_mask[:, 0, 0]
         if mask is not None and mask.stride(-1) != 1:
             mask = mask.contiguous()
         scales = (key.scale[..., 0], value.scale[..., 0]) if is_stored else (None, None)
-        values = value.q if is_stored else value
+        keys, values = (key.q, value.q) if is_stored else (key, value)
         result = decode_attention(
             query[:, :, 0], keys, values, mask, key_scale=scales[0], value_scale=scales[1], scale=scaling
         )
@@ -83,7 +82,7 @@ def attend_plainly(
     heads = query.transpose(1, 2)
     if not isinstance(key, Tensor) or not are_plain(key, value, mask):
         return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
-    if not _decodes(heads, key, value, mask, False):
+    if not _decodes(heads, key, value, mask):
         if _groups_heads(heads, mask):
             return _by_heads_of_keys(heads, key, value, mask, scaling, 0.0)
         return grouped_sdpa(module, heads, key, value, mask, scaling=scaling)[0]
@@ -121,16 +120,23 @@ def _by_heads_of_keys(
     return result.reshape(batch, 1, heads, value.shape[-1])
 
 
-def _decodes(query: Tensor, keys: Tensor, value: Any, mask: Tensor | None, is_stored: bool) -> bool:
+def hold(dtype: torch.dtype, key: Any, value: Any) -> bool:
+    """Whether keys and values, or the scales of `Stored` ones, have this type. ``torch.autocast`` mixes types."""
+    key, value = (each if isinstance(each, Tensor) else each.scale for each in (key, value))
+    return bool(key.dtype == dtype == value.dtype)
+
+
+def _decodes(query: Tensor, key: Any, value: Any, mask: Tensor | None) -> bool:
     """Whether this is a decode step that `decode_attention` supports."""
+    is_stored = not isinstance(key, Tensor)
     if not is_stored and not is_batch_invariant() and not _is_fast(query):
         return False
-    if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (keys, value))):
+    if query.shape[2] != 1 or wants_gradient(query, *(() if is_stored else (key, value))):
         return False
     by_heads = mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1))
-    if by_heads or (mask is not None and mask.shape[-1] != keys.shape[2]):
+    if by_heads or (mask is not None and mask.shape[-1] != (key.q if is_stored else key).shape[2]):
         return False
-    return is_stored or (value.shape[-1] == query.shape[-1] and keys.dtype == query.dtype == value.dtype)
+    return hold(query.dtype, key, value) and (is_stored or value.shape[-1] == query.shape[-1])
 
 
 def _is_fast(query: Tensor) -> bool:

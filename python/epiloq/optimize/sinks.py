@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from epiloq.ops.attention.decode_attention import decode_attention
 from epiloq.optimize import structure
+from epiloq.optimize.attention import hold
 from epiloq.optimize.guards import wants_gradient
 
 NAME = "epiloq_sinks"
@@ -49,7 +50,11 @@ def sink_attention(
     is_ours = is_ours and not (
         dropout or kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     )
-    is_ours = is_ours and not wants_gradient(query, sinks, *(() if is_stored else (key, value)))
+    is_ours = (
+        is_ours
+        and hold(query.dtype, key, value)
+        and not wants_gradient(query, sinks, *(() if is_stored else (key, value)))
+    )
     if is_ours and query.shape[2] == 1 and sinks.dtype == query.dtype:
         return _of_one_token(query, key, value, attention_mask, sinks, scale), None
     if is_stored:
